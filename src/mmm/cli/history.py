@@ -1,0 +1,117 @@
+"""``mmm history OUTDIR``: what a run did, from its record, while it runs or after it ended."""
+
+import argparse
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import xarray
+
+
+def main(argv: list[str]) -> int:
+    """Print a run's summary and one metric's plot. Returns 0; what the user can mend is raised as a UserError."""
+    parser = argparse.ArgumentParser(
+        prog="mmm history", description="Show what is on record of a run: finished, running or killed."
+    )
+    parser.add_argument("outdir", help="the run's folder, e.g. outputs/<module>/<timestamp>")
+    parser.add_argument("--metric", help="what to plot here (default: loss, or else the first there is)")
+    parser.add_argument("--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal")
+    parser.add_argument("--plot", action="store_true", help="draw every metric to OUTDIR/plots")
+    args = parser.parse_args(argv)
+
+    from mmm.history import fold, load, plot_all, terminal_plot
+    from mmm.history.reader import state
+    from mmm.history.series import metrics
+
+    if args.fold:
+        print(f"folded into {fold(args.outdir)}")
+    ds = load(args.outdir)
+    _print("\n".join([args.outdir, *(f"  {name:<11}{text}" for name, text in summary(ds, state(args.outdir)))]) + "\n")
+    names = metrics(ds)
+    metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
+    if metric and ds.sizes["draw"]:
+        width, height = shutil.get_terminal_size((100, 30))
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        _print("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
+    if args.plot:
+        written = plot_all(ds, args.outdir)
+        print(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else ""))
+    return 0
+
+
+def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
+    """The lines of the table: name and text."""
+    from mmm.history.figures import facts
+    from mmm.history.series import PARTS, metrics, series
+
+    known, rows = metrics(ds), ds.sizes["draw"]
+    table = [("state", state), ("size", facts(ds))]
+    for name in ("iter", "epoch"):
+        if name in ds and rows:
+            table.append((name, f"{ds[name].values[0]:g} to {ds[name].values[-1]:g}"))
+    for name in ("loss", "val_loss"):
+        if name in known and np.isfinite(y := series(ds, name).y).any():
+            s = series(ds, name)
+            kept = np.flatnonzero(np.isfinite(y))
+            low = kept[np.argmin(y[kept])]
+            lowest = f"lowest {y[low]:.6f} at {s.x_name} {s.x[low]:g}"
+            missing = f", {rows - len(kept)} rows without" if name == "loss" and len(kept) < rows else ""
+            table.append((name, f"{y[kept[-1]]:.6f} (first {y[kept[0]]:.6f}, {lowest}{missing})"))
+    if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
+        first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
+        table.append(("dt", f"{np.nanmedian(y):.6f} s a step, median of {rows} rows{first}"))
+        spent = {part: float(np.nanmedian(series(ds, part).y)) for part in PARTS if part in known}
+        if spent:
+            table.append(("parts", ", ".join(f"{part} {seconds:.6f} s" for part, seconds in spent.items())))
+    for name in ("tps", "sps"):
+        if name in known and np.isfinite(y := series(ds, name).y).any():
+            table.append((name, f"{np.nanmedian(y):,.1f} {series(ds, name).unit}, median"))
+    if slow := straggler(ds):
+        table.append(("slowest", slow))
+    return table
+
+
+def straggler(ds: "xarray.Dataset") -> str | None:
+    """The rank that takes longest, by its median over the rows, and where it is; None if the record is not by rank.
+
+    In a synchronous step every rank waits for the slowest, so dt is alike on all: the time it does not wait (dt − dtw)
+    says more where dtw was kept. Above `full_ranks` ranks it is the rank that was the slowest in most rows.
+    """
+    from mmm.history.series import median_by_rank
+
+    if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
+        return None
+    if "dt" in ds and ds["dt"].ndim == 2:
+        waits = "dtw" in ds and ds["dtw"].ndim == 2
+        each = median_by_rank(ds["dt"].values - (ds["dtw"].values if waits else 0))
+        if not np.isfinite(each).any():
+            return None
+        rank, middle = int(np.nanargmax(each)), float(np.nanmedian(each))
+        over = f", {100 * (each[rank] / middle - 1):.1f} % over the median rank" if middle else ""
+        return f"rank {rank} ({_place(ds, rank)}): {'dt - dtw' if waits else 'dt'} {each[rank]:.6f} s{over}"
+    if "dt_argmax" in ds:
+        ranks = ds["dt_argmax"].values
+        found, times = np.unique(ranks[np.isfinite(ranks) & (ranks >= 0)], return_counts=True)
+        if len(found):
+            rank = int(found[np.argmax(times)])
+            return f"rank {rank} ({_place(ds, rank)}): the largest dt in {times.max()} of {len(ranks)} rows"
+    return None
+
+
+def _place(ds: "xarray.Dataset", rank: int) -> str:
+    names = ["host", "local_rank", *sorted(str(name) for name in ds.coords if str(name).startswith("axis_"))]
+    at = [f"{name.removeprefix('axis_')} {ds[name].values[rank]}" for name in names if name in ds.coords]
+    return ", ".join(at) or "place unknown"
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="")  # an ASCII terminal gets question marks, no crash
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

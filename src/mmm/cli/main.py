@@ -1,0 +1,63 @@
+"""``mmm SUBCOMMAND …``"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+
+from mmm import __version__
+from mmm.errors import UserError
+
+# Subcommand -> module with main(argv) -> exit code, and one line for the list.
+SUBCOMMANDS = {
+    "examples": ("mmm.cli.examples", "list the runnable examples and trainers"),
+    "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<12} {about}" for name, (_, about) in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: mmm SUBCOMMAND [ARGUMENTS]      (mmm SUBCOMMAND --help says more)",
+            "",
+            *lines,
+            "",
+            "To start a program on many ranks: launch --help",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Returns:
+        The exit code: 2 for what the user can mend, said in one message.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in ("-V", "--version"):
+        print(f"mmm {__version__}")
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name not in SUBCOMMANDS:
+        near = difflib.get_close_matches(name, SUBCOMMANDS, 1)
+        hint = f": did you mean {near[0]}?" if near else f"; there are {', '.join(SUBCOMMANDS)}"
+        print(f"mmm: error: no subcommand {name!r}{hint}", file=sys.stderr)
+        return 2
+    try:
+        return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
+    except UserError as error:
+        print(f"mmm: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

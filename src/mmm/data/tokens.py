@@ -1,0 +1,118 @@
+"""Batches of tokens: the global batch of step k depends on (seed, k, global batch size) alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmm.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Part of a global batch.
+
+    Attributes:
+        inputs, targets: (batch, seq) int64; a target is the token after its input.
+        count: targets in the whole global batch: what a sum of losses is divided by.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    count: int
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.inputs.to(device), self.targets.to(device), self.count)
+
+
+class Tokens(ABC):
+    """Sequences of ``seq_length + 1`` tokens, numbered from 0, in an order that a seed decides.
+
+    Attributes:
+        samples: sequences in one epoch.
+    """
+
+    samples: int
+
+    def __init__(self, seq_length: int, seed: int) -> None:
+        self.seq_length, self.seed = seq_length, seed
+
+    @abstractmethod
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        """Sequence number `place` of an epoch: (seq_length + 1,) int64."""
+
+    def steps_per_epoch(self, global_batch: int) -> int:
+        """Steps of `global_batch` samples in an epoch; what is left over at its end is dropped.
+
+        Raises:
+            DataError: there are fewer samples than one global batch.
+        """
+        if self.samples < global_batch:
+            raise DataError(
+                f"the data has {self.samples} sequences of {self.seq_length} tokens, fewer than one global batch of "
+                f"{global_batch}: use a smaller batch, a smaller --seq_length, or more text"
+            )
+        return self.samples // global_batch
+
+    def batch(self, step: int, global_batch: int, first: int, size: int) -> Batch:
+        """Samples first … first + size - 1 of the global batch of a step.
+
+        Args:
+            step: from 0, over all epochs.
+            first, size: in samples; the part of data-parallel coordinate c is ``first = c * size``.
+        """
+        epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
+        begin = step_of_epoch * global_batch + first
+        rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), global_batch * self.seq_length)
+
+
+class TextTokens(Tokens):
+    """The bytes of a text, in stretches that do not overlap; every epoch has each stretch once, in an order of its own.
+
+    Args:
+        text: (bytes,) uint8. seq_length: tokens a sample. shuffle: False reads in order.
+
+    Raises:
+        DataError: the text is shorter than one sample.
+    """
+
+    def __init__(self, text: np.ndarray, seq_length: int, seed: int, shuffle: bool = True) -> None:
+        super().__init__(seq_length, seed)
+        self.text, self.shuffle = text, shuffle
+        self.samples = max(len(text) - 1, 0) // seq_length
+        if self.samples < 1:
+            raise DataError(f"a text of {len(text)} bytes is too short for --seq_length {seq_length}: "
+                            f"it needs {seq_length + 1}")  # fmt: skip
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        number = int(_order(self.seed, epoch, self.samples)[place]) if self.shuffle else place
+        begin = number * self.seq_length
+        return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """The order of an epoch's samples. ``RandomState`` is the generator whose stream NumPy promises never to change."""
+    return np.random.RandomState([seed & 0xFFFFFFFF, epoch]).permutation(samples)
+
+
+class RandomTokens(Tokens):
+    """Uniform random tokens: nothing to learn, ln(vocab_size) is the best loss. For measuring speed.
+
+    Args:
+        vocab_size: tokens are 0 … vocab_size - 1. samples: sequences that make an epoch.
+    """
+
+    def __init__(self, vocab_size: int, seq_length: int, seed: int, samples: int = 16_384) -> None:
+        super().__init__(seq_length, seed)
+        self.vocab_size, self.samples = vocab_size, samples
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        state = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, place])
+        return state.randint(0, self.vocab_size, size=self.seq_length + 1, dtype=np.int64)

@@ -1,0 +1,1 @@
+"""One idea a file, each a runnable module: ``python -m mmm.examples`` lists them."""

@@ -1,0 +1,125 @@
+"""Two-dimensional parallelism: FSDP × tensor parallel, on a Llama-style Transformer.
+
+    launch python3 -m mmm.examples.fsdp_tp --tpsize 4
+
+N ranks stand on a mesh of dp × tp. Along tp (a row) the ranks work on the *same* samples, and each matrix is cut over
+them. Along dp (a column) they have *different* samples, and what tensor parallel left of each matrix is cut once more::
+
+                        tp: same samples, matrices cut
+                   ┌────────┬────────┬────────┬────────┐
+       dp:         │ rank 0 │ rank 1 │ rank 2 │ rank 3 │   samples 0 … b-1       host 1
+       different   ├────────┼────────┼────────┼────────┤
+       samples     │ rank 4 │ rank 5 │ rank 6 │ rank 7 │   samples b … 2b-1      host 2
+                   └────────┴────────┴────────┴────────┘
+                     FSDP along each column: [0, 4] [1, 5] [2, 6] [3, 7]
+
+tp talks in every layer, forward and backward, and so keeps to neighbours; FSDP gathers a layer while the one before is
+being worked out, and can go between hosts. Same seed and same global batch give the same losses on every mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import tyro
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.data import Tokens
+from mmm.models.transformer import Transformer
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.runtime.failure import run_main
+from mmm.runtime.ranks import whoami
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.run import Run, start_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TransformerOptions, TextOptions, RunOptions):
+    """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
+
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is cut."""
+    eval_every: int = 50
+    """Steps between two validations; one more at the end."""
+    eval_batches: int = 4
+    """Global batches in a validation."""
+
+
+def train(config: Config) -> None:
+    # Does it fit? Everything here is checked before any rank talks to another.
+    config.check()
+    layout = Layout(tp=config.tpsize).fit(whoami().world_size)
+    model_config = config.model_config(config.default_vocab())
+    check_transformer(model_config, layout, config.seq_length)
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
+    tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
+    steps = config.steps(tokens.steps_per_epoch(global_batch))
+    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
+        model = Transformer(model_config)
+    summary = model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta"))
+    if config.summary:
+        if whoami().is_main:
+            print(summary)
+        return
+
+    with start_run("fsdp_tp", config, layout) as run:
+        run.log.info("model, whole:\n%s", summary)
+        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
+
+        # mesh -> plan -> weights: cut the shapes first, then give each rank memory and weights for its own part.
+        mesh = build_mesh(layout, run.device.type, config.timeout)
+        apply(model, mesh, transformer_plan(), run.precision, compile=config.compile)
+        materialize(model, run.device, config.seed)
+        run.log.info("%s\n%s", mesh, sharded_model(model))
+
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
+        for step in range(steps):
+            run.clock.start()
+            part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+            run.clock.lap("dtd")
+            with loss_parallel():  # the logits stay cut over the vocabulary
+                loss = cross_entropy(model(part.inputs), part.targets, part.count)
+                run.clock.lap("dtf")
+                scaler.scale(loss).backward()
+            run.clock.lap("dtb")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            run.clock.lap("dto")
+
+            last = step == steps - 1
+            more = {}
+            if last or step % config.eval_every == config.eval_every - 1:
+                more["val_loss"] = validate(model, validation, run, config.eval_batches, global_batch, mine, batch)
+            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
+) -> float:
+    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
+    total = 0.0
+    batches = min(batches, tokens.steps_per_epoch(global_batch))
+    for step in range(batches):
+        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+        with loss_parallel():
+            total += local_value(cross_entropy(model(part.inputs), part.targets, part.count))
+    return run.global_sum(total) / batches
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)

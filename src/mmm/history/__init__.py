@@ -1,0 +1,17 @@
+"""Record a step, keep it on disk, plot it.
+
+>>> outdir = prepare(None, "fsdp_tp")                        # rank 0, before any process group
+>>> with History(outdir, ranks=[{"rank": 0, "host": "x1"}]) as history:
+...     line = history.update({"iter": 0, "loss": 10.78, "dt": 0.4})
+>>> load(outdir).loss                                        # also while it runs, and after a kill
+
+Importing this package imports neither torch, xarray, matplotlib nor plotext: `load` and the plots do when called.
+"""
+
+from mmm.history.history import History
+from mmm.history.plots import plot_all
+from mmm.history.reader import fold, load
+from mmm.history.record import prepare, versions, write_config
+from mmm.history.terminal import terminal_plot
+
+__all__ = ["History", "fold", "load", "plot_all", "prepare", "terminal_plot", "versions", "write_config"]

@@ -1,0 +1,206 @@
+"""Rows to a labelled dataset, and the dataset to and from its file. xarray is imported where it is used.
+
+Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coordinates ``host``, ``local_rank``,
+``pid`` and, for each mesh axis, ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), so that
+``ds.dt.where(ds.axis_tp == 0, drop=True)`` reads as it should and no metric's name is taken.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmm.errors import RecordError
+from mmm.history.journal import Header, Row
+from mmm.history.record import write_atomically
+
+if TYPE_CHECKING:
+    import xarray
+
+AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+INT64 = np.iinfo(np.int64)
+
+_ABOUT = {  # name: (what it is, its unit or "")
+    "iter": ("optimizer step", ""),
+    "epoch": ("epoch", ""),
+    "loss": ("training loss", ""),
+    "val_loss": ("validation loss", ""),
+    "acc": ("accuracy", ""),
+    "val_acc": ("validation accuracy", ""),
+    "dt": ("time of a step", "s"),
+    "dtd": ("time for data", "s"),
+    "dtf": ("forward time", "s"),
+    "dtb": ("backward time", "s"),
+    "dto": ("optimizer time", "s"),
+    "dtw": ("waiting time", "s"),
+    "sps": ("samples per second", "samples/s"),
+    "tps": ("tokens per second", "tokens/s"),
+    "mfu": ("model FLOPs utilisation", ""),
+    "lr": ("learning rate", ""),
+    "grad_norm": ("gradient norm", ""),
+}
+_REDUCED = re.compile(r"(.+)_(min|median|max|argmax)$")
+_OVER = {"min": "smallest over ranks", "median": "median over ranks", "max": "largest over ranks"}
+
+
+def about(name: str) -> dict[str, str]:
+    """Attributes of the variable `name`: ``long_name`` and, where known, ``units``."""
+    base, over = name, ""
+    if name not in _ABOUT and (match := _REDUCED.match(name)):
+        base, over = match.groups()
+        if over == "argmax":
+            return {"long_name": f"rank with the largest {base}"}
+    what, unit = _ABOUT.get(base, (base, ""))
+    if not unit and (prefix := re.match(r"(dt|sps|tps)_", base)):
+        unit = _ABOUT[prefix[1]][1]
+    attrs = {"long_name": f"{what}, {_OVER[over]}" if over else what}
+    return {**attrs, "units": unit} if unit else attrs
+
+
+def plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each rank's coordinates by their names in the dataset: ``host``, ``local_rank``, ``pid``, ``axis_<name>``, …
+
+    Mesh coordinates come under the key ``coordinates`` or beside the others. Every value becomes an int or text.
+
+    Raises:
+        RecordError: the ranks are not numbered 0, 1, 2, … in this order.
+    """
+    plain = []
+    for index, given in enumerate(ranks):
+        if (number := given.get("rank", index)) != index:
+            raise RecordError(f"ranks must be given in order: place {index} of {len(ranks)} holds rank {number}.")
+        place = {f"axis_{axis}": value for axis, value in (given.get("coordinates") or {}).items()}
+        for key, value in given.items():
+            if key not in ("rank", "coordinates"):
+                place[f"axis_{key}" if key in AXES else key] = value
+        plain.append({key: _int_or_text(value) for key, value in place.items()})
+    return plain
+
+
+def _int_or_text(value: Any) -> int | str:
+    try:
+        return int(value.__index__())
+    except AttributeError:
+        return str(value)
+
+
+def to_dataset(header: Header, rows: Iterable[Row], extra_attrs: Mapping[str, Any]) -> "xarray.Dataset":
+    """One dataset of all `rows`. A value a row lacks is NaN; a column of nothing but ints is int64, any other float64.
+
+    A plain number in a column that other rows give by rank is rank 0's.
+    """
+    import xarray
+
+    kept = {row.draw: row for row in rows}  # a draw that was kept twice counts once
+    draws = sorted(kept)
+    scalars: dict[str, list[Any]] = {}
+    spread: dict[str, list[Any]] = {}
+    for place, draw in enumerate(draws):
+        for name, value in kept[draw].row.items():
+            scalars.setdefault(name, []).append((place, value))
+        for name, values in kept[draw].per_rank.items():
+            spread.setdefault(name, []).append((place, values))
+
+    shape = (len(draws), len(header.ranks))
+    variables: dict[str, Any] = {}
+    column: np.ndarray
+    for name in dict.fromkeys([*scalars, *spread]):
+        if name in spread:
+            column = np.full(shape, np.nan)
+            for place, value in scalars.get(name, ()):
+                column[place, 0] = value
+            for place, values in spread[name]:
+                column[place] = values
+            if len(spread[name]) == len(draws) and all(_ints(values) for _, values in spread[name]):
+                column = np.array([values for _, values in spread[name]], dtype=np.int64)
+            variables[name] = (("draw", "rank"), column, about(name))
+        else:
+            values = [value for _, value in scalars[name]]
+            if len(values) == len(draws) and _ints(values):
+                column = np.array(values, dtype=np.int64)
+            else:
+                column = np.full(len(draws), np.nan)
+                column[[place for place, _ in scalars[name]]] = values
+            variables[name] = ("draw", column, about(name))
+
+    coordinates: dict[str, Any] = {
+        "draw": ("draw", np.array(draws, dtype=np.int64), {"long_name": "logged row"}),
+        "rank": ("rank", np.arange(len(header.ranks)), {"long_name": "rank"}),
+    }
+    for name in dict.fromkeys(key for place in header.ranks for key in place):
+        if all(isinstance(place.get(name, -1), int) for place in header.ranks):
+            at = np.array([place.get(name, -1) for place in header.ranks], dtype=np.int64)
+        else:
+            at = np.array([str(place.get(name, "")) for place in header.ranks])
+        coordinates[name] = ("rank", at)
+    return xarray.Dataset(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
+
+
+def _ints(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and INT64.min <= value <= INT64.max for value in values)
+
+
+def to_rows(dataset: "xarray.Dataset") -> list[Row]:
+    """The inverse of `to_dataset`, up to NaN for what a row lacked."""
+    columns = {str(name): (len(var.dims), var.values.tolist()) for name, var in dataset.data_vars.items()}
+    return [
+        Row(
+            draw,
+            {name: column[place] for name, (dims, column) in columns.items() if dims == 1},
+            {name: column[place] for name, (dims, column) in columns.items() if dims == 2},
+        )
+        for place, draw in enumerate(dataset["draw"].values.tolist())
+    ]
+
+
+def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes in types every HDF5 reader knows: text, int, float; all else as JSON text."""
+    return {
+        str(key): value if type(value) in (str, int, float) else json.dumps(value, default=str)
+        for key, value in attrs.items()
+    }
+
+
+def write_dataset(dataset: "xarray.Dataset", path: Path) -> None:
+    """Write `dataset` to `path` as netCDF-4/HDF5, whole or not at all.
+
+    The file is made in memory: HDF5 neither meets a full disk nor asks a parallel file system for a lock.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
+    import h5netcdf
+    import xarray
+
+    buffer = io.BytesIO()
+    exact: dict[str, Any] = {str(name): {"_FillValue": None} for name in dataset.variables}
+    with h5netcdf.File(buffer, "w") as file:
+        dataset.dump_to_store(xarray.backends.H5NetCDFStore(file), encoding=exact)
+    write_atomically(path, buffer.getvalue())
+
+
+def read_dataset(path: Path) -> "xarray.Dataset | None":
+    """The dataset at `path`, in memory; None if there is no such file. RecordError if it cannot be read as one."""
+    import xarray
+
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}.") from error
+    try:
+        dataset = xarray.load_dataset(io.BytesIO(content), engine="h5netcdf")
+        dataset["draw"], dataset["rank"]
+    except Exception as error:  # HDF5 and its two wrappers raise OSError, KeyError, RuntimeError, ValueError, …
+        raise RecordError(
+            f"{path} ({len(content):,} bytes) is not a run's dataset or is damaged: {error}. "
+            "Restore it from a copy, or move it away to read what the journal holds."
+        ) from error
+    for variable in dataset.variables.values():
+        variable.encoding.clear()
+    return dataset

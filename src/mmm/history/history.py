@@ -1,0 +1,208 @@
+"""`History`: one row a step, kept on disk while the run goes on. Rank 0 makes one; the other ranks make none."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import mmm
+from mmm.errors import RecordError
+from mmm.history.dataset import plain_ranks
+from mmm.history.journal import Header, Journal, Row
+from mmm.history.record import DATASET, JOURNAL, reason
+
+log = logging.getLogger("mmm")
+
+
+class History:
+    """Keeps the rows of a run in `outdir`: in journal.jsonl while it runs, in train_dataset.h5 from `close` on.
+
+    A run that is killed at any moment loses at most its last `flush_every` rows; `mmm.history.load` reads the others.
+
+    Args:
+        outdir: the run's folder (see `prepare`); made if it does not exist.
+        ranks: one mapping a rank, in order: ``rank``, ``host``, ``local_rank``, ``pid`` and the place on each mesh
+            axis, either beside these (``"tp": 1``) or under ``"coordinates"``. They become coordinates of the dataset,
+            the mesh axes as ``axis_<name>``.
+        flush_every: rows between two writes.
+        attrs: attributes of the dataset.
+        full_ranks: up to this many ranks a variable given by rank is kept in full, (draw, rank); above it a variable x
+            is kept as ``x_min``, ``x_median``, ``x_max`` and ``x_argmax`` (the rank of the largest).
+        resume: go on after the rows that are there. Without it a folder that holds rows is refused.
+
+    Raises:
+        RecordError: the folder holds rows already, cannot be written, or (resuming) is of another number of ranks.
+    """
+
+    def __init__(
+        self,
+        outdir: Path | str,
+        *,
+        ranks: Sequence[Mapping[str, Any]],
+        flush_every: int = 10,
+        attrs: Mapping[str, Any] | None = None,
+        full_ranks: int = 64,
+        resume: bool = False,
+    ) -> None:
+        if flush_every < 1 or not ranks:
+            raise RecordError(f"a History needs flush_every >= 1 and a rank or more: {flush_every=}, {len(ranks)=}.")
+        self.outdir = Path(outdir)
+        self.flush_every = flush_every
+        self._ranks = plain_ranks(ranks)
+        self._full = len(ranks) <= full_ranks
+        self._taken = {"draw", "rank", *(key for place in self._ranks for key in place)}
+        self._names: set[str] = set()
+        self._pending: list[Row] = []
+        self._next = self._rows_there(resume)
+        self._closed = False
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        about = {"mmm_version": mmm.__version__, "started": started, "world_size": len(ranks), **(attrs or {})}
+        try:
+            self.outdir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordError(f"cannot make the folder {self.outdir}: {reason(error)}. Give another.") from error
+        self._journal = Journal(self.outdir / JOURNAL, Header(self._ranks, about))
+
+    def update(self, row: Mapping[str, float | int], per_rank: Mapping[str, Sequence[float]] | None = None) -> str:
+        """Keep one row, and return its line for the log: ``iter=2 loss=10.783049 dt=0.400887``.
+
+        Args:
+            row: numbers by name, in the order they are printed. A name may appear later; earlier rows then hold NaN.
+            per_rank: one number a rank by name, in rank order. The line shows rank 0's, where `row` has the name
+                (its number there is not kept) or else at the end.
+
+        Raises:
+            RecordError: a name or a value does not fit, or every `flush_every` rows, the journal cannot be written.
+                The row stays in memory then, and the next write tries again.
+        """
+        if self._closed:
+            raise RecordError(f"the history in {self.outdir} is closed: no row can be added.")
+        per_rank = per_rank or {}
+        shown: dict[str, float | int] = {}
+        scalars: dict[str, float | int] = {}
+        spread: dict[str, list[float | int]] = {}
+        for name, value in row.items():
+            if name not in self._names:
+                self._admit(name)
+            shown[name] = value if type(value) is float or type(value) is int else _number(name, value)
+            if name not in per_rank:
+                scalars[name] = shown[name]
+        for name, given in per_rank.items():
+            if name not in self._names:
+                self._admit(name)
+            values = self._one_a_rank(name, given)
+            shown[name] = values[0]
+            if self._full:
+                spread[name] = values
+            else:
+                scalars.update(_reduced(name, values))
+        self._pending.append(Row(self._next, scalars, spread))
+        self._next += 1
+        if len(self._pending) >= self.flush_every:
+            self.flush()
+        return " ".join([f"{name}={_shown(value)}" for name, value in shown.items()])
+
+    def flush(self) -> None:
+        """Write the rows kept since the last write. RecordError if that fails; they stay in memory."""
+        if self._pending:
+            self._journal.append(self._pending)
+            self._pending = []
+
+    def close(self) -> Path:
+        """Make train_dataset.h5, remove the journal, and return the dataset's path. A second call does nothing.
+
+        Raises:
+            RecordError: the dataset cannot be written. The journal stays, and `close` may be called again.
+        """
+        from mmm.history.reader import fold_now
+
+        if not self._closed:
+            self.flush()
+            fold_now(self.outdir)
+            self._journal.close()
+            self._closed = True
+        return self.outdir / DATASET
+
+    def __len__(self) -> int:
+        return self._next
+
+    def __enter__(self) -> "History":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as second:  # the first error says what went wrong with the run
+            log.warning("the record in %s was not folded: %s", self.outdir, second)
+
+    def _rows_there(self, resume: bool) -> int:
+        """The draw to go on with: 0 in a folder without rows."""
+        held = [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]
+        if not held:
+            return 0
+        if not resume:
+            raise RecordError(
+                f"{self.outdir} already holds rows ({', '.join(held)}). Prepare another folder, or pass overwrite."
+            )
+        from mmm.history.reader import fold, load
+
+        fold(self.outdir)
+        stored = load(self.outdir)
+        if stored.sizes["rank"] != len(self._ranks):
+            raise RecordError(
+                f"the rows in {self.outdir} are of {stored.sizes['rank']} ranks, and this run has {len(self._ranks)}: "
+                "one dataset cannot hold both. Give the resumed run a folder of its own."
+            )
+        return int(stored["draw"].values[-1]) + 1 if stored.sizes["draw"] else 0
+
+    def _admit(self, name: str) -> None:
+        if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":
+            raise RecordError(f"{name!r} cannot name a variable: no '/', '=', space or leading '.'; say val_loss.")
+        if name in self._taken:
+            raise RecordError(f"{name!r} is a coordinate of the dataset and cannot name a variable. Choose another.")
+        self._names.add(name)
+
+    def _one_a_rank(self, name: str, given: Any) -> list[float | int]:
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        if len(listed) != len(self._ranks):
+            raise RecordError(
+                f"per_rank[{name!r}] has {len(listed)} values, and this run has {len(self._ranks)} ranks."
+            )
+        return [v if type(v) is float or type(v) is int else _number(name, v) for v in listed]
+
+
+def _number(name: str, value: Any) -> float | int:
+    """A Python number from whatever holds one: bool, numpy, a tensor of one element."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        return int(plain) if isinstance(plain, int) else float(plain)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecordError(f"{name}={value!r} is not a number, and a row holds numbers.") from error
+
+
+def _reduced(name: str, values: list[float | int]) -> dict[str, float | int]:
+    """Smallest, median and largest over ranks, and the rank of the largest; ranks that gave NaN do not count."""
+    column = np.array(values, dtype=np.float64)
+    if np.isnan(column).all():
+        return {f"{name}_{over}": math.nan for over in ("min", "median", "max")} | {f"{name}_argmax": -1}
+    return {
+        f"{name}_min": float(np.nanmin(column)),
+        f"{name}_median": float(np.nanmedian(column)),
+        f"{name}_max": float(np.nanmax(column)),
+        f"{name}_argmax": int(np.nanargmax(column)),
+    }
+
+
+def _shown(value: float | int) -> str:
+    if type(value) is int:
+        return str(value)
+    size = abs(value)
+    return f"{value:.6e}" if 0 < size < 1e-4 or size >= 1e6 else f"{value:.6f}"

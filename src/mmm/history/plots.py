@@ -1,0 +1,89 @@
+"""Every plot of a run, to its files. A plot that fails is a warning, never the end of a run."""
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmm.history.record import PLOT_LIST, PLOTS, write_atomically
+from mmm.history.series import metrics
+
+if TYPE_CHECKING:
+    import xarray
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("mmm")
+
+
+def plot_all(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
+    """Draw each metric of `ds` under ``outdir/plots`` and return the files that were written.
+
+    ``mplot/pngs/<metric>.png``, ``mplot/svgs/<metric>.svg``, ``tplot/<metric>.txt`` (100 × 24 characters, UTF-8), and
+    ``mplot/pngs/summary.png`` with its svg: loss, the step's time in its parts, throughput. Nothing is raised: what
+    cannot be drawn or written is logged as a warning (logger ``mmm``) and left out of the list.
+    """
+    folder = Path(outdir)
+    written: list[Path] = []
+    names = metrics(ds)
+    if not ds.sizes.get("draw"):
+        log.warning("no plots in %s: the record has no rows", folder)
+        return []
+    for name in names:
+        written += _attempt(name, partial(_text, ds, name, folder))
+    try:
+        from mmm.history import figures
+
+        with figures.style():
+            for name in names:
+                written += _attempt(name, partial(_picture, partial(figures.metric_figure, ds, name), folder, name))
+            title = " · ".join(Path(outdir).absolute().parts[-2:])
+            draw = partial(figures.summary_figure, ds, title)
+            written += _attempt("summary", partial(_picture, draw, folder, "summary"))
+    except Exception as error:  # matplotlib itself is missing or broken
+        log.warning("no pictures in %s: %s: %s", folder / PLOTS, type(error).__name__, error)
+    _attempt("the list of plots", partial(_list, folder, written))
+    return written
+
+
+def _attempt(name: str, draw: Callable[[], list[Path]]) -> list[Path]:
+    try:
+        return draw()
+    except Exception as error:  # whatever a plotting library raises: the data is on disk already
+        log.warning("plot %s failed: %s: %s", name, type(error).__name__, error)
+        return []
+
+
+def _text(ds: "xarray.Dataset", name: str, folder: Path) -> list[Path]:
+    from mmm.history.terminal import terminal_plot
+
+    path = _parent(folder / PLOTS / "tplot" / f"{name}.txt")
+    path.write_text(terminal_plot(ds, name, 100, 24), encoding="utf-8")
+    return [path]
+
+
+def _picture(draw: "Callable[[], Figure | None]", folder: Path, name: str) -> list[Path]:
+    figure = draw()
+    if figure is None:
+        return []
+    png = _parent(folder / PLOTS / "mplot" / "pngs" / f"{name}.png")
+    svg = _parent(folder / PLOTS / "mplot" / "svgs" / f"{name}.svg")
+    figure.savefig(png, pil_kwargs={"compress_level": 3})
+    figure.savefig(svg, metadata={"Date": None})
+    return [png, svg]
+
+
+def _list(folder: Path, written: list[Path]) -> list[Path]:
+    """Keep which plots are ours: `prepare` with overwrite removes these and no other."""
+    path = folder / PLOT_LIST
+    known = set(json.loads(path.read_text())) if path.exists() else set()
+    known |= {str(file.relative_to(folder)) for file in written}
+    if known:
+        write_atomically(path, json.dumps(sorted(known), indent=1).encode())
+    return []
+
+
+def _parent(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,190 @@
+"""A run's folder: where it is, what belongs to it, and its config.json.
+
+Everything here runs on rank 0, before any process group is made, and imports neither torch nor xarray.
+"""
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mmm
+from mmm.errors import RecordError
+
+CONFIG = "config.json"
+DATASET = "train_dataset.h5"
+JOURNAL = "journal.jsonl"
+LOG = "log.txt"
+PLOTS = "plots"
+PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
+
+_RECORD = (CONFIG, DATASET, JOURNAL)  # any of these: the folder holds a record
+_OWN = (*_RECORD, f"{CONFIG}.tmp", f"{DATASET}.tmp", f"{JOURNAL}.tmp", LOG, PLOT_LIST)
+_PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
+
+
+def prepare(outdir: Path | str | None, module: str, overwrite: bool = False) -> Path:
+    """Make the folder of a run and return its absolute path. Call it once, on rank 0, before any process group.
+
+    Args:
+        outdir: the folder itself; None makes ``outputs/<module>/<YYYY-MM-DD-HHMMSS>`` under the working directory
+            (``-2``, ``-3``, … is added when two runs start in the same second).
+        module: what is being run, e.g. ``fsdp_tp``. Only used when `outdir` is None.
+        overwrite: a folder that already holds a record loses the record's own files (config.json, the dataset, the
+            journal, log.txt, the plots drawn here). Checkpoints and every other file stay.
+
+    Raises:
+        RecordError: the folder holds a record and `overwrite` is off, or it cannot be made or written.
+    """
+    if outdir is None:
+        return _writable(_fresh(Path.cwd() / "outputs" / module))
+    folder = Path(outdir).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
+    held = [name for name in _RECORD if os.path.lexists(folder / name)]
+    if held and not overwrite:
+        raise RecordError(
+            f"--outdir {folder} already holds a run's record ({', '.join(held)}). "
+            "Give another --outdir, leave it out (each run then gets a folder of its own), or pass --overwrite."
+        )
+    _make(folder)
+    _writable(folder)
+    if overwrite:
+        _remove_record(folder)
+    return folder
+
+
+def write_config(outdir: Path | str, config: Any) -> Path:
+    """Write `config` (a mapping or a dataclass, nested as you like) to ``outdir/config.json`` and return the path.
+
+    The file appears whole or not at all. What JSON lacks becomes text: paths, torch dtypes, NaN and infinities, any
+    other object by ``str``; dataclasses become mappings, sets sorted lists, enum members their names.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
+    path = Path(outdir) / CONFIG
+    write_atomically(path, (json.dumps(_plain(config), indent=2, ensure_ascii=False) + "\n").encode())
+    return path
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, mmm and the packages a record depends on, read from their metadata: nothing is imported."""
+    found = {"python": platform.python_version(), "mmm": mmm.__version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write `content` beside `path`, flush it to the disk, then rename it over `path`. RecordError where that fails."""
+    part = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> RecordError:
+    """The error for a failed write: the path, the reason the OS gave, and the bytes that are free there."""
+    try:
+        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
+    except OSError:
+        free = "the free space there is unknown"
+    return RecordError(
+        f"cannot write {path}: {reason(error)}; {free}. What was written before stays readable. "
+        "Free some space or quota, or give an --outdir on another file system."
+    )
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _fresh(parent: Path) -> Path:
+    """A folder under `parent` that did not exist before, named after this second."""
+    _make(parent)
+    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    count = 1
+    while True:
+        folder = parent / (stamp if count == 1 else f"{stamp}-{count}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            count += 1
+        except OSError as error:
+            raise RecordError(f"cannot make {folder}: {reason(error)}. Give an --outdir you may write to.") from error
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        in_way = next((p for p in [folder, *folder.parents] if p.is_file()), None)
+        why = f"{in_way} is a file" if in_way else reason(error)
+        raise RecordError(f"cannot make the folder {folder}: {why}. Give an --outdir you may write to.") from error
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RecordError(f"cannot write to {folder}: {reason(error)}. Give an --outdir you may write to.") from error
+    return folder
+
+
+def _remove_record(folder: Path) -> None:
+    """Remove a record's own files. Checkpoints stay: they are dear, and a new run that saves there replaces its own."""
+    own = [folder / name for name in _OWN]
+    try:
+        plots = json.loads((folder / PLOT_LIST).read_text())
+        own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and ".." not in Path(name).parts]
+    except (OSError, ValueError, TypeError, IndexError):
+        pass  # no list, so no plot is known to be ours
+    for path in own:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RecordError(
+                f"--overwrite cannot remove {path}: {reason(error)}. Remove it by hand or give another --outdir."
+            ) from error
+
+
+def _plain(value: Any) -> Any:
+    """`value` in JSON's own types."""
+    if value is None or (isinstance(value, (str, bool, int)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=str)
+    if type(value).__module__ == "numpy":
+        return _plain(value.tolist())
+    return str(value)

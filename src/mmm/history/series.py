@@ -1,0 +1,168 @@
+"""What a plot of one metric needs, whoever draws it: x, y, the spread over ranks, and the limits that show it well."""
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mmm.errors import RecordError
+from mmm.history.dataset import about
+
+if TYPE_CHECKING:
+    import xarray
+
+PARTS = ("dtd", "dtf", "dtb", "dto", "dtw")
+_RATE = re.compile(r"(dt|sps|tps|mfu|tflops)")  # start-up and hiccups stand out in these, and are not the news
+
+
+class Series(NamedTuple):
+    """One metric over the rows. Where it differs by rank, y is the median over ranks, between `low` and `high`."""
+
+    name: str
+    title: str
+    unit: str
+    x: np.ndarray  # (draw,)
+    x_name: str
+    y: np.ndarray  # (draw,)
+    low: np.ndarray | None = None  # (draw,)
+    high: np.ndarray | None = None  # (draw,)
+    by_rank: np.ndarray | None = None  # (draw, rank)
+    ranks: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} [{self.unit}]" if self.unit else self.name
+
+    @property
+    def sparse(self) -> bool:
+        """Fewer than half of the rows have it: a validation loss, say."""
+        return bool(np.isfinite(self.y).sum() * 2 < len(self.y))
+
+
+class Limits(NamedTuple):
+    """The shown range of y, and the places in `Series.x` whose points lie above or below it."""
+
+    low: float
+    high: float
+    above: np.ndarray
+    below: np.ndarray
+
+
+def metrics(ds: "xarray.Dataset") -> list[str]:
+    """What is worth a plot: every variable but the step counters; x_min, x_median and x_max count as one x."""
+    names = [str(name) for name in ds.data_vars if name not in ("iter", "epoch")]
+    reduced = {name[: -len("_median")] for name in names if name.endswith("_median") and f"{name[:-7]}_max" in names}
+    over = {f"{base}_{which}": base for base in reduced for which in ("min", "median", "max")}
+    return list(dict.fromkeys(over.get(name, name) for name in names))
+
+
+def series(ds: "xarray.Dataset", name: str) -> Series:
+    """The metric `name` of `ds`. RecordError where it has none of that name."""
+    x, x_name = _x(ds)
+    says = about(name)
+    title, unit = says["long_name"], says.get("units", "")
+    ranks = ds.sizes.get("rank", 1)
+    if name in ds.data_vars:
+        values = ds[name].values.astype(np.float64)
+        if values.ndim == 1:
+            return Series(name, title, unit, x, x_name, values, ranks=ranks)
+        low, y, high = _over_ranks(values)
+        return Series(name, title, unit, x, x_name, y, low, high, values, ranks)
+    if f"{name}_median" in ds.data_vars:
+        low, y, high = (ds[f"{name}_{which}"].values.astype(np.float64) for which in ("min", "median", "max"))
+        return Series(name, title, unit, x, x_name, y, low, high, ranks=ranks)
+    raise RecordError(f"the record holds no {name!r}. It holds: {', '.join(metrics(ds)) or 'nothing'}.")
+
+
+def limits(s: Series) -> Limits | None:
+    """The range of y to show, None if there is nothing to show.
+
+    Times and rates leave out at most 2 % of the rows (one at least) when these would squeeze the others into a sliver:
+    the first step, which warms everything up, takes many times as long. Any other metric is shown in full.
+    """
+    high = s.y if s.high is None else s.high
+    low = s.y if s.low is None else s.low
+    finite = np.isfinite(low) & np.isfinite(high)
+    if not finite.any():
+        return None
+    top, bottom = float(high[finite].max()), float(low[finite].min())
+    none = np.zeros(len(s.y), bool)
+    if _RATE.match(s.name) and finite.sum() >= 5:
+        left_out = max(1, int(finite.sum()) // 50)
+        most = float(np.sort(high[finite])[-1 - left_out])
+        least = float(np.sort(low[finite])[left_out])
+        span = max(most - least, 0.02 * abs(most))
+        top = float(high[finite & (high <= most + 3 * span)].max())
+        bottom = float(low[finite & (low >= least - 3 * span)].min())
+    above = finite & (high > top) if top < high[finite].max() else none
+    below = finite & (low < bottom) if bottom > low[finite].min() else none
+    return Limits(bottom, top, above, below)
+
+
+def outside(s: Series, shown: Limits) -> str:
+    """One line that says which points the limits leave out; empty if none."""
+    says = []
+    for where, values, which, far in (
+        (shown.above, s.y if s.high is None else s.high, "above", np.nanmax),
+        (shown.below, s.y if s.low is None else s.low, "below", np.nanmin),
+    ):
+        if count := int(where.sum()):
+            extreme = float(far(values[where]))
+            at = s.x[where & (values == extreme)][0]
+            number = f"{extreme:,.0f}" if 1e4 <= abs(extreme) < 1e9 else f"{extreme:.4g}"
+            reach = f"{number} {s.unit}".rstrip() + f" at {s.x_name} {at:g}"
+            to = "" if count == 1 else "up to " if which == "above" else "down to "
+            says.append(f"{count} row{'s' if count > 1 else ''} {which} the plot: {to}{reach}")
+    return "; ".join(says)
+
+
+def slowest(s: Series, margin: float = 0.05) -> int | None:
+    """The rank whose median over the rows is the largest, if that is `margin` above the median of all ranks."""
+    if s.by_rank is None or s.ranks < 2 or not s.name.startswith("dt"):
+        return None
+    each = median_by_rank(s.by_rank)
+    if not np.isfinite(each).any():
+        return None
+    rank = int(np.nanargmax(each))
+    return rank if each[rank] > (1 + margin) * float(np.nanmedian(each)) else None
+
+
+def median_by_rank(values: np.ndarray) -> np.ndarray:
+    """(draw, rank) → the median over the rows of each rank, (rank,); NaN for a rank that gave no number."""
+    return _over_ranks(values.T)[1]
+
+
+def parts(ds: "xarray.Dataset") -> dict[str, np.ndarray]:
+    """The parts of a step's time, (draw,) each in s: the mean over ranks, or the median where only that was kept."""
+    known = metrics(ds)
+    return {name: mean_over_ranks(series(ds, name)) for name in PARTS if name in known}
+
+
+def mean_over_ranks(s: Series) -> np.ndarray:
+    """(draw,): the mean over the ranks that gave a number, NaN if none did; `s.y` where the ranks were not kept."""
+    if s.by_rank is None:
+        return s.y
+    counted = np.isfinite(s.by_rank).sum(axis=1)
+    total = np.nansum(s.by_rank, axis=1)
+    return np.divide(total, counted, out=np.full(len(total), np.nan), where=counted > 0)
+
+
+def _over_ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(draw, rank) → smallest, median, largest over the ranks that gave a number, (draw,) each."""
+    given = ~np.isnan(values).all(axis=1)
+    low, middle, high = np.full((3, len(values)), np.nan)
+    if given.any():
+        low[given] = np.nanmin(values[given], axis=1)
+        middle[given] = np.nanmedian(values[given], axis=1)
+        high[given] = np.nanmax(values[given], axis=1)
+    return low, middle, high
+
+
+def _x(ds: "xarray.Dataset") -> tuple[np.ndarray, str]:
+    """The first of iter, epoch that grows from row to row, or else the number of the row."""
+    for name in ("iter", "epoch"):
+        if name in ds.data_vars and ds[name].ndim == 1:
+            x = ds[name].values
+            if np.isfinite(x).all() and (np.diff(x) > 0).all():
+                return x, name
+    return ds["draw"].values, "row"

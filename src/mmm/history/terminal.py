@@ -1,0 +1,92 @@
+"""A plot made of characters, for a terminal or a text file. plotext 5 and 6 have different interfaces: both are met."""
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmm.history.series import Limits, Series, limits, outside, series
+
+if TYPE_CHECKING:
+    import xarray
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: int = 20, color: bool = False) -> str:
+    """The metric over the steps in `width` × `height` characters (quarter blocks and box lines; colour if `color`).
+
+    A metric that differs by rank is drawn as the median over ranks. Points outside the axes are named below the plot.
+
+    Raises:
+        RecordError: the dataset holds no such metric.
+    """
+    s = series(ds, metric)
+    name = f"{s.title} ({s.label})" if s.title != s.name else s.label
+    name += f", median of {s.ranks} ranks" if s.high is not None else ""
+    s = s._replace(low=None, high=None)
+    shown = limits(s)
+    if shown is None:
+        return f"{name}: no finite value in {len(s.y)} rows\n"
+    note = outside(s, shown)
+    drawn = _draw(s, shown, name, width, height - bool(note), color)
+    drawn = "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines())
+    return f"{drawn}\n" + (f"  {note}\n" if note else "")
+
+
+def _draw(s: Series, shown: Limits, title: str, width: int, height: int, color: bool) -> str:
+    import plotext
+
+    inside = np.isfinite(s.y) & ~shown.above & ~shown.below
+    x, y = s.x[inside], s.y[inside]
+    bottom, top = shown.low, shown.high
+    if top - bottom <= 1e-9 * max(abs(top), abs(bottom)):  # a constant: plotext wants a range
+        bottom, top = bottom - 0.5 * (abs(bottom) or 1), top + 0.5 * (abs(top) or 1)
+    left, right = float(x[0]), float(x[-1])
+    y_ticks, x_ticks = ticks(bottom, top, max(2, height // 3)), ticks(left, right, max(2, width // 14), whole=True)
+    if not hasattr(plotext, "figure"):  # plotext 5
+        plotext.clf()
+        plotext.theme("clear")
+        plotext.plotsize(width, height)
+        plot = plotext.scatter if s.sparse else plotext.plot
+        plot(x.tolist(), y.tolist(), marker="hd", color="cyan" if color else None)
+        plotext.title(title)
+        plotext.xlabel(s.x_name)
+        plotext.ylim(bottom, top)
+        plotext.yticks(*y_ticks)
+        plotext.xticks(*x_ticks)
+        return plotext.build()
+    plotext.terminal.limit(False, False)  # a file's plot is as wide as asked, whatever the terminal
+    try:
+        figure = plotext.figure
+        figure.clear()
+        figure.theme("colorless")
+        figure.plot_size(width, height)
+        signal = figure.signal(x.tolist(), y.tolist(), marker=plotext.marker("hd", pixel="cyan") if color else "hd")
+        signal.lines(not s.sparse)
+        figure.draw(signal)
+        figure.title(title)
+        figure.label(s.x_name)
+        figure.ruler("y").lim(bottom, top)
+        figure.ruler("y").ticks(*y_ticks)
+        figure.ruler("x").ticks(*x_ticks)
+        return figure.build().string(not color)
+    finally:
+        plotext.terminal.limit(True, True)
+
+
+def ticks(low: float, high: float, most: int, whole: bool = False) -> tuple[list[float], list[str]]:
+    """Round numbers from `low` to `high`, about `most` of them and at least one, and how to write them."""
+    if high <= low:
+        return [low], [f"{low:g}"]
+    rough = (high - low) / most
+    power = 10.0 ** np.floor(np.log10(rough))
+    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    step = max(1.0, step) if whole else step
+    at = [n * step for n in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)] or [low]
+    size = max(abs(low), abs(high))
+    if size >= 1e6 or size < 1e-3:
+        digits = max(0, int(np.floor(np.log10(size))) - int(np.floor(np.log10(step))))
+        return at, [f"{value:.{digits}e}" for value in at]
+    digits = max(0, -int(np.floor(np.log10(step))))
+    return at, [f"{value:,.{digits}f}" for value in at]

@@ -1,0 +1,5 @@
+import sys
+
+from mmm.launch.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Plain ``nn.Module`` models. They import nothing else from mmm."""

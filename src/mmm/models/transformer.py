@@ -1,0 +1,214 @@
+"""A Llama-style Transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Plain PyTorch: this file knows nothing of meshes. Two habits make it easy to cut:
+  * heads are counted from the tensor, not from the configuration: the same code runs on a rank that holds some heads;
+  * layers live in a ``ModuleDict`` under their global number, and forward skips what is not there, so that a pipeline
+    stage is the same class with parts left out, and parameter names are the same everywhere.
+
+Sources: Touvron et al., "LLaMA", 2023; Su et al., "RoFormer", 2021; Ainslie et al., "GQA", 2023; Shazeer, "GLU
+Variants Improve Transformer", 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmm.models.weights import Init
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`."""
+
+    dim: int = 256
+    n_layers: int = 4
+    n_heads: int = 32
+    n_kv_heads: int = 8
+    vocab_size: int = 256
+    ffn_dim: int | None = None
+    multiple_of: int = 360
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the feed-forward layer."""
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        return math.ceil(int(8 * self.dim / 3) / self.multiple_of) * self.multiple_of
+
+    def problems(self) -> list[str]:
+        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        found = []
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if found:
+            return found
+        if self.dim % self.n_heads:
+            found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        elif self.head_dim % 2:
+            found.append(f"head_dim {self.head_dim} (dim {self.dim} / n_heads {self.n_heads}) is odd: rotary positions "
+                         "turn pairs of numbers")  # fmt: skip
+        if self.n_heads % self.n_kv_heads:
+            found.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+        return found
+
+
+# The llama sizes are those of the published models (Llama 2 7B; Llama 3 8B and 70B).
+PRESETS: dict[str, TransformerConfig] = {
+    "debug": TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160),
+    "small": TransformerConfig(),
+    "reference": TransformerConfig(n_layers=24, vocab_size=32_000),
+    "medium": TransformerConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048),
+    "llama2-7b": TransformerConfig(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, vocab_size=32_000, ffn_dim=11_008, rope_theta=10_000.0
+    ),
+    "llama-8b": TransformerConfig(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128_256, ffn_dim=14_336
+    ),
+    "llama-70b": TransformerConfig(
+        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, vocab_size=128_256, ffn_dim=28_672
+    ),
+}  # fmt: skip
+
+
+def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles.
+
+    Args:
+        positions: (seq,) int64, the global position of each token held here.
+        head_dim: even. theta: base of the wavelengths.
+
+    Returns:
+        Two tensors (seq, head_dim / 2), float64 (float32 on MPS, which has no float64): a float32 angle is wrong by
+        0.008 rad at position 131,072.
+    """
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
+    angle = positions.to(dtype)[:, None] * theta**-exponent
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs (2i, 2i+1) of each head by its position's angle; at least in float32, given back in the dtype of x.
+
+    Args:
+        x: (batch, seq, heads, head_dim). cos, sin: (seq, head_dim / 2).
+    """
+    work = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(work)[:, None, :], sin.to(work)[:, None, :]  # (seq, 1, head_dim / 2)
+    even, odd = x.to(work).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q = self.wq(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, heads held here, head_dim)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, kv heads held here, head_dim)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
+        shared_by = q.shape[1] // k.shape[1]
+        if shared_by > 1:
+            k = k.repeat_interleave(shared_by, dim=1)  # (batch, heads, seq, head_dim)
+            v = v.repeat_interleave(shared_by, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2(silu(w1 x) * w3 x)``."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm block, (batch, seq, dim) in and out."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """Tokens (batch, seq) int64 to logits (batch, seq, vocab_size).
+
+    A pipeline stage is this class with ``tok_embeddings``, some ``layers``, or ``norm`` and ``output`` set to None or
+    taken out: it then takes, or gives, (batch, seq, dim).
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        if wrong := config.problems():
+            raise ValueError("; ".join(wrong))
+        self.config = config
+        self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embedding is not held here.
+            positions: (seq,) int64 global position of each token; 0, 1, 2, … if None.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta)
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        for layer in self.layers.values():
+            h = layer(h, cos, sin)
+        h = self.norm(h) if self.norm is not None else h
+        return self.output(h) if self.output is not None else h
+
+    def init_rule(self, name: str) -> Init:
+        """Norms 1; embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block writes into the
+        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output.
+
+        Args:
+            name: the canonical parameter name.
+        """
+        if "norm" in name:
+            return Init("constant", 1.0)
+        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+            return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
+        if name == "output.weight":
+            return Init("normal", min(0.02, self.config.dim**-0.5))
+        return Init("normal", 0.02)

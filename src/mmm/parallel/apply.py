@@ -1,0 +1,80 @@
+"""Apply a layout to a model: each technique in its one right place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mmm.models import weights
+from mmm.parallel.data import apply_fsdp, dp_mesh
+from mmm.parallel.mesh import has_axis
+from mmm.parallel.plan import Plan, find
+from mmm.parallel.tensor import apply_tensor_parallel
+from mmm.runtime.device import Precision
+from mmm.runtime.log import get_logger
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, *, compile: bool = False) -> nn.Module:
+    """Cut `model` over `mesh`, in place, and give it back.
+
+    Args:
+        model: on the meta device, so that no rank ever holds it whole; `materialize` then gives it its weights.
+        mesh: of `build_mesh`.
+        precision: data types of weights and of compute.
+        compile: compile what the plan says can be compiled.
+    """
+    model.to(precision.storage)
+    # 1. Tensor parallel first: it decides which part of each matrix is this rank's, and finds modules by their names.
+    tp = has_axis(mesh, "tp")
+    if tp:
+        apply_tensor_parallel(model, mesh["tp"], plan)
+    # 2. Compile what computes, before FSDP puts its hooks around it: gathering parameters stays outside the graphs.
+    if compile:
+        compile_modules(model, plan.compiled_with_tp if tp else plan.compiled)
+    # 3. FSDP last: it cuts what is left of each parameter over dp, and must see the parameters as they will be used.
+    apply_fsdp(model, dp_mesh(mesh), plan, precision)
+    return model
+
+
+def compile_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """``torch.compile`` the modules a plan names, each on its own, in place."""
+    modules = [module for pattern in patterns for module in find(model, pattern)]
+    get_logger().info("compile: %d modules (%s)", len(modules), ", ".join(patterns) or "none gives right gradients")
+    for module in modules:
+        module.compile()
+
+
+def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give a model on the meta device memory on `device` and its initial weights; each rank draws its own part."""
+    model.to_empty(device=device)
+    weights.initialize(model, seed, box_of=local_box, local_of=local_part)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """The tensor that this rank holds of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_box(parameter: Tensor) -> weights.Box:
+    """Which part of the whole parameter this rank holds.
+
+    A dim cut by several axes is cut by one after the other, each time as ``torch.chunk`` does: outer axes first, except
+    that strided cuts (FSDP, applied over dp to what tensor parallel left) come last.
+    """
+    if not isinstance(parameter, DTensor):
+        return weights.whole_box(parameter)
+    start, length = [0] * parameter.ndim, list(parameter.shape)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [(axis, cut) for axis, cut in enumerate(parameter.placements) if getattr(cut, "dim", None) is not None]
+    for axis, cut in sorted(cuts, key=lambda pair: type(pair[1]) is not Shard):
+        dim = cut.dim  # type: ignore[attr-defined]
+        chunk = -(-length[dim] // parameter.device_mesh.size(axis))
+        first = min(coordinate[axis] * chunk, length[dim])
+        start[dim] += first
+        length[dim] = min(chunk, length[dim] - first)
+    held = tuple(local_part(parameter).shape)
+    assert held == tuple(length), f"holds {held}, worked out {length} of {tuple(parameter.shape)}"
+    return weights.Box(tuple(start), tuple(length), tuple(parameter.shape))

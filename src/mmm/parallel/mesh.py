@@ -1,0 +1,145 @@
+"""The device mesh: which ranks stand together on which axis.
+
+Axes, outermost first::
+
+    pp            pipeline stages
+    dp_replicate  copies of the model, kept equal
+    dp_shard      data parallel; parameters cut over it (FSDP)
+    cp            the sequence cut
+    tp            matrices cut; innermost, because it talks most: neighbours, ideally on one host
+
+A `Layout` is the sizes alone: it is checked, and says who stands where, before any process group is made.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mmm.errors import LayoutError
+from mmm.runtime.ranks import command_line
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Size of each axis, in ranks. ``dp_shard=-1``: whatever the other axes leave."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+
+    def __str__(self) -> str:
+        """Such as ``dp2·tp2``; ``1`` for a single rank."""
+        short = {"dp_shard": "dp"} if self.dp_replicate == 1 else {}
+        return "·".join(f"{short.get(a, a)}{n}" for a, n in self.sizes.items() if n != 1) or "1"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel coordinates: how many different parts of a global batch there are."""
+        return self.dp_replicate * self.dp_shard
+
+    def fit(self, world_size: int) -> Layout:
+        """This layout with ``dp_shard`` worked out for that many ranks.
+
+        Raises:
+            LayoutError: an axis is not a positive size, or the axes do not multiply to `world_size`.
+        """
+        for axis, size in self.sizes.items():
+            if size < 1 and not (axis == "dp_shard" and size == -1):
+                raise LayoutError(f"{axis} {size}: an axis of the mesh has at least 1 rank")
+        fixed = {axis: size for axis, size in self.sizes.items() if axis != "dp_shard" and size > 1}
+        product = math.prod(fixed.values())
+        named = " · ".join(f"{axis} {size}" for axis, size in fixed.items())
+        if self.dp_shard == -1:
+            if world_size % product:
+                raise LayoutError(
+                    f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
+                    f"{world_size}: {_line_that_fits(product)}"
+                )
+            return replace(self, dp_shard=world_size // product)
+        if self.ranks != world_size:
+            raise LayoutError(f"the layout {self} has {self.ranks} ranks, and there are {world_size}: "
+                              f"{_line_that_fits(self.ranks)}")  # fmt: skip
+        return self
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank on every axis; tp varies fastest."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+    def dp_coordinate(self, rank: int) -> int:
+        """Which part of the global batch a rank takes, 0 … dp - 1."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def loss_ranks(self) -> list[int]:
+        """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
+        places = (self.coordinates(rank) for rank in range(self.ranks))
+        return [rank for rank, at in enumerate(places) if at["tp"] == 0 and at["pp"] == self.pp - 1]
+
+
+def _line_that_fits(ranks: int) -> str:
+    return f"start that many, `launch -n {ranks} --device cpu {shlex.join(command_line())}`, or change the layout"
+
+
+def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0) -> DeviceMesh:
+    """The `DeviceMesh` of a fitted layout: the axes with more than one rank, and always ``dp_shard``.
+
+    Axes of one rank are left out because each would cost a process group a rank.
+
+    Args:
+        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's.
+    """
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+    return mesh
+
+
+def has_axis(mesh: DeviceMesh, axis: str) -> bool:
+    return axis in (mesh.mesh_dim_names or ())
+
+
+def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:
+    """Samples of one step (per data-parallel coordinate, over all of them), from whichever was given.
+
+    Raises:
+        LayoutError: not positive, both given and inconsistent, or the global batch does not divide over `dp`.
+    """
+    for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
+        if value is not None and value < 1:
+            raise LayoutError(f"--{name} {value}: it must be at least 1")
+    if global_batch_size is None:
+        batch_size = batch_size or default
+        return batch_size, batch_size * dp
+    if global_batch_size % dp:
+        raise LayoutError(
+            f"--global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates: use "
+            f"{max(global_batch_size // dp, 1) * dp} or {(global_batch_size // dp + 1) * dp}"
+        )
+    if batch_size is not None and batch_size * dp != global_batch_size:
+        raise LayoutError(
+            f"--batch_size {batch_size} on {dp} data-parallel coordinates is {batch_size * dp} samples a step, not "
+            f"--global_batch_size {global_batch_size}: give one of them"
+        )
+    return global_batch_size // dp, global_batch_size

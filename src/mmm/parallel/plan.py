@@ -1,0 +1,38 @@
+"""A plan: data that says how one kind of model is cut. ``plans/`` has one for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is cut. Names are module paths; ``*`` stands for one part of a path, as in ``layers.*.attention``.
+
+    Attributes:
+        tensor: module → how its matrices and activations are cut over the tp axis.
+        units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none goes with the
+            root.
+        compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
+    """
+
+    tensor: Mapping[str, ParallelStyle]
+    units: tuple[str | tuple[str, ...], ...]
+    compiled: tuple[str, ...] = ()
+    compiled_with_tp: tuple[str, ...] = field(default=())
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module's path fits a pattern, part by part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(p, w) for p, w in zip(parts, wanted, strict=True))
+
+
+def find(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """The modules of `model` whose path fits, in the order of the model; none where a pipeline stage lacks them."""
+    return [module for name, module in model.named_modules() if module is not model and matches(pattern, name)]

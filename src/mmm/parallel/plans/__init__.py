@@ -1,0 +1,1 @@
+"""How each model is cut: one file a model."""

@@ -1,0 +1,92 @@
+"""How the Transformer is cut over tp.
+
+Between the cut matrices the sequence is cut (sequence parallel): norms and residuals are not worked out tp times::
+
+    activations        (batch, seq/tp, dim)          norms, residuals: each rank its own tokens
+      │ all-gather over the sequence
+      ▼                (batch, seq, dim)
+    wq wk wv, w1 w3    [ A₀ │ A₁ │ A₂ │ A₃ ]         columns: each rank its own heads, its own hidden units
+      │
+      ▼                (batch, seq, heads/tp, …)     attention and SiLU: no communication
+                       ┌ A₀ ┐
+    wo, w2             │ A₁ │                        rows: each rank a summand of the whole
+                       └ ⋮  ┘
+      │ reduce-scatter over the sequence
+      ▼                (batch, seq/tp, dim)
+
+    tok_embeddings     rows (the vocabulary): each rank looks up its own tokens; the sum is scattered over the sequence
+    output             columns (the vocabulary): logits stay cut, and the loss is worked out on the cut logits
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from mmm.errors import LayoutError
+from mmm.models.transformer import TransformerConfig
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+
+
+def transformer_plan() -> Plan:
+    """The plan of `mmm.models.transformer.Transformer`, of any size."""
+    styles: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wk": ColwiseParallel(),
+        "layers.*.attention.wv": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    return Plan(
+        tensor=styles,
+        units=("tok_embeddings", "layers.*", ("norm", "output")),
+        compiled=("layers.*",),
+        # With tp > 1, a compiled block fails in backward and compiled attention has silently wrong gradients.
+        compiled_with_tp=("layers.*.feed_forward",),
+    )
+
+
+def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int) -> None:
+    """Whether a Transformer of these sizes can be cut as the layout says; needs no process group.
+
+    Raises:
+        LayoutError: every rule that is broken, with its numbers and what to change.
+    """
+    wrong = config.problems()
+    if seq_length < 1:
+        wrong.append(f"seq_length is {seq_length}: it must be at least 1")
+    if not wrong and layout.tp > 1:
+        for flag, size, what in (
+            ("n_heads", config.n_heads, "each rank takes whole heads"),
+            ("n_kv_heads", config.n_kv_heads, "each rank takes whole key/value heads"),
+            ("ffn_dim", config.hidden_dim, "each rank takes the same part of the feed-forward layer"),
+            ("seq_length", seq_length, "between the cut matrices each rank takes the same part of the sequence"),
+        ):
+            if size % layout.tp:
+                nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
+                wrong.append(
+                    f"{flag} {size} is not divisible by tp {layout.tp} ({what}): use {flag} "
+                    f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
+                )
+        if (layout.tp - 1) * -(-config.vocab_size // layout.tp) >= config.vocab_size:
+            wrong.append(f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it")
+    if wrong:
+        raise LayoutError("; ".join(wrong))

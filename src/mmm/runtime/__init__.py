@@ -1,0 +1,1 @@
+"""One rank's life: who am I, process group, device, log, clock, shutdown."""

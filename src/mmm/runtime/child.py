@@ -1,0 +1,171 @@
+"""Runs the target as one rank's `__main__`, and reports how it failed.
+
+`python -m mmm.runtime.child -m module args…` runs a rank that was started by exec; forked ranks call `run` directly.
+"""
+
+import atexit
+import contextlib
+import gc
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType, ModuleType, TracebackType
+from typing import NoReturn
+
+from mmm.errors import UserError
+from mmm.launch import imports
+from mmm.launch import target as targets
+from mmm.launch.target import Target
+from mmm.launch.wire import FAILURE_VARIABLE
+from mmm.runtime import failure, lifeline
+
+INTERRUPTED = 128 + signal.SIGINT
+EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")   # profilers write at exit
+OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP, as an exception: `finally:` blocks run."""
+
+
+def prepare() -> None:
+    """Make this process a rank: signals become exceptions, forks die with it, a pipe gets whole lines."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGHUP, _terminate)
+    lifeline.tie_forks()
+    os.register_at_fork(after_in_child=_default_signals)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+
+def run(target: Target) -> int:
+    """Run `target` as `__main__` and return the exit code, after a report if it failed. Never raises in the rank."""
+    owner = os.getpid()
+    try:
+        _run(target)
+        code = 0
+    except BaseException as error:
+        if os.getpid() != owner:                 # a process that the target forked: not the rank
+            raise
+        caught = time.monotonic()
+        _hold_signals()
+        code = _account(error, caught)
+    if os.getpid() == owner:
+        _hold_signals()
+    return code
+
+
+def _run(target: Target) -> None:
+    sys.argv = ["-c" if target.kind == "code" else target.name, *target.args]
+    first = target.first_path()
+    if first is not None:
+        sys.path.insert(0, first)
+    if target.kind == "module":
+        runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+    elif target.kind == "script":
+        runpy.run_path(target.name, run_name="__main__")
+    else:
+        sys.modules["__main__"] = module = ModuleType("__main__")
+        exec(compile(target.name, "<string>", "exec"), vars(module))
+
+
+def _account(error: BaseException, caught: float) -> int:
+    """Report `error` and return the exit code it means."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        if not failure.report("exit", f"{error.code}\n", 1, caught):
+            print(error.code, file=sys.stderr)
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, UserError):
+        failure.report_user_error(error)
+        return failure.USER_ERROR_EXIT
+    text = "".join(traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__)))
+    if not failure.report("traceback", text, 1, caught):
+        print(text, end="", file=sys.stderr)
+    return 1
+
+
+def _own_frames_off(tb: TracebackType | None) -> TracebackType | None:
+    while tb is not None and tb.tb_frame.f_code.co_filename in OWN_FRAMES:
+        tb = tb.tb_next
+    return tb
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated(128 + number)
+
+
+def _default_signals() -> None:
+    """In a process that the target forks: SIGTERM ends it as it would without launch."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _terminate:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _hold_signals() -> None:
+    """The target is over: let what runs at exit finish. Launch kills a rank that takes longer than its grace."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def finish(code: int) -> NoReturn:
+    """End a forked rank as the interpreter would, but without taking torch down, which costs each rank 0.4 CPU-s.
+
+    As in `multiprocessing`'s forked workers: threads are joined, `atexit` functions run, the target's own modules and
+    what they hold are freed (which closes their files), streams are flushed; then the process is gone. What C and C++
+    libraries do at exit is left out, unless the environment says that a tool needs it.
+    """
+    try:
+        getattr(threading, "_shutdown", lambda: None)()
+        if any(name in os.environ for name in EXIT_TOOLS):
+            sys.exit(code)
+        atexit._run_exitfuncs()
+        for name in [name for name in sys.modules if _is_users(name)]:
+            del sys.modules[name]
+        gc.collect()
+    except Exception:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _is_users(name: str) -> bool:
+    spec = getattr(sys.modules[name], "__spec__", None)
+    top = name.partition(".")[0]
+    return name != "__main__" and top != imports.OURS and spec is not None and not imports.is_installed(top, spec)
+
+
+def main() -> int:
+    sys.path.pop(0) if _has_current_folder() else None
+    fd = os.environ.pop(FAILURE_VARIABLE, None)
+    if fd is not None:
+        failure.attach(int(fd))
+    prepare()
+    target = targets.from_tail([*_interpreter_flags(), *sys.argv[1:]])
+    if target is None:
+        raise SystemExit("usage: python -m mmm.runtime.child (-m MODULE | -c CODE | SCRIPT) ARGS…")
+    return run(target)
+
+
+def _has_current_folder() -> bool:
+    """`python -m` has put the current folder first on sys.path, for a module that is not the target."""
+    return not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+
+
+def _interpreter_flags() -> list[str]:
+    return [] if _has_current_folder() else ["-I"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Seconds of a step and of its parts. The device is waited for at each mark, so that a part is charged its own work."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from mmm.runtime.device import synchronize
+
+
+class StepClock:
+    """Stopwatch of one step.
+
+    ``start()``, then ``lap("dtd")``, ``lap("dtf")`` … at the end of each part. A part may be marked many times in a
+    step (micro-batches): its seconds add up. The parts add up to ``dt`` because ``dt`` is their sum.
+    """
+
+    def __init__(self, device: torch.device, parts: tuple[str, ...] = ("dtd", "dtf", "dtb", "dto")) -> None:
+        self.device = device
+        self.parts = parts
+        self._mark = 0.0
+        self._seconds: dict[str, float] = {}
+
+    def start(self) -> None:
+        synchronize(self.device)
+        self._seconds = dict.fromkeys(self.parts, 0.0)
+        self._mark = perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Charge the time since the last mark to `part`."""
+        synchronize(self.device)
+        now = perf_counter()
+        self._seconds[part] += now - self._mark
+        self._mark = now
+
+    def seconds(self) -> dict[str, float]:
+        """``dt`` and each part, in seconds, of the step since ``start()``."""
+        return {"dt": sum(self._seconds.values()), **self._seconds}

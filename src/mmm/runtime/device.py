@@ -1,0 +1,162 @@
+"""Which device this rank computes on, which backend its collectives use, and which data types are real there.
+
+Intel GPUs: PyTorch's own ``torch.xpu`` comes first. intel-extension-for-pytorch and oneccl-bindings-for-pytorch are
+looked for only where an older PyTorch has no XPU or no xccl of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mmm.errors import DeviceError
+from mmm.runtime.ranks import Rank
+
+DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _xpu_available() -> bool:
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return True
+    if _installed("intel_extension_for_pytorch"):
+        importlib.import_module("intel_extension_for_pytorch")  # registers torch.xpu on older builds
+        return bool(torch.xpu.is_available())
+    return False
+
+
+def is_available(kind: str) -> bool:
+    """Whether this PyTorch can compute on devices of that kind here."""
+    if kind == "cuda":
+        return torch.cuda.is_available()
+    if kind == "xpu":
+        return _xpu_available()
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    return kind == "cpu"
+
+
+def choose_device(asked: str, rank: Rank) -> torch.device:
+    """The device of this rank.
+
+    Args:
+        asked: ``auto`` (what ``launch --device`` said, else the first of cuda, xpu, mps that is there, else cpu) or the
+            kind of device.
+
+    Raises:
+        DeviceError: no such device here, or fewer than ranks on this host.
+    """
+    if asked not in DEVICES:
+        raise DeviceError(f"device {asked!r} is not one of {', '.join(DEVICES)}")
+    if asked == "auto":
+        asked = os.environ.get("MMM_DEVICE", "auto")
+    if asked == "auto":
+        kinds = ("cuda", "xpu", "mps") if rank.world_size == 1 else ("cuda", "xpu")
+        asked = next((kind for kind in kinds if is_available(kind)), "cpu")
+    if not is_available(asked):
+        raise DeviceError(
+            f"--device {asked}: this PyTorch ({torch.__version__}) sees no {asked} device here; use --device cpu, or "
+            f"install a PyTorch built for it"
+        )
+    if asked == "mps" and rank.world_size > 1:
+        raise DeviceError(f"mps is one device and has no collectives, but there are {rank.world_size} ranks: use "
+                          f"--device cpu, or one rank")  # fmt: skip
+    if asked in ("cpu", "mps"):
+        return torch.device(asked)
+    count = getattr(torch, asked).device_count()
+    if count > 1 and rank.local_world_size > count:
+        raise DeviceError(
+            f"{rank.local_world_size} ranks on this host but {count} {asked} devices: start at most one rank a device "
+            f"(launch -n {count} …), or use --device cpu"
+        )
+    device = torch.device(asked, rank.local_rank if count > 1 else 0)  # a scheduler may show each rank just its own
+    getattr(torch, asked).set_device(device)
+    return device
+
+
+def backend_for(device: torch.device) -> str:
+    """The process-group backend: nccl, xccl (or Intel's older ccl), gloo. CPU tensors always have gloo."""
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    if device.type == "xpu":
+        if getattr(dist, "is_xccl_available", lambda: False)():
+            return "cpu:gloo,xpu:xccl"
+        if _installed("oneccl_bindings_for_pytorch"):
+            importlib.import_module("oneccl_bindings_for_pytorch")  # registers the ccl backend
+            return "cpu:gloo,xpu:ccl"
+        raise DeviceError(
+            "this PyTorch has no xccl backend and oneccl-bindings-for-pytorch is not installed: collectives between "
+            "Intel GPUs need one of them (docs/install.md)"
+        )
+    return "gloo"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it; nothing to do on a CPU."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Data types of a run.
+
+    Attributes:
+        name: fp32, bf16, fp16 or fp64.
+        storage: dtype of weights and optimizer state. compute: of matrix products and activations.
+        reason: why, where it was chosen and not asked for.
+    """
+
+    name: str
+    storage: torch.dtype
+    compute: torch.dtype
+    reason: str = "asked for"
+
+    @property
+    def mixed(self) -> bool:
+        return self.storage != self.compute
+
+
+_PRECISIONS = {
+    "fp32": (torch.float32, torch.float32),
+    "fp64": (torch.float64, torch.float64),
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
+
+
+def _computes_bf16(device: torch.device) -> bool:
+    """Whether bf16 runs on the hardware rather than being emulated."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "xpu":
+        return True
+    if device.type == "cpu":
+        capability = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        return bool(capability()) or bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+    return False
+
+
+def choose_precision(asked: str, device: torch.device) -> Precision:
+    """``auto``: bf16 mixed precision where the hardware computes in it, float32 where bf16 would be emulated.
+
+    Raises:
+        DeviceError: float64 on MPS, which has none.
+    """
+    if asked == "auto":
+        name = "bf16" if _computes_bf16(device) else "fp32"
+        reason = f"{device.type} {'computes in' if name == 'bf16' else 'would emulate'} bf16"
+        return Precision(name, *_PRECISIONS[name], reason)
+    if asked not in _PRECISIONS:
+        raise DeviceError(f"dtype {asked!r} is not one of auto, {', '.join(_PRECISIONS)}")
+    if asked == "fp64" and device.type == "mps":
+        raise DeviceError("--dtype fp64: MPS has no float64; use --device cpu")
+    return Precision(asked, *_PRECISIONS[asked])

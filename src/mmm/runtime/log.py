@@ -1,0 +1,75 @@
+"""The log: one line a message, rank 0 only unless asked, flushed, coloured on a terminal only.
+
+``[2025-01-03 09:58:07.893360][INFO][fsdp_tp:227] - iter=2 loss=10.783049 dt=0.400887``
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+LOGGER = "mmm"
+_COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def get_logger() -> logging.Logger:
+    """The package's logger. It says nothing until `logging_to` gives it somewhere to write."""
+    return logging.getLogger(LOGGER)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, tag: str = "", colour: bool = False) -> None:
+        super().__init__()
+        self.tag, self.colour = tag, colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")
+        head = f"[{time}][{record.levelname}][{record.module}:{record.lineno}]{self.tag} - "
+        if self.colour:
+            head = f"{_COLOURS.get(record.levelname, _DIM)}{head}{_PLAIN}"
+        text = head + record.getMessage()
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _wants_colour(stream: TextIO) -> bool:
+    return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+@contextmanager
+def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> Iterator[logging.Logger]:
+    """Send the package's log to standard output, and to `file` as well, for the length of a ``with`` block.
+
+    Args:
+        rank: of this process; ranks other than 0 are silent up to warnings, and below errors, unless `all_ranks`.
+        file: rank 0's copy, appended to.
+        all_ranks: every rank writes, with its number in the line.
+    """
+    logger = get_logger()
+    tag = f"[rank {rank}]" if all_ranks else ""
+    handlers: list[logging.Handler] = []
+    out = logging.StreamHandler(sys.stdout)  # flushes after each record
+    out.setFormatter(_Formatter(tag, _wants_colour(sys.stdout)))
+    handlers.append(out)
+    if file is not None and rank == 0:
+        copy = logging.FileHandler(file, encoding="utf-8")
+        copy.setFormatter(_Formatter(tag))
+        handlers.append(copy)
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO if rank == 0 or all_ranks else logging.ERROR)
+    logger.propagate = False
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield logger
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.level, logger.propagate = before

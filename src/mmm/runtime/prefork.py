@@ -1,0 +1,202 @@
+"""The process between launch and its ranks, the agent: imports once what the target will need, and forks the ranks.
+
+`launch` starts `python [flags] -m mmm.runtime.prefork -m module args…`. Only in the forked ranks does the target run;
+here nothing of the user's is imported, no accelerator is touched and no thread is started. Where ranks cannot be forked
+the agent imports nothing and executes each rank as a new process.
+
+Afterwards it passes on signals, tells launch which rank ended how, and if launch itself is gone it kills every process
+of the run.
+"""
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+from mmm.launch import imports, processes
+from mmm.launch import target as targets
+from mmm.launch.target import Target
+from mmm.launch.wire import AGENT_VARIABLE, FAILURE_VARIABLE, MARKER_VARIABLE, Instructions, Status
+from mmm.runtime import child, failure, lifeline
+
+# What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
+TORCH_LATER = ("torch._dynamo",)
+TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
+# Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
+NOT_BEFORE_FORK = ("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex",
+                   "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "ray")
+
+
+def main() -> NoReturn:
+    """The agent's whole life, and that of each rank it forks."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    todo = Instructions.loads(os.environ.pop(AGENT_VARIABLE))
+    lifeline.die_with_parent(todo.launcher)      # until there are ranks, which have to be ended first
+    for fd in (todo.control, todo.status, todo.failure):
+        os.set_inheritable(fd, False)
+    if child._has_current_folder():
+        sys.path.pop(0)
+    target = targets.from_tail([*child._interpreter_flags(), *sys.argv[1:]]) if todo.fork else None
+    if target is not None:
+        preload(target, todo)
+    agent = Agent(todo)
+    for variables in todo.ranks:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            agent.become_rank(variables)
+            execute(todo) if target is None else child.finish(child.run(target))
+        agent.started(int(variables["RANK"]), pid)
+    lifeline.outlive_parent()
+    agent.watch()
+    os._exit(0)                                  # nothing here has anything to write, and taking torch down takes 0.4 s
+
+
+def preload(target: Target, todo: Instructions) -> None:
+    """Import what `target` will import and is safe to have before a fork. If that goes wrong, start anew without it.
+
+    An import that fails here would fail in the target too, and may have left half its work behind: the ranks get a
+    process in which it was never tried, and raise it themselves.
+    """
+    gc.disable()
+    wanted = [] if "*" in todo.skip else [w for w in imports.preloads(target) if w.module not in todo.skip]
+    for each in wanted:
+        if each.module in NOT_BEFORE_FORK or each.module.partition(".")[0] in NOT_BEFORE_FORK:
+            continue
+        try:
+            __import__(each.module, fromlist=each.names)
+        except ModuleNotFoundError as error:
+            if error.name != each.module.partition(".")[0]:
+                start_anew(todo, each.module)
+        except BaseException:
+            start_anew(todo, each.module)
+        if any(name in sys.modules for name in NOT_BEFORE_FORK) or _device_open():
+            start_anew(todo, each.module)
+    if any(name in sys.modules for name in TORCH_LATER_FOR):
+        for name in TORCH_LATER:
+            with contextlib.suppress(ImportError):
+                __import__(name)
+    if _shadowed(target.first_path()):
+        start_anew(todo, "*")
+    gc.freeze()                                  # not collected first: that takes longer than what it would free
+    gc.enable()
+
+
+def start_anew(todo: Instructions, skip: str) -> NoReturn:
+    """Replace this process by a new agent that does not preload module `skip`."""
+    for fd in (todo.control, todo.status, todo.failure):
+        os.set_inheritable(fd, True)
+    skip = "*" if len(todo.skip) >= 3 else skip
+    os.environ[AGENT_VARIABLE] = replace(todo, skip=[*todo.skip, skip]).dumps()
+    os.execv(sys.executable, [sys.executable, *_flags(), "-m", "mmm.runtime.prefork", *sys.argv[1:]])
+
+
+def _flags() -> list[str]:
+    words = sys.orig_argv[1:]
+    return words[:words.index("-m")]
+
+
+def _device_open() -> bool:
+    torch = sys.modules.get("torch")
+    return any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in ("cuda", "xpu"))
+
+
+def _shadowed(first: str | None) -> list[str]:
+    """Preloaded modules in whose place the target would have got a file of the same name beside it."""
+    if first is None:
+        return []
+    try:
+        names = {os.path.splitext(name)[0] for name in os.listdir(first or os.curdir)}
+    except OSError:
+        return []
+    found = []
+    for name in names & set(sys.modules) - set(sys.stdlib_module_names):
+        origin = getattr(sys.modules[name], "__file__", None)
+        beside = [os.path.join(first, name + ".py"), os.path.join(first, name, "__init__.py")]
+        if origin and any(os.path.exists(path) and not os.path.samefile(path, origin) for path in beside):
+            found.append(name)
+    return found
+
+
+def execute(todo: Instructions) -> NoReturn:
+    """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
+    try:
+        os.execvp(todo.command[0], todo.command)
+    except OSError as error:
+        failure.attach(todo.failure)
+        failure.report("exit", f"launch: error: {todo.command[0]} cannot be run: {error.strerror}\n", 126)
+        os._exit(126)
+
+
+class Agent:
+    """Knows the ranks, and watches over them until the last is gone."""
+
+    def __init__(self, todo: Instructions) -> None:
+        self.todo = todo
+        self.pid = os.getpid()
+        self.ranks: dict[int, int] = {}                              # pid → rank, of those that live
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+
+    def started(self, rank: int, pid: int) -> None:
+        self.ranks[pid] = rank
+        self.tell(Status(rank, pid, None, time.monotonic()))
+
+    def tell(self, status: Status) -> None:
+        with contextlib.suppress(BrokenPipeError):                   # launch is gone: `watch` sees it too
+            os.write(self.todo.status, status.dumps())
+
+    def become_rank(self, variables: dict[str, str]) -> None:
+        """In the forked child: drop everything of the agent's, take the rank's own environment."""
+        lifeline.die_with_parent(self.pid)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
+            os.close(fd)
+        os.environ.update(variables)
+        if self.todo.fork:
+            failure.attach(self.todo.failure)
+            child.prepare()
+            numpy = sys.modules.get("numpy.random")
+            if numpy is not None:                                    # or all ranks would draw the same "random" numbers
+                numpy.seed()
+        else:
+            os.set_inheritable(self.todo.failure, True)
+            os.environ[FAILURE_VARIABLE] = str(self.todo.failure)
+
+    def watch(self) -> None:
+        """Serve launch until every rank has ended. If launch is gone, kill all that is left of the run."""
+        self.reap()
+        while self.ranks:
+            ready, _, _ = select.select([self.todo.control, self.wake_read], [], [])
+            if self.wake_read in ready:
+                os.read(self.wake_read, 4096)
+            self.reap()
+            if self.todo.control in ready:
+                numbers = os.read(self.todo.control, 4096)
+                if not numbers:
+                    processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
+                    os.killpg(0, signal.SIGKILL)
+                for number in numbers:
+                    for pid in self.ranks:                           # not reaped, so the pid is still theirs
+                        os.kill(pid, number)
+
+    def reap(self) -> None:
+        while self.ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid in self.ranks:
+                rank = self.ranks.pop(pid)
+                self.tell(Status(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic()))
+
+
+if __name__ == "__main__":
+    main()

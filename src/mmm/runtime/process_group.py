@@ -1,0 +1,65 @@
+"""The life of the default process group: up, with a timeout and a clear error, and down again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mmm.errors import LaunchError
+from mmm.runtime.device import backend_for
+from mmm.runtime.ranks import Rank
+
+
+@contextlib.contextmanager
+def process_group(rank: Rank, device: torch.device, timeout: float = 600.0) -> Iterator[None]:
+    """The default process group of all ranks, for the length of a ``with`` block.
+
+    A process that is alone gets a group of one, so that the same program runs on a laptop. When the block fails, the
+    group is left as it is: taking it down would wait for ranks that are gone, and hide the error.
+
+    Args:
+        timeout: seconds that a collective, or the start, may take.
+
+    Raises:
+        LaunchError: rank 0 cannot listen on MASTER_PORT.
+    """
+    limit = timedelta(seconds=timeout)
+    options: dict = {"backend": backend_for(device), "timeout": limit}
+    if device.type in ("cuda", "xpu"):
+        options["device_id"] = device
+    if rank.source == "alone":
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+    else:
+        try:
+            dist.init_process_group(
+                init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=rank.world_size, **options
+            )
+        except dist.DistNetworkError as error:
+            if rank.is_main and "EADDRINUSE" in str(error):
+                raise LaunchError(
+                    f"MASTER_PORT {rank.port} is already in use on {rank.address}: choose another port "
+                    f"(MASTER_PORT=…), or unset it and let `launch` find a free one"
+                ) from None
+            raise LaunchError(f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} "
+                              f"(MASTER_ADDR, MASTER_PORT): {error}") from None  # fmt: skip
+    yield
+    dist.destroy_process_group()
+
+
+def gather_floats(values: list[float], device: torch.device) -> list[list[float]]:
+    """Every rank's `values` (the same number on each), by rank. A collective: all ranks call it.
+
+    Returns:
+        world_size lists, on every rank the same.
+    """
+    world = dist.get_world_size()
+    if world == 1:
+        return [list(values)]
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone).tolist()

@@ -1,0 +1,146 @@
+"""Who am I? A rank's place, read from what torchrun, ``launch``, an MPI or Slurm put into the environment.
+
+Imports no torch: it is also what an error message asks before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmm.errors import LaunchError
+from mmm.launch.wire import MARKER_VARIABLE
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process's place among all of the run's.
+
+    Attributes:
+        rank, world_size: over all hosts, 0 ≤ rank < world_size.
+        local_rank, local_world_size: the same on this host.
+        source: what told us: ``torchrun``, ``launch``, ``mpich``, ``openmpi``, ``pals``, ``slurm`` or ``alone``.
+        address, port: where rank 0's store listens; None where this process is alone.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    source: str
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The variables one starter of processes sets; of each, the first that is set counts."""
+
+    name: str
+    rank: tuple[str, ...]
+    world: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world: tuple[str, ...]
+    only_if: str | None = None
+
+
+# In this order: what was started last, and so stands closest to the process, comes first.
+_SOURCES = (
+    _Source("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    _Source("openmpi", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    _Source("pals", ("PALS_RANKID",), ("PMI_SIZE", "PALS_SIZE"), ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+            ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")),
+    _Source("mpich", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+            ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+    # A batch script itself has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
+    _Source("slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (),
+            only_if="SLURM_STEP_ID"),
+)  # fmt: skip
+
+
+def _read(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+    for name in names:
+        if name in env:
+            try:
+                return name, int(env[name])
+            except ValueError:
+                raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number") from None
+    return None
+
+
+def _slurm_local_world(env: Mapping[str, str], world_size: int) -> int:
+    """Ranks on this host from ``SLURM_STEP_TASKS_PER_NODE`` such as ``4(x2),3``."""
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        number, _, times = part.partition("(x")
+        if number.isdigit():
+            counts += [int(number)] * int(times.rstrip(")") or 1)
+    node = int(env.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else world_size
+
+
+def _meeting_point(env: Mapping[str, str], one_host: bool) -> tuple[str, int]:
+    """Where rank 0 listens. On one host, ranks of one mpiexec share a parent, and so can agree on a port unasked."""
+    if "MASTER_PORT" in env:
+        port = int(_read(env, ("MASTER_PORT",))[1])  # type: ignore[index]
+    else:
+        identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
+        port = 20_000 + zlib.crc32(identity.encode()) % 12_000
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_host else None)
+    if address is None or ("MASTER_PORT" not in env and not one_host):
+        raise LaunchError(
+            "the ranks are on several hosts and MASTER_ADDR and MASTER_PORT are not both set: set them to a host name "
+            "all hosts can reach (rank 0's) and a free port, such as MASTER_ADDR=node001 MASTER_PORT=29500"
+        )
+    return address, port
+
+
+def whoami(env: Mapping[str, str] | None = None) -> Rank:
+    """This process's place. A process that nothing started as a rank is alone: rank 0 of 1.
+
+    Raises:
+        LaunchError: the variables contradict each other or one is missing.
+    """
+    env = os.environ if env is None else env
+    for source in _SOURCES:
+        rank = _read(env, source.rank)
+        if rank is None or (source.only_if and source.only_if not in env):
+            continue
+        world = _read(env, source.world)
+        if world is None:
+            raise LaunchError(
+                f"{rank[0]}={rank[1]} says this is a rank, but none of {', '.join(source.world)} says of how many: "
+                f"set WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `launch`"
+            )
+        if not 0 <= rank[1] < world[1]:
+            raise LaunchError(f"{rank[0]}={rank[1]} is not between 0 and {world[0]}={world[1]}, less one")
+        if source.name == "slurm":
+            local_world = _slurm_local_world(env, world[1])
+        else:
+            local_world = (_read(env, source.local_world) or ("", world[1]))[1]
+        local_rank = (_read(env, source.local_rank) or ("", rank[1] % max(local_world, 1)))[1]
+        address, port = _meeting_point(env, one_host=local_world == world[1])
+        name = "launch" if source.name == "torchrun" and MARKER_VARIABLE in env else source.name
+        return Rank(rank[1], world[1], local_rank, local_world, name, address, port)
+    return Rank(0, 1, 0, 1, "alone")
+
+
+def command_line() -> list[str]:
+    """The program and its arguments as a user would type them: ``python3 -m mmm.examples.fsdp_tp --tpsize 4``."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and spec.name:
+        return ["python3", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return ["python3", *sys.argv]
+
+
+def host_name() -> str:
+    return socket.gethostname()

@@ -1,0 +1,1 @@
+"""What the examples and trainers share: options, one run's life, optimizers."""

@@ -1,0 +1,150 @@
+"""The command line, as dataclasses: an example's ``Config`` inherits what it needs, and tyro makes the flags."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+
+from mmm.data import Corpus, RandomTokens, TextTokens, Tokens, read_text_files, standard_library
+from mmm.data.text import BYTES
+from mmm.errors import ConfigError
+from mmm.models.transformer import PRESETS, TransformerConfig
+from mmm.runtime.failure import said_once
+from mmm.runtime.ranks import command_line
+
+T = TypeVar("T")
+DEFAULT_ITERS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Flags that every example and trainer has."""
+
+    max_iters: int | None = None
+    """End after this many optimizer steps, whatever --epochs says. With neither: 100."""
+    epochs: int | None = None
+    """End after this many passes over the data."""
+    batch_size: int | None = None
+    """Samples a step, per data-parallel coordinate."""
+    global_batch_size: int | None = None
+    """Samples a step, over all ranks: keep it the same to compare meshes."""
+    lr: float = 3e-3
+    """Learning rate."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    seed: int = 0
+    """Decides initial weights and the order of the data, on every mesh alike."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """auto: bf16 mixed precision where the hardware computes in it, else fp32."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    compile: bool = False
+    """torch.compile what is known to give right gradients on this layout."""
+    outdir: Path | None = None
+    """The run's own folder. Default: outputs/<module>/<time>."""
+    overwrite: bool = False
+    """Replace a record that is already in --outdir."""
+    flush_every: int = 10
+    """Rows of history that a killed run may lose."""
+    log_every: int = 1
+    """Steps between two logged rows."""
+    log_all_ranks: bool = False
+    """Log from every rank, not just rank 0."""
+    timeout: float = 600.0
+    """Seconds that a collective may take before the run gives up."""
+    summary: bool = False
+    """Print the model's summary and leave."""
+
+    def check(self) -> None:
+        """Values that are wrong by themselves.
+
+        Raises:
+            ConfigError: the first of them.
+        """
+        for name in ("max_iters", "epochs", "flush_every", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} {value}: it must be at least 1")
+        for name in ("lr", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name} {getattr(self, name)}: it must be greater than 0")
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the run."""
+        limits = [] if self.max_iters is None else [self.max_iters]
+        limits += [] if self.epochs is None else [self.epochs * steps_per_epoch]
+        return min(limits, default=DEFAULT_ITERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerOptions:
+    """Flags of a Transformer's sizes: a preset, and what differs from it."""
+
+    preset: Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"] = "small"
+    """Sizes to start from; the flags below change single ones."""
+    n_layers: int | None = None
+    dim: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    ffn_dim: int | None = None
+    vocab_size: int | None = None
+
+    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
+        """The sizes asked for.
+
+        Args:
+            default_vocab: vocabulary of the data, where ``--vocab_size`` is not given; None for the preset's.
+        """
+        changed = {f.name: getattr(self, f.name) for f in fields(TransformerOptions) if f.name != "preset"}
+        changed = {name: value for name, value in changed.items() if value is not None}
+        if default_vocab is not None:
+            changed.setdefault("vocab_size", default_vocab)
+        preset = PRESETS[self.preset]
+        if "dim" in changed and "ffn_dim" not in changed:
+            changed["ffn_dim"] = None  # follows dim
+        return replace(preset, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Flags of where tokens come from."""
+
+    dataset: Literal["text", "random"] = "text"
+    """text: the Python standard library's source, byte by byte (or --text). random: uniform tokens, to time."""
+    text: tuple[Path, ...] = ()
+    """Files to train on instead."""
+    seq_length: int = 128
+    """Tokens a sample."""
+
+    def default_vocab(self) -> int | None:
+        """Vocabulary of the data: 256 bytes, or whatever the model has for random tokens."""
+        return BYTES if self.dataset == "text" else None
+
+    def load(self, vocab_size: int, seed: int) -> tuple[Tokens, Tokens, dict[str, object]]:
+        """Tokens to train on, tokens to validate on, and what the record says of them.
+
+        Raises:
+            ConfigError, DataError: flags that contradict each other; a text that is missing, empty or too short.
+        """
+        if self.dataset == "random":
+            if self.text:
+                raise ConfigError("--text and --dataset random contradict each other: leave one out")
+            train = RandomTokens(vocab_size, self.seq_length, seed)
+            about: dict[str, object] = {"source": f"uniform random tokens below {vocab_size}"}
+            return train, RandomTokens(vocab_size, self.seq_length, seed + 1), {"dataset": "random", **about}
+        if vocab_size < BYTES:
+            raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
+        corpus: Corpus = read_text_files(self.text) if self.text else standard_library()
+        validation = TextTokens(corpus.validation, self.seq_length, seed, shuffle=False)
+        return TextTokens(corpus.train, self.seq_length, seed), validation, {"dataset": "text", **corpus.describe()}
+
+
+def parse(config: type[T], doc: str | None = None) -> T:
+    """The command line as a `config`. ``--help`` prints and leaves; so does a wrong flag, with the near miss and exit
+    code 2. Either is printed once for the run."""
+    program = shlex.join(command_line()[: -len(sys.argv[1:]) or None])
+    with said_once():
+        return tyro.cli(config, prog=program, description=doc, use_underscores=True)

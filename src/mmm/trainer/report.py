@@ -1,0 +1,82 @@
+"""Tables for people: the model before it is cut, its parameters after, and who the ranks are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mmm.parallel.apply import local_part
+
+RANKS_SHOWN = 32
+
+
+def model_summary(model: nn.Module, inputs: Tensor, depth: int = 2) -> str:
+    """torchinfo's summary of a model on the meta device, which costs no memory and next to no time.
+
+    Args:
+        inputs: what forward takes, on the meta device.
+    """
+    import torchinfo
+
+    columns = ("output_size", "num_params")
+    return str(torchinfo.summary(model, input_data=inputs, depth=depth, col_names=columns, verbose=0, device="meta"))
+
+
+def _as_text(table: Table, width: int = 120) -> str:
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _cut(parameter: Tensor) -> str:
+    """How a parameter lies on the mesh: ``dim 0 over tp, then dp_shard``."""
+    if not isinstance(parameter, DTensor):
+        return "whole on every rank"
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cuts: dict[int, list[str]] = {}
+    for name, placement in zip(reversed(names), reversed(parameter.placements), strict=True):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and parameter.device_mesh[name].size() > 1:
+            cuts.setdefault(dim, []).append(name)
+    return ", ".join(f"dim {d} over {', then '.join(axes)}" for d, axes in cuts.items()) or "whole on every rank"
+
+
+def sharded_model(model: nn.Module) -> str:
+    """A table of the parameters as this rank holds them; layers that are alike share a line."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for name, parameter in model.named_parameters():
+        whole, local = ("×".join(map(str, t.shape)) for t in (parameter, local_part(parameter)))
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        lines.setdefault((general, whole, _cut(parameter), local, str(parameter.dtype)[6:]), []).append(name)
+    table = Table(title="parameters, cut (rank 0's view)", title_justify="left", box=None, pad_edge=False)
+    for heading in ("parameter", "times", "whole", "cut", "held here", "dtype"):
+        table.add_column(heading, justify="right" if heading == "times" else "left")
+    for (general, whole, cut, local, dtype), names in lines.items():
+        table.add_row(general if len(names) > 1 else names[0], str(len(names)), whole, cut, local, dtype)
+    held = sum(local_part(p).numel() for p in model.parameters())
+    whole_count = sum(p.numel() for p in model.parameters())
+    return f"{_as_text(table)}\nheld here: {held:,} of {whole_count:,} parameters ({held / whole_count:.1%})"
+
+
+def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
+    """Ranks with host and place on the mesh; above 32 ranks, the first and last 16."""
+    axes = [key for key in ranks[0] if key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
+    shown_axes = [axis for axis in axes if any(rank[axis] for rank in ranks)]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rank", "local", "host", "device", *shown_axes):
+        table.add_column(heading, justify="left" if heading in ("host", "device") else "right")
+    half = RANKS_SHOWN // 2
+    skip = range(half, len(ranks) - half) if len(ranks) > RANKS_SHOWN else range(0)
+    for i, rank in enumerate(ranks):
+        if i not in skip:
+            table.add_row(*(str(rank[key]) for key in ("rank", "local_rank", "host", "device", *shown_axes)))
+        elif i == half:
+            table.add_row("…", "", f"({len(skip)} more)")
+    return _as_text(table)

@@ -1,0 +1,184 @@
+"""One run on one rank: device, process group, log, and on rank 0 the record, from start to a clean end.
+
+::
+
+    with start_run("fsdp_tp", config, layout) as run:
+        ...
+        for step in range(steps):
+            ...
+            run.step(step, loss)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmm import history
+from mmm.errors import DivergedError
+from mmm.parallel.loss import local_value
+from mmm.parallel.mesh import Layout
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import Precision, choose_device, choose_precision
+from mmm.runtime.log import logging_to
+from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.trainer.options import RunOptions
+from mmm.trainer.report import rank_table
+
+
+@dataclasses.dataclass
+class Run:
+    """What a program holds while it trains.
+
+    Attributes:
+        rank, layout, device, precision: of this process.
+        clock: for the parts of a step. log: the package's logger.
+        outdir: the run's folder (known on rank 0 only). ranks: every rank's host, pid and place.
+    """
+
+    options: RunOptions
+    rank: Rank
+    layout: Layout
+    device: torch.device
+    precision: Precision
+    clock: StepClock
+    log: Any
+    outdir: Path | None
+    ranks: list[dict[str, Any]]
+    record: history.History | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Say what was chosen or done instead of what was expected, and keep it in the record."""
+        self.log.info(text, stacklevel=2)
+        self.notes.append(text)
+        self.describe(notes=self.notes)
+
+    def describe(self, **facts: Any) -> None:
+        """Add facts to the record's config.json."""
+        self.config.update(facts)
+        if self.outdir is not None:
+            history.write_config(self.outdir, self.config)
+
+    def global_sum(self, local: float) -> float:
+        """The sum of a number over all data-parallel coordinates. A collective: every rank calls it."""
+        everyone = gather_floats([local], self.device)
+        return sum(everyone[rank][0] for rank in self.layout.loss_ranks())
+
+    def step(
+        self, step: int, loss: Tensor, *, samples: int, tokens: int = 0, last: bool = False, **more: float
+    ) -> float:
+        """Log and record one optimizer step. A collective: every rank calls it, after the clock's last lap.
+
+        Args:
+            step: from 0. last: whether it ends the run, and so is logged whatever ``--log_every`` says.
+            loss: this rank's share; the shares add up to the global loss.
+            samples, tokens: in the global batch. more: further numbers for the row.
+
+        Returns:
+            The global loss.
+
+        Raises:
+            DivergedError: it is not finite; on every rank.
+        """
+        seconds = self.clock.seconds()
+        everyone = gather_floats([local_value(loss), *seconds.values()], self.device)
+        shares = {rank: everyone[rank][0] for rank in self.layout.loss_ranks()}
+        total = sum(shares.values())
+        finite = math.isfinite(total)
+        if self.record is not None and (step % self.options.log_every == 0 or last or not finite):
+            per_rank = {name: [row[i + 1] for row in everyone] for i, name in enumerate(seconds)}
+            rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
+            line = self.record.update({"iter": step, "loss": total, **seconds, **rate, **more}, per_rank)
+            self.log.info(line, stacklevel=2)
+        if not finite:
+            wrong = [rank for rank, share in shares.items() if not math.isfinite(share)] or list(shares)
+            places = ", ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in wrong[:8])
+            more_of_them = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise DivergedError(
+                f"the loss is {total} at step {step}, from {places}{more_of_them}: lower --lr "
+                f"({self.options.lr:g}), or try --dtype fp32"
+            )
+        return total
+
+
+def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
+    """What every rank says of itself, by rank."""
+    mine = {"rank": rank.rank, "local_rank": rank.local_rank, "host": socket.gethostname(), "pid": os.getpid(),
+            "device": str(device)}  # fmt: skip
+    everyone: list[Any] = [mine]
+    if rank.world_size > 1:
+        everyone = [None] * rank.world_size
+        dist.all_gather_object(everyone, mine)
+    return [{**about, **layout.coordinates(about["rank"])} for about in everyone]
+
+
+@contextmanager
+def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]:
+    """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
+
+    Everything that can be refused without the other ranks is refused before the process group is made.
+
+    Args:
+        module: short name, for the log and the default folder.
+        layout: fitted to the number of ranks.
+    """
+    rank = whoami()
+    device = choose_device(options.device, rank)
+    precision = choose_precision(options.dtype, device)
+    outdir = history.prepare(options.outdir, module, overwrite=options.overwrite) if rank.is_main else None
+    file = outdir / "log.txt" if outdir else None
+    torch.manual_seed(options.seed)
+    with (
+        logging_to(rank.rank, file, options.log_all_ranks) as log,
+        process_group(rank, device, options.timeout),
+    ):
+        ranks = _everyone(rank, device, layout)
+        config = {
+            "module": module,
+            "command": command_line(),
+            "options": dataclasses.asdict(options),
+            "layout": str(layout),
+            "mesh": layout.sizes,
+            "precision": {"name": precision.name, "reason": precision.reason},
+            "started_by": rank.source,
+            "python": sys.executable,
+            "versions": history.versions(),
+            "hosts": sorted({about["host"] for about in ranks}),
+            "ranks": ranks,
+            "notes": [],
+        }
+        run = Run(options, rank, layout, device, precision, StepClock(device), log, outdir, ranks, config=config)
+        run.describe()
+        log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
+                 precision.name, precision.reason, rank_table(ranks))  # fmt: skip
+        if outdir is None:
+            yield run
+            return
+        with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record:
+            yield run
+        if len(run.record):
+            _report(run, outdir)
+
+
+def _report(run: Run, outdir: Path) -> None:
+    """The end of a run, on rank 0: plots, and where everything is."""
+    data = history.load(outdir)
+    history.plot_all(data, outdir)
+    if "loss" in data and data.sizes["draw"] > 1:
+        print(history.terminal_plot(data, "loss"), flush=True)
+    run.log.info("record: %s", outdir / "train_dataset.h5")
+    run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")

@@ -1,0 +1,94 @@
+"""Batches of tokens: the same global batch whatever the mesh, every stretch of text once an epoch."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from mmm.data import RandomTokens, TextTokens, read_text_files, standard_library
+from mmm.errors import DataError
+
+TEXT = np.arange(1000, dtype=np.uint32).astype(np.uint8)
+
+
+@pytest.mark.parametrize("tokens", [TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3)], ids=["text", "random"])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_parts_make_the_global_batch(tokens, dp):
+    whole = tokens.batch(2, 8, 0, 8)
+    parts = [tokens.batch(2, 8, c * 8 // dp, 8 // dp) for c in range(dp)]
+    assert torch.equal(torch.cat([p.inputs for p in parts]), whole.inputs)
+    assert torch.equal(torch.cat([p.targets for p in parts]), whole.targets)
+    assert {p.count for p in parts} == {whole.count} == {8 * 16}
+    assert torch.equal(whole.inputs[:, 1:], whole.targets[:, :-1])
+
+
+def test_an_epoch_has_every_stretch_once():
+    text = np.concatenate([np.full(16, i, dtype=np.uint8) for i in range(25)])[: 24 * 16 + 1]
+    tokens = TextTokens(text, 16, seed=0)
+    steps = tokens.steps_per_epoch(8)
+    assert (tokens.samples, steps) == (24, 3)
+    orders = []
+    for epoch in range(2):
+        batches = [tokens.batch(epoch * steps + s, 8, 0, 8).inputs[:, 0] for s in range(steps)]
+        orders.append(torch.cat(batches).tolist())
+        assert sorted(orders[-1]) == list(range(24))
+    assert orders[0] != orders[1] != sorted(orders[1])
+
+
+@pytest.mark.parametrize("make", [lambda s: TextTokens(TEXT, 16, s), lambda s: RandomTokens(50, 16, s)])
+def test_steps_and_seeds_differ(make):
+    batches = [make(seed).batch(step, 8, 0, 8).inputs for seed in (0, 1) for step in (0, 1)]
+    assert len({b.numpy().tobytes() for b in batches}) == 4
+    assert torch.equal(make(0).batch(0, 8, 0, 8).inputs, batches[0])
+
+
+def test_random_tokens_are_of_the_vocabulary():
+    inputs = RandomTokens(50, 64, 0).batch(0, 64, 0, 64).inputs
+    assert (int(inputs.min()), int(inputs.max())) == (0, 49)
+
+
+def test_standard_library_is_split_by_file():
+    corpus = standard_library()
+    assert corpus.files > 100
+    assert 0.02 < len(corpus.validation) / (len(corpus.train) + len(corpus.validation)) < 0.3
+    assert corpus.sha256 == hashlib.sha256(corpus.train.tobytes() + corpus.validation.tobytes()).hexdigest()
+    assert corpus == corpus or corpus.sha256 == standard_library().sha256
+    first_of_validation = bytes(corpus.validation[:200])
+    assert first_of_validation not in bytes(corpus.train)
+
+
+def test_a_new_file_does_not_move_the_split(tmp_path):
+    for i in range(30):
+        (tmp_path / f"m{i}.py").write_text(f"# {i}\n")
+    before = bytes(standard_library(tmp_path).validation)
+    (tmp_path / "a_new_module.py").write_text("# new\n")
+    after = standard_library(tmp_path)
+    assert bytes(after.validation) in (before, b"# new\n\n" + before)
+
+
+def test_no_sources(tmp_path):
+    with pytest.raises(DataError, match=r"no standard library sources .* --text"):
+        standard_library(tmp_path)
+
+
+def test_files_as_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a" * 100)
+    (tmp_path / "b.txt").write_bytes(bytes(range(200)))
+    corpus = read_text_files([tmp_path / "a.txt", tmp_path / "b.txt"])
+    assert bytes(corpus.validation) == b"a" * 10 + b"\n" + bytes(range(180, 200))
+    assert len(corpus.train) == 90 + 1 + 180
+
+
+def test_files_that_are_none(tmp_path):
+    (tmp_path / "empty").touch()
+    for path, words in [("missing", "No such file"), ("empty", "is empty"), (".", "Is a directory")]:
+        with pytest.raises(DataError, match=words):
+            read_text_files([tmp_path / path])
+
+
+def test_too_little_text():
+    with pytest.raises(DataError, match="10 bytes is too short for --seq_length 16: it needs 17"):
+        TextTokens(TEXT[:10], 16, 0)
+    with pytest.raises(DataError, match=r"62 sequences of 16 tokens, fewer than one global batch of 64"):
+        TextTokens(TEXT, 16, 0).steps_per_epoch(64)

@@ -1,0 +1,199 @@
+"""The main job as a user runs it: real commands, real ranks."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import xarray
+
+import mmm.history
+from mmm.errors import UserError
+from mmm.examples.fsdp_tp import Config, train
+
+MODULE = ["python3", "-m", "mmm.examples.fsdp_tp"]
+TINY = ["--preset", "debug", "--seq_length", "16", "--global_batch_size", "4", "--eval_batches", "1"]
+LAUNCH = str(Path(sys.executable).parent / "launch")
+
+
+def launch(ranks, outdir, *flags, timeout=120):
+    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", *MODULE, *TINY, "--outdir", str(outdir), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run on dp2·tp2, and its folder."""
+    outdir = tmp_path_factory.mktemp("run") / "out"
+    done = launch(4, outdir, "--tpsize", "2", "--max_iters", "12", "--dtype", "fp64", "--eval_every", "5")
+    assert done.returncode == 0, done.stderr
+    return done, outdir
+
+
+def test_log(finished):
+    lines = finished[0].stdout.splitlines()
+    steps = [line for line in lines if " - iter=" in line]
+    assert len(steps) == 12
+    head = r"\[[-\d]+ [:\d.]+\]\[INFO\]\[fsdp_tp:\d+\] - "
+    assert re.match(head + r"iter=0 loss=5\.\d{6} dt=\d+\.\d{6} dtd=\S+ dtf=\S+ dtb=\S+ dto=", steps[0])
+    assert (finished[1] / "log.txt").read_text().count(" - iter=") == 12
+    assert any("4 ranks (launch), layout dp2·tp2, cpu" in line for line in lines)
+    assert any(line.startswith("Total params:") for line in lines)
+    assert any("feed_forward.w2.weight" in line and "dim 1 over tp, dim 0 over dp_shard" in line for line in lines)
+    assert any("record:" in line and "train_dataset.h5" in line for line in lines)
+
+
+def test_record(finished):
+    outdir = finished[1]
+    data = xarray.open_dataset(outdir / "train_dataset.h5", engine="h5netcdf")
+    assert dict(data.sizes) == {"draw": 12, "rank": 4}
+    assert data.iter.values.tolist() == list(range(12))
+    assert data.loss.dtype == np.float64
+    parts = data.dtd + data.dtf + data.dtb + data.dto
+    np.testing.assert_allclose(parts, data.dt, rtol=1e-12)
+    assert data.dt.dims == ("draw", "rank")
+    assert np.isfinite(data.val_loss.values).nonzero()[0].tolist() == [4, 9, 11]
+    with h5py.File(outdir / "train_dataset.h5") as file:
+        assert file["loss"].shape == (12,)
+    assert (outdir / "plots/mplot/pngs/summary.png").stat().st_size > 10_000
+    assert (outdir / "plots/mplot/svgs/loss.svg").exists()
+    assert (outdir / "plots/tplot/loss.txt").read_text().strip()
+    assert not (outdir / "journal.jsonl").exists()
+
+
+def test_config(finished):
+    config = json.loads((finished[1] / "config.json").read_text())
+    ranks = config["ranks"]
+    assert [r["rank"] for r in ranks] == [0, 1, 2, 3]
+    assert [(r["dp_shard"], r["tp"]) for r in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(r["host"] and r["local_rank"] == r["rank"] for r in ranks)
+    assert len({r["pid"] for r in ranks}) == 4
+    assert config["command"][:3] == MODULE
+    assert config["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert len(config["data"]["sha256"]) == 64
+    assert config["global_batch_size"] == 4
+    assert config["versions"]["torch"]
+
+
+def test_same_losses_on_one_device_without_launch(finished, tmp_path):
+    """`python3 -m …` alone is one rank; the curve is that of dp2·tp2."""
+    command = [sys.executable, *MODULE[1:], *TINY, "--outdir", str(tmp_path / "one"), "--max_iters", "12"]
+    command += ["--dtype", "fp64", "--eval_every", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    one, four = (mmm.history.load(path) for path in (tmp_path / "one", finished[1]))
+    np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
+    np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["started_by"] == "alone"
+
+
+def test_under_torchrun(finished, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "mmm.examples.fsdp_tp", *TINY, "--tp", "2", "--max-iters", "3", "--dtype", "fp64"]
+    done = subprocess.run([*command, "--outdir", str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" - iter=") == 3
+    two, four = (mmm.history.load(path) for path in (tmp_path / "out", finished[1]))
+    np.testing.assert_allclose(two.loss, four.loss[:3], rtol=1e-9)
+
+
+def test_summary_costs_no_run(tmp_path):
+    flags = ["--n_layers", "24", "--dataset", "random", "--vocab_size", "32000", "--batch_size", "16", "--summary"]
+    done = subprocess.run([sys.executable, *MODULE[1:], *flags], capture_output=True, text=True, cwd=tmp_path)
+    for words in ("Embedding", "8,192,000", "TransformerBlock", "717,312", "Total params: 33,599,744"):
+        assert words in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
+    outdir = tmp_path / "out"
+    command = [LAUNCH, "-n", "4", "--device", "cpu", *MODULE, *TINY, "--tpsize", "2", "--max_iters", "100000"]
+    command += ["--outdir", str(outdir), "--flush_every", "10"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if " - iter=37 " in line:
+            break
+    pids = [rank["pid"] for rank in json.loads((outdir / "config.json").read_text())["ranks"]]
+    os.kill(pids[2], signal.SIGKILL)
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=20)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == 137
+    assert "rank 2" in errors
+    assert "SIGKILL" in errors
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert mmm.history.load(outdir).sizes["draw"] >= 30
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    done = launch(2, tmp_path / "out", "--optimizer", "sgd", "--lr", "1e30", "--max_iters", "9")
+    assert done.returncode == 2
+    assert re.search(r"error: the loss is nan at step \d, from rank 0 on \S+, rank 1 on \S+: lower --lr", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert math.isnan(mmm.history.load(tmp_path / "out").loss[-1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tpsize", "3"], r"tp 3 needs a multiple of 3 ranks, and there are 4: start that many, `launch -n 3 "),
+        (["--max_itrs", "3"], r"Perhaps you meant:\s+(\S\s+)?--max_iters"),
+    ],
+)
+def test_one_clear_message(tmp_path, flags, words):
+    begin = time.monotonic()
+    done = launch(4, tmp_path / "out", *flags)
+    assert time.monotonic() - begin < 10
+    assert done.returncode == 2
+    assert len(re.findall(words, done.stderr)) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"n_heads": 30, "dim": 240, "n_kv_heads": 10}, "n_heads 30 is not divisible by tp 4"),
+        ({"seq_length": 30}, "seq_length 30 is not divisible by tp 4"),
+        ({"text": (Path("nowhere.txt"),)}, "--text nowhere.txt: No such file"),
+        ({"text": (Path("/dev/null"),)}, "--text /dev/null: the file is empty"),
+        ({"text": (Path("a"),), "dataset": "random"}, "contradict"),
+        ({"vocab_size": 100}, "--vocab_size 100: text has 256"),
+        ({"max_iters": -1}, "--max_iters -1: it must be at least 1"),
+        ({"max_iters": 0}, "--max_iters 0"),
+        ({"epochs": -2}, "--epochs -2"),
+        ({"lr": 0.0}, "--lr 0.0"),
+        ({"batch_size": 2, "global_batch_size": 3}, "give one of them"),
+        ({"batch_size": 10**6}, "fewer than one global batch"),
+        ({"device": "cuda"}, "sees no cuda device"),
+        ({"outdir": Path("/proc/nothing")}, "/proc/nothing"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_before_any_process_group(monkeypatch, config, words):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    with pytest.raises(UserError, match=re.escape(words)):
+        train(Config(**{"tpsize": 4, **config}))
+
+
+def test_a_record_is_not_overwritten_unasked(finished):
+    config = Config(outdir=finished[1], max_iters=1, preset="debug")
+    with pytest.raises(UserError, match="overwrite"):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"), [({}, 100), ({"max_iters": 3}, 3), ({"epochs": 2}, 14), ({"epochs": 2, "max_iters": 5}, 5)]
+)
+def test_how_long(limits, steps):
+    assert Config(**limits).steps(steps_per_epoch=7) == steps

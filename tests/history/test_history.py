@@ -1,0 +1,259 @@
+"""What is kept is what was given: every float bit, every rank, late names; and the line that is printed."""
+
+import json
+import math
+import statistics
+import time
+
+import h5py
+import numpy as np
+import pytest
+import xarray
+
+from mmm.errors import RecordError
+from mmm.history import History, fold, load, write_config
+
+
+def ranks(count):
+    return [
+        {"rank": r, "local_rank": r % 4, "host": f"x{r // 4}", "pid": 100 + r, "dp_shard": r // 2, "tp": r % 2}
+        for r in range(count)
+    ]
+
+
+def bits(values):
+    return np.asarray(values, dtype=np.float64).view(np.uint64).tolist()
+
+
+def test_round_trip_is_exact_by_both_readers(tmp_path):
+    random = np.random.default_rng(0)
+    loss = [*random.standard_normal(50), 5e-324, 1.7976931348623157e308, -0.0, 0.1 + 0.2, math.inf, -math.inf, math.nan]
+    dt = random.random((len(loss), 8))
+    with History(tmp_path, ranks=ranks(8), flush_every=7) as history:
+        for step, value in enumerate(loss):
+            history.update({"iter": step, "loss": value}, {"dt": dt[step].tolist()})
+        live = load(tmp_path)  # what is flushed of a run that goes on
+        assert live.sizes["draw"] == 56
+    assert not (tmp_path / "journal.jsonl").exists()
+    for dataset in (load(tmp_path), xarray.open_dataset(tmp_path / "train_dataset.h5", engine="h5netcdf")):
+        assert bits(dataset["loss"].values) == bits(loss)
+        assert bits(dataset["dt"].values) == bits(dt)
+        assert dataset["dt"].dims == ("draw", "rank")
+        assert dataset["dt"].dtype == dataset["loss"].dtype == np.float64
+        assert dataset["iter"].dtype == dataset["draw"].dtype == np.int64
+        assert dataset["draw"].values.tolist() == dataset["iter"].values.tolist() == list(range(len(loss)))
+        dataset.close()
+    with h5py.File(tmp_path / "train_dataset.h5") as file:
+        assert bits(file["loss"][:]) == bits(loss)
+        assert bits(file["dt"][:]) == bits(dt)
+        assert file["host"][5] == b"x1"
+    assert bits(live["loss"].values) == bits(loss[:56])
+
+
+def test_ranks_are_coordinates(tmp_path):
+    with History(tmp_path, ranks=ranks(8)) as history:
+        history.update({}, {"dt": [float(r) for r in range(8)]})
+    ds = load(tmp_path)
+    assert set(map(str, ds.coords)) == {"draw", "rank", "host", "local_rank", "pid", "axis_dp_shard", "axis_tp"}
+    assert ds["host"].values.tolist() == ["x0"] * 4 + ["x1"] * 4
+    assert ds["axis_tp"].values.tolist() == [0, 1] * 4
+    assert ds["dt"].where(ds["axis_tp"] == 1, drop=True).values.tolist() == [[1.0, 3.0, 5.0, 7.0]]
+
+
+def test_mesh_places_may_be_nested_and_missing(tmp_path):
+    given = [{"rank": 0, "host": "a", "coordinates": {"stage": 0, "tp": 1}}, {"rank": 1, "coordinates": {"tp": 0}}]
+    with History(tmp_path, ranks=given):
+        pass
+    ds = load(tmp_path)
+    assert ds["axis_stage"].values.tolist() == [0, -1]
+    assert ds["axis_tp"].values.tolist() == [1, 0]
+    assert ds["host"].values.tolist() == ["a", ""]
+
+
+def test_a_name_may_come_late_and_go(tmp_path):
+    with History(tmp_path, ranks=ranks(2), flush_every=1) as history:
+        history.update({"iter": 0, "loss": 1.0})
+        history.update({"iter": 1, "loss": 0.5, "val_loss": 0.7, "seen": 3}, {"dt": [1.0, 2.0]})
+        history.update({"iter": 2})
+    ds = load(tmp_path)
+    np.testing.assert_array_equal(ds["val_loss"].values, [np.nan, 0.7, np.nan])
+    np.testing.assert_array_equal(ds["loss"].values, [1.0, 0.5, np.nan])
+    np.testing.assert_array_equal(ds["seen"].values, [np.nan, 3.0, np.nan])
+    np.testing.assert_array_equal(ds["dt"].values, [[np.nan] * 2, [1.0, 2.0], [np.nan] * 2])
+    assert ds["iter"].dtype == np.int64
+
+
+def test_ints_stay_ints_only_if_all_are(tmp_path):
+    with History(tmp_path, ranks=ranks(2)) as history:
+        history.update({"iter": 2**62, "tokens": 7, "mixed": 1, "flag": True, "big": 2**70}, {"bytes": [1, 2]})
+        history.update(
+            {"iter": 2**62 + 1, "tokens": np.int32(9), "mixed": 1.5, "flag": False, "big": 1}, {"bytes": [3, 4]}
+        )
+    ds = load(tmp_path)
+    assert {name: str(ds[name].dtype) for name in ds.data_vars} == {
+        "iter": "int64", "tokens": "int64", "mixed": "float64", "flag": "int64", "big": "float64", "bytes": "int64",
+    }  # fmt: skip
+    assert ds["iter"].values.tolist() == [2**62, 2**62 + 1]
+    assert ds["bytes"].values.tolist() == [[1, 2], [3, 4]]
+
+
+def test_many_ranks_are_reduced(tmp_path):
+    times = np.random.default_rng(1).random((3, 65))
+    times[1, 40] = 9.0
+    times[2, 3] = np.nan
+    with History(tmp_path, ranks=ranks(65)) as history:
+        lines = [history.update({"dt": 0.0}, {"dt": row}) for row in times]
+        lines.append(history.update({}, {"dt": [math.nan] * 65}))
+    ds = load(tmp_path)
+    assert set(map(str, ds.data_vars)) == {"dt_min", "dt_median", "dt_max", "dt_argmax"}
+    assert bits(ds["dt_median"].values[:3]) == bits(np.nanmedian(times, axis=1))
+    assert bits(ds["dt_min"].values[:3]) == bits(np.nanmin(times, axis=1))
+    assert bits(ds["dt_max"].values[:3]) == bits(np.nanmax(times, axis=1))
+    assert ds["dt_argmax"].values.tolist() == [int(np.argmax(times[0])), 40, int(np.nanargmax(times[2])), -1]
+    assert ds["dt_argmax"].dtype == np.int64
+    assert np.isnan(ds["dt_max"].values[3])
+    assert ds["host"].values[40] == "x10"  # so that the slow rank can be found
+    assert lines[1] == f"dt={times[1, 0]:.6f}"
+
+
+def test_sixty_four_ranks_are_kept_in_full(tmp_path):
+    with History(tmp_path, ranks=ranks(64)) as history:
+        history.update({}, {"dt": list(range(64))})
+    assert load(tmp_path)["dt"].shape == (1, 64)
+
+
+def test_a_plain_number_among_rows_by_rank_is_rank_zeros(tmp_path):
+    with History(tmp_path, ranks=ranks(2)) as history:
+        history.update({"dt": 0.5})
+        history.update({}, {"dt": [0.6, 0.7]})
+    np.testing.assert_array_equal(load(tmp_path)["dt"].values, [[0.5, np.nan], [0.6, 0.7]])
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("row", "per_rank", "line"),
+    [
+        ({"iter": 2, "loss": 10.783049}, {"dtf": [0.162063, 0.2]}, "iter=2 loss=10.783049 dtf=0.162063"),
+        ({"iter": 3, "dt": 9.0, "lr": 3e-5}, {"dt": [0.25, 0.5]}, "iter=3 dt=0.250000 lr=3.000000e-05"),
+        ({"a": 0.0, "b": 1e-4, "c": 9.9e-5, "d": -2e-7}, None, "a=0.000000 b=0.000100 c=9.900000e-05 d=-2.000000e-07"),
+        ({"a": 999999.5, "b": 1e6, "c": 10**7}, None, "a=999999.500000 b=1.000000e+06 c=10000000"),
+        ({"a": NAN, "b": INF, "c": -INF}, None, "a=nan b=inf c=-inf"),
+        ({"a": np.float32(0.5), "b": np.int64(4), "c": True}, None, "a=0.500000 b=4 c=1"),
+        ({}, None, ""),
+    ],
+)
+def test_the_line(tmp_path, row, per_rank, line):
+    history = History(tmp_path, ranks=ranks(2))
+    assert history.update(row, per_rank) == line
+    assert len(history) == 1
+
+
+class Scalar:
+    """What a tensor of one element looks like."""
+
+    def item(self):
+        return 2.5
+
+
+def test_values_may_be_tensors(tmp_path):
+    with History(tmp_path, ranks=ranks(2)) as history:
+        assert history.update({"loss": Scalar()}, {"dt": np.array([1.5, 2.5])}) == "loss=2.500000 dt=1.500000"
+    assert load(tmp_path)["loss"].values.tolist() == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("row", "per_rank", "says"),
+    [
+        ({"loss": "low"}, None, r"loss='low' is not a number"),
+        ({"loss": None}, None, r"loss=None is not a number"),
+        ({"val/loss": 1.0}, None, r"'val/loss' cannot name.*val_loss"),
+        ({"host": 1.0}, None, r"'host' is a coordinate"),
+        ({"axis_tp": 1.0}, None, r"'axis_tp' is a coordinate"),
+        ({}, {"dt": [1.0]}, r"'dt'\] has 1 values, and this run has 2 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, row, per_rank, says):
+    with History(tmp_path, ranks=ranks(2)) as history:
+        with pytest.raises(RecordError, match=says):
+            history.update(row, per_rank)
+        history.update({"loss": 1.0})
+    assert load(tmp_path).sizes["draw"] == 1
+
+
+def test_ranks_out_of_order_are_refused(tmp_path):
+    with pytest.raises(RecordError, match="place 0 of 2 holds rank 1"):
+        History(tmp_path, ranks=ranks(2)[::-1])
+
+
+def test_no_rows_is_a_dataset_too(tmp_path):
+    with History(tmp_path, ranks=ranks(2)):
+        assert load(tmp_path).sizes == {"draw": 0, "rank": 2}
+    assert load(tmp_path).sizes == {"draw": 0, "rank": 2}
+    with h5py.File(tmp_path / "train_dataset.h5") as file:
+        assert file["draw"].shape == (0,)
+
+
+def test_attributes(tmp_path):
+    write_config(tmp_path, {"tp": 2, "note": "π" * 100_000})  # more than the 64 KiB of a plain HDF5 attribute
+    attrs = {"fallbacks": ["no network"], "ok": True, "none": None, "n": 3, "mesh": {"tp": 2}}
+    with History(tmp_path, ranks=ranks(2), attrs=attrs) as history:
+        history.update({"dt": 1.0, "dtf": 1.0, "sps": 2.0, "tps_device": 3.0, "loss": 4.0}, {"dtw": [1.0, 2.0]})
+    ds = load(tmp_path)
+    units = {name: var.attrs.get("units") for name, var in ds.data_vars.items()}
+    assert units == {"dt": "s", "dtf": "s", "dtw": "s", "sps": "samples/s", "tps_device": "tokens/s", "loss": None}
+    assert ds["dt"].attrs["long_name"] == "time of a step"
+    assert json.loads(ds.attrs["config"])["tp"] == 2
+    assert json.loads(ds.attrs["fallbacks"]) == ["no network"]
+    assert (ds.attrs["ok"], ds.attrs["none"], ds.attrs["n"], ds.attrs["world_size"]) == ("true", "null", 3, 2)
+
+
+def test_close_twice_and_no_row_after(tmp_path):
+    history = History(tmp_path, ranks=ranks(2))
+    history.update({"loss": 1.0})
+    path = history.close()
+    before = path.read_bytes()
+    assert history.close() == path == tmp_path / "train_dataset.h5"
+    assert path.read_bytes() == before
+    with pytest.raises(RecordError, match="is closed"):
+        history.update({"loss": 2.0})
+    assert fold(tmp_path) == path
+
+
+def test_rows_that_are_there_are_not_overwritten(tmp_path):
+    with History(tmp_path, ranks=ranks(2)) as history:
+        history.update({"loss": 1.0})
+    with pytest.raises(RecordError, match="already holds rows"):
+        History(tmp_path, ranks=ranks(2))
+    assert load(tmp_path).sizes["draw"] == 1
+
+
+def test_resume_goes_on_after_the_last_row(tmp_path):
+    with History(tmp_path, ranks=ranks(2)) as history:
+        for step in range(3):
+            history.update({"iter": step, "loss": 0.1 * step}, {"dt": [1.0, 2.0]})
+    with History(tmp_path, ranks=ranks(2), resume=True, flush_every=1) as history:
+        history.update({"iter": 3, "loss": 0.4, "val_loss": 2.0}, {"dt": [3.0, 4.0]})
+        assert load(tmp_path)["iter"].values.tolist() == [0, 1, 2, 3]  # the dataset and the journal together
+    ds = load(tmp_path)
+    assert ds["draw"].values.tolist() == ds["iter"].values.tolist() == [0, 1, 2, 3]
+    assert ds["iter"].dtype == np.int64
+    assert bits(ds["loss"].values) == bits([0.0, 0.1, 0.2, 0.4])
+    np.testing.assert_array_equal(ds["val_loss"].values, [np.nan] * 3 + [2.0])
+    assert ds["dt"].values[:, 1].tolist() == [2.0, 2.0, 2.0, 4.0]
+    with pytest.raises(RecordError, match="are of 2 ranks, and this run has 4"):
+        History(tmp_path, ranks=ranks(4), resume=True)
+
+
+def test_an_update_is_cheap(tmp_path):
+    """A guard against work that grows, not a benchmark: 15 µs on a quiet core, and 300 µs allowed to a busy one."""
+    row = dict.fromkeys(("loss", "sps", "tps", "lr", "norm"), 0.5) | {"iter": 1}
+    spread = {name: [0.5] * 8 for name in ("dt", "dtd", "dtf", "dtb", "dto")}
+    with History(tmp_path, ranks=ranks(8)) as history:
+        took = []
+        for _ in range(300):
+            began = time.perf_counter()
+            history.update(row, spread)
+            took.append(time.perf_counter() - began)
+    assert statistics.median(took) < 300e-6

@@ -1,0 +1,243 @@
+"""What is left when a run does not end as it should: killed, out of disk, unreadable."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import pytest
+
+from mmm.errors import RecordError
+from mmm.history import History, fold, load
+from mmm.history import reader as reading
+
+RANKS = [{"rank": r, "host": "a"} for r in range(2)]
+WRITER = """
+import sys, time
+from mmm.history import History
+history = History(sys.argv[1], ranks=[{"rank": 0, "host": "a"}, {"rank": 1, "host": "a"}], flush_every=int(sys.argv[3]))
+for step in range(int(sys.argv[2])):
+    history.update({"iter": step, "loss": 1.0 / (step + 1)}, {"dt": [0.1, 0.2]})
+    time.sleep(float(sys.argv[4]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def writer(folder, rows, flush_every=10, pause=0.0):
+    arguments = [sys.executable, "-c", WRITER, str(folder), str(rows), str(flush_every), str(pause)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def journal_of(folder, rows=5):
+    """A journal as a kill leaves it."""
+    history = History(folder, ranks=RANKS, flush_every=1)
+    for step in range(rows):
+        history.update({"iter": step, "loss": step / 3}, {"dt": [0.1, step / 7]})
+    history._journal.close()
+    return folder / "journal.jsonl"
+
+
+def test_a_killed_process_keeps_all_but_its_last_rows(tmp_path):
+    process = writer(tmp_path, 37)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        with pytest.raises(RecordError, match="still writing"):
+            fold(tmp_path)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    ds = load(tmp_path)
+    assert ds.sizes["draw"] >= 30
+    assert ds["loss"].values.tolist() == [1.0 / (step + 1) for step in range(ds.sizes["draw"])]
+    assert not (tmp_path / "train_dataset.h5").exists()  # reading left the folder as it was
+    assert fold(tmp_path) == tmp_path / "train_dataset.h5"
+    assert not (tmp_path / "journal.jsonl").exists()
+    assert load(tmp_path).identical(ds)
+    with h5py.File(tmp_path / "train_dataset.h5") as file:
+        assert file["dt"].shape == (ds.sizes["draw"], 2)
+
+
+def test_reading_while_it_writes(tmp_path):
+    process = writer(tmp_path, 150, flush_every=1, pause=0.002)
+    seen = []
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and (not seen or seen[-1] < 150):
+            if (tmp_path / "journal.jsonl").exists():
+                ds = load(tmp_path)
+                seen.append(ds.sizes["draw"])
+                if seen[-1]:
+                    assert ds["loss"].values.tolist() == [1.0 / (step + 1) for step in range(seen[-1])]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert seen == sorted(seen)
+    assert seen[-1] == 150
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    path = journal_of(tmp_path)
+    whole = path.read_bytes()
+    for cut in (1, 2, 20, 60):
+        path.write_bytes(whole[:-cut])
+        rows = load(tmp_path).sizes["draw"]
+        assert rows == (5 if cut == 1 else 4)  # without the newline only, the line is still whole
+    last = whole.splitlines(keepends=True)[-1]
+    for cut in range(2, len(last)):
+        path.write_bytes(whole[:-cut])
+        assert load(tmp_path).sizes["draw"] == 4
+
+
+def test_a_broken_line_costs_itself_and_a_warning(tmp_path, caplog):
+    path = journal_of(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = b"\x00\xff{\n"
+    path.write_bytes(b"".join(lines))
+    assert load(tmp_path)["draw"].values.tolist() == [0, 2, 3, 4]
+    assert "line 3 is not a row" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"{", b"[]", b'{"mmm_journal": 1}', b"\x00\x00", b'{"mmm_journal": 9, "ranks": [], "attrs": {}}']
+)
+def test_a_broken_header_is_an_error(tmp_path, header):
+    path = journal_of(tmp_path)
+    path.write_bytes(b"\n".join([header, *path.read_bytes().splitlines()[1:]]))
+    with pytest.raises(RecordError, match=r"journal.jsonl.*(header|version 9)"):
+        load(tmp_path)
+
+
+def test_a_kill_between_the_dataset_and_the_journal(tmp_path):
+    """The dataset is in place and the journal not yet removed: every row counts once."""
+    path = journal_of(tmp_path)
+    kept = path.read_bytes()
+    fold(tmp_path)
+    path.write_bytes(kept)
+    assert load(tmp_path)["draw"].values.tolist() == [0, 1, 2, 3, 4]
+    fold(tmp_path)
+    assert load(tmp_path)["loss"].values.tolist() == [step / 3 for step in range(5)]
+    assert [p.name for p in tmp_path.iterdir()] == ["train_dataset.h5"]
+
+
+def test_what_is_no_record(tmp_path):
+    for read in (load, fold):
+        with pytest.raises(RecordError, match="does not exist"):
+            read(tmp_path / "no")
+        with pytest.raises(RecordError, match=r"holds no run's record.*nothing"):
+            read(tmp_path)
+    (tmp_path / "a file").write_text("x")
+    with pytest.raises(RecordError, match="but a file"):
+        load(tmp_path)
+    with pytest.raises(RecordError, match="is a file, and a run's record is a folder"):
+        load(tmp_path / "a file")
+
+
+def test_a_damaged_dataset(tmp_path):
+    path = tmp_path / "train_dataset.h5"
+    with History(tmp_path, ranks=RANKS) as history:
+        history.update({"loss": 1.0})
+    whole = path.read_bytes()
+    for content in (b"", b"not HDF5 at all", whole[: len(whole) // 2], b"\x89HDF\r\n\x1a\n" + bytes(100)):
+        path.write_bytes(content)
+        with pytest.raises(RecordError, match=r"train_dataset.h5 \(.* bytes\) is not a run's dataset or is damaged"):
+            load(tmp_path)
+    with h5py.File(path, "w") as file:
+        file["x"] = 1
+    with pytest.raises(RecordError, match="is not a run's dataset"):
+        load(tmp_path)
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_keeps_what_is_there(tmp_path, monkeypatch):
+    history = History(tmp_path, ranks=RANKS, flush_every=2)
+    for step in range(4):
+        history.update({"iter": step})
+    with monkeypatch.context() as patch:
+        real, calls = os.write, []
+
+        def half(fd, content):  # some bytes still fit
+            calls.append(fd)
+            return real(fd, content[:9]) if len(calls) == 1 else full()
+
+        patch.setattr(os, "write", half)
+        history.update({"iter": 4})
+        with pytest.raises(RecordError, match=r"cannot write .*journal.jsonl: No space left.*[\d,]+ bytes are free"):
+            history.update({"iter": 5})
+        assert load(tmp_path)["iter"].values.tolist() == [0, 1, 2, 3]
+    history.update({"iter": 6})  # room again: nothing was lost, nothing is torn
+    history.close()
+    assert load(tmp_path)["iter"].values.tolist() == list(range(7))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_device(tmp_path):
+    history = History(tmp_path, ranks=RANKS, flush_every=1)
+    history.update({"iter": 0})
+    spare, full_device = history._journal._fd, os.open("/dev/full", os.O_WRONLY)
+    history._journal._fd = full_device
+    with pytest.raises(RecordError, match="No space left on device"):
+        history.update({"iter": 1})
+    history._journal._fd = spare
+    os.close(full_device)
+    history.close()
+    assert load(tmp_path)["iter"].values.tolist() == [0, 1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
+def test_a_really_full_file_system(tmp_path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        history = History(tmp_path, ranks=RANKS, flush_every=1)
+        kept = 0
+        with pytest.raises(RecordError, match=r"journal\.jsonl: No space left on device"):  # noqa: PT012
+            while kept < 10_000:
+                history.update({"iter": kept, "loss": kept / 3})
+                kept += 1
+        assert 100 < load(tmp_path).sizes["draw"] == kept
+        with pytest.raises(RecordError, match="No space left on device"):
+            history.close()
+        assert load(tmp_path).sizes["draw"] == kept
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
+        history._journal.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_failed_fold_keeps_the_journal(tmp_path, monkeypatch):
+    history = History(tmp_path, ranks=RANKS, flush_every=1)
+    history.update({"iter": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)  # the dataset's file can be opened but not filled
+        with pytest.raises(RecordError, match=r"train_dataset.h5: No space left"):
+            history.close()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
+        history._journal.close()
+        with pytest.raises(RecordError, match=r"train_dataset.h5: No space left"):
+            fold(tmp_path)
+    assert load(tmp_path).sizes["draw"] == 1
+    history.close()  # a second try, with room
+    assert [p.name for p in tmp_path.iterdir()] == ["train_dataset.h5"]
+
+
+def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(reading, "write_dataset", full)
+    with pytest.raises(ZeroDivisionError), History(tmp_path, ranks=RANKS) as history:  # noqa: PT012
+        history.update({"iter": 0})
+        1 / 0  # noqa: B018
+    assert "was not folded" in caplog.text
+    assert json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[1])["row"] == {"iter": 0}

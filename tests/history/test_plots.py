@@ -1,0 +1,170 @@
+"""Plots exist and show something; a plot that fails costs a warning; the command prints a summary."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from mmm.cli import history as command
+from mmm.errors import RecordError
+from mmm.history import History, load, plot_all, terminal_plot
+from mmm.history import figures as drawing
+from mmm.history.series import limits, metrics, outside, series, slowest
+
+RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "coordinates": {"tp": r % 2}} for r in range(4)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """30 rows of 4 ranks, rank 2 slow in forward, a slow first step, val_loss on every tenth row."""
+    folder = tmp_path_factory.mktemp("outputs") / "module" / "run"
+    with History(folder, ranks=RANKS) as history:
+        for step in range(30):
+            row = {"iter": step, "loss": 10.0 / (step + 1), "sps": 1.0 if step == 0 else 80.0 + step % 3}
+            if step % 10 == 9:
+                row["val_loss"] = row["loss"] + 0.1
+            dtf = [(5.0 if step == 0 else 0.1) * (1.5 if r == 2 else 1 + 0.01 * r) for r in range(4)]
+            history.update(row, {"dt": [f + 0.2 for f in dtf], "dtf": dtf, "dtb": [0.2] * 4})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawn(run):
+    return plot_all(load(run).drop_vars(["sps", "dtb"]), run)
+
+
+def test_every_metric_has_a_picture_and_a_text(run, drawn):
+    assert set(metrics(load(run))) == {"loss", "sps", "val_loss", "dt", "dtf", "dtb"}
+    names = {"loss", "val_loss", "dt", "dtf"}
+    pngs, svgs, texts = run / "plots/mplot/pngs", run / "plots/mplot/svgs", run / "plots/tplot"
+    assert {p.stem for p in pngs.iterdir()} == {p.stem for p in svgs.iterdir()} == names | {"summary"}
+    assert {p.stem for p in texts.iterdir()} == names
+    assert sorted(drawn) == sorted([*pngs.iterdir(), *svgs.iterdir(), *texts.iterdir()])
+
+
+def test_pictures_show_something(run, drawn):
+    from matplotlib.image import imread
+
+    for picture in (run / "plots/mplot/pngs").iterdir():
+        pixels = imread(picture)[..., :3]
+        assert pixels.shape[0] > 300
+        assert pixels.shape[1] > 900
+        assert 0.01 < (pixels < 0.95).any(axis=2).mean() < 0.9, picture  # neither blank nor all ink
+
+
+def test_a_slow_first_step_does_not_flatten_the_rest(run):
+    s = series(load(run), "dt")
+    shown = limits(s)
+    assert shown is not None
+    assert shown.high < 1.0
+    assert outside(s, shown) == "1 row above the plot: 7.7 s at iter 0"
+    rate = series(load(run), "sps")
+    assert outside(rate, limits(rate)) == "1 row below the plot: 1 samples/s at iter 0"
+
+
+def test_a_loss_is_shown_in_full(run):
+    s = series(load(run), "loss")
+    assert limits(s).high == 10.0
+    assert outside(s, limits(s)) == ""
+
+
+def test_terminal_plot_is_plain_and_fits(run):
+    text = terminal_plot(load(run), "dtf", width=70, height=14)
+    lines = text.splitlines()
+    assert "forward time" in text
+    assert "median of 4 ranks" in text
+    assert "1 row above the plot: 5.1 s at iter 0" in lines[-1]
+    assert len(lines) == 14
+    assert max(map(len, lines)) <= 70
+    assert "\x1b" not in text
+    assert "\x1b[" in terminal_plot(load(run), "dtf", width=70, height=14, color=True)
+    curve = {c for line in lines for c in line} & set("▖▗▘▝▀▄▌▐▙▟▛▜▚▞█")
+    assert curve
+
+
+def test_odd_columns_are_drawn(tmp_path, caplog):
+    nan, inf = float("nan"), float("inf")
+    odd = {"loss": [2.0] * 3, "dt": [nan] * 3, "dtf": [0.0] * 3, "huge": [1e-7, 3e9, 1.0], "sps": [1.0, inf, -inf]}
+    with caplog.at_level(logging.WARNING, logger="mmm"):
+        for rows, names in ((3, list(odd)), (1, ["loss"])):
+            with History(tmp_path / str(rows), ranks=[{}]) as history:
+                for place in range(rows):
+                    history.update({name: odd[name][place] for name in names})
+            written = plot_all(load(tmp_path / str(rows)), tmp_path / str(rows))
+            assert len(written) == 3 * len(names) + 2
+    assert not caplog.records
+
+
+def test_more_ranks_than_are_kept_in_full(tmp_path):
+    with History(tmp_path, ranks=[{"rank": r} for r in range(6)], full_ranks=4) as history:
+        for _ in range(8):
+            history.update({}, {"dt": [0.1, 0.1, 0.1, 0.9, 0.1, 0.1]})
+    ds = load(tmp_path)
+    assert metrics(ds) == ["dt", "dt_argmax"]
+    written = plot_all(ds, tmp_path)
+    assert {"dt.png", "dt_argmax.png", "summary.png"} <= {p.name for p in written}
+    assert "rank 3 (place unknown): the largest dt in 8 of 8 rows" in dict(command.summary(ds, "finished"))["slowest"]
+
+
+def test_a_failing_plot_is_a_warning(run, tmp_path, monkeypatch, caplog):
+    whole = drawing.metric_figure
+
+    def breaks(ds, name):
+        if name == "loss":
+            raise RuntimeError("no ink")
+        return whole(ds, name)
+
+    monkeypatch.setattr(drawing, "metric_figure", breaks)
+    with caplog.at_level(logging.WARNING, logger="mmm"):
+        written = plot_all(load(run)[["loss", "sps"]], tmp_path)
+    assert "plot loss failed: RuntimeError: no ink" in caplog.text
+    assert {"sps.png", "loss.txt", "summary.png"} <= {p.name for p in written}
+    assert "loss.png" not in {p.name for p in written}
+
+
+def test_no_place_for_plots_is_a_warning(run, tmp_path, caplog):
+    (tmp_path / "plots").write_text("in the way")
+    with caplog.at_level(logging.WARNING, logger="mmm"):
+        assert plot_all(load(run)[["loss"]], tmp_path) == []
+    assert "failed" in caplog.text
+
+
+def test_unknown_metric_names_the_known(run):
+    with pytest.raises(RecordError, match=r"no 'lost'.*loss, sps"):
+        terminal_plot(load(run), "lost")
+
+
+def test_the_straggler_is_named(run, capsys):
+    assert slowest(series(load(run), "dtf")) == 2
+    assert slowest(series(load(run), "dtb")) is None
+    assert command.main([str(run), "--metric", "loss"]) == 0
+    out = capsys.readouterr().out
+    for text in ("finished", "30 rows", "4 ranks", "2 hosts", "tp 2", "loss       0.333333", "training loss"):
+        assert text in out
+    assert "rank 2 (host node1, local_rank 0, tp 0): dt 0.350000 s, 15.9 % over the median rank" in out
+
+
+def test_the_command_folds_and_plots(tmp_path, capsys):
+    history = History(tmp_path, ranks=[{}], flush_every=1)
+    history.update({"loss": 1.5})
+    assert command.main([str(tmp_path)]) == 0
+    assert "running" in capsys.readouterr().out
+    with pytest.raises(RecordError, match="still writing"):
+        command.main([str(tmp_path), "--fold"])
+    history._journal.close()  # what a kill leaves: the file, and no lock on it
+    assert command.main([str(tmp_path), "--fold", "--plot"]) == 0
+    assert "5 plots in" in capsys.readouterr().out
+    assert (tmp_path / "train_dataset.h5").exists()
+
+
+def test_an_ascii_terminal_and_no_pyplot(tmp_path):
+    with History(tmp_path, ranks=RANKS) as history:
+        history.update({"loss": 1.0})
+    code = f"import sys; from mmm.cli.history import main; main([{str(tmp_path)!r}, '--plot'])"
+    code += "; print('pyplot', 'matplotlib.pyplot' in sys.modules)"
+    env = {"PYTHONIOENCODING": "ascii", "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"loss       1.000000" in done.stdout
+    assert b"pyplot False" in done.stdout

@@ -1,0 +1,176 @@
+"""A run's folder: made, refused, overwritten; config.json; and what importing the room costs."""
+
+import dataclasses
+import enum
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmm.errors import RecordError
+from mmm.history import History, load, plot_all, prepare, versions, write_config
+
+
+def test_default_folder_is_module_and_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = prepare(None, "fsdp_tp", False), prepare(None, "fsdp_tp", False)
+    assert first.parent == tmp_path / "outputs" / "fsdp_tp"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}", first.name)
+    assert first != second
+    assert second.is_dir()
+
+
+def test_given_folder_is_the_folder(tmp_path):
+    assert prepare(tmp_path / "a" / "b", "vit", False) == tmp_path / "a" / "b"
+    (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
+    assert prepare(tmp_path / "a" / "b", "vit", False).is_dir()  # a stranger's file is no record
+
+
+@pytest.mark.parametrize("name", ["config.json", "train_dataset.h5", "journal.jsonl"])
+def test_a_record_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("x")
+    with pytest.raises(RecordError, match=rf"already holds.*{name}.*--overwrite"):
+        prepare(tmp_path, "vit", False)
+    assert (tmp_path / name).exists()
+
+
+def test_overwrite_removes_the_record_and_nothing_else(tmp_path):
+    with History(tmp_path, ranks=[{}]) as history:
+        history.update({"loss": 1.0})
+    write_config(tmp_path, {})
+    (tmp_path / "log.txt").write_text("old")
+    own = plot_all(load(tmp_path), tmp_path)
+    strangers = [
+        tmp_path / name
+        for name in (
+            "notes.txt",
+            "config.json.bak",
+            "plots/mine.png",
+            "plots/mplot/pngs/mine.png",
+            "checkpoints/10/w.pt",
+        )
+    ]
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    assert len(own) == 5
+    prepare(tmp_path, "vit", True)
+    left = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert left == sorted(strangers)
+    prepare(tmp_path, "vit", False)  # no record is left
+
+
+def test_a_plot_list_cannot_name_files_elsewhere(tmp_path):
+    folder, outside = tmp_path / "run", tmp_path / "precious"
+    (folder / "plots").mkdir(parents=True)
+    outside.write_text("x")
+    (folder / "mine").write_text("x")
+    (folder / "plots/files.json").write_text(json.dumps(["plots/../../precious", "mine", str(outside)]))
+    prepare(folder, "vit", True)
+    assert outside.exists()
+    assert (folder / "mine").exists()
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RecordError, match=r"file is a file"):
+        prepare(tmp_path / "file", "vit", False)
+    with pytest.raises(RecordError, match=r"cannot make .*file is a file"):
+        prepare(tmp_path / "file" / "run", "vit", False)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    def refuses(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuses)  # root may write everywhere
+    with pytest.raises(RecordError, match=r"cannot write to .*Permission denied.*--outdir"):
+        prepare(tmp_path, "vit", False)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(RecordError, match=r"cannot make the folder /proc/mmm/run: \w+"):
+        prepare(Path("/proc/mmm/run"), "vit", False)
+
+
+def test_config_is_plain_json(tmp_path):
+    class Kind(enum.Enum):
+        FULL = 1
+
+    @dataclasses.dataclass
+    class Inner:
+        at: Path
+        sizes: tuple[int, ...]
+
+    class dtype:
+        def __str__(self):
+            return "torch.bfloat16"
+
+    config = {
+        "inner": Inner(Path("/data"), (1, 2)),
+        "dtype": dtype(),
+        "kind": Kind.FULL,
+        "none": None,
+        "nan": float("nan"),
+        "set": {"b", "a"},
+        "array": np.array([1.5]),
+        3: True,
+    }
+    path = write_config(tmp_path, config)
+    assert path == tmp_path / "config.json"
+    assert json.loads(path.read_text()) == {
+        "inner": {"at": "/data", "sizes": [1, 2]},
+        "dtype": "torch.bfloat16",
+        "kind": "FULL",
+        "none": None,
+        "nan": "nan",
+        "set": ["a", "b"],
+        "array": [1.5],
+        "3": True,
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]  # no half-written file beside it
+    assert json.loads(write_config(tmp_path, Inner(Path("x"), ())).read_text()) == {"at": "x", "sizes": []}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = write_config(tmp_path, {"old": 1})
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(RecordError, match=r"cannot write .*config\.json: No space left"):
+        write_config(tmp_path, {"new": 2})
+    assert json.loads(path.read_text()) == {"old": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_versions_name_what_a_record_depends_on():
+    found = versions()
+    assert set(found) == {"python", "mmm", "torch", "numpy", "xarray", "h5netcdf", "h5py"}
+    assert found["numpy"] == np.__version__
+
+
+def test_import_is_light():
+    """Neither the import nor a whole running History needs torch, xarray or a plotting library."""
+    code = (
+        "import sys, time; t = time.process_time(); import mmm.history as h; t = time.process_time() - t;"
+        "import tempfile; r = h.History(h.prepare(tempfile.mkdtemp(), 'm', False), ranks=[{}], flush_every=1);"
+        "r.update({'a': 1.0}); h.versions();"
+        "heavy = {m.partition('.')[0] for m in sys.modules} & "
+        "{'torch', 'xarray', 'matplotlib', 'plotext', 'h5py', 'h5netcdf', 'pandas', 'rich'};"
+        "print(t, sorted(heavy))"
+    )
+    seconds = []
+    while len(seconds) < 3 and min(seconds, default=9.0) >= 0.3:  # CPU time, best of three: the machine may be busy
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        took, heavy = done.stdout.split(" ", 1)
+        assert heavy.strip() == "[]"
+        seconds.append(float(took))
+    assert min(seconds) < 0.3, seconds

@@ -1,0 +1,140 @@
+"""The Transformer by itself: sizes, shapes, positions, data types, and stages that hold a part of it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmm.models import weights
+from mmm.models.transformer import PRESETS, Transformer, TransformerConfig, rotary_table, rotate
+
+SMALL = TransformerConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=48)
+
+
+@pytest.fixture
+def model():
+    model = Transformer(SMALL).double()
+    weights.initialize(model, 0)
+    return model
+
+
+def tokens(batch=2, seq=12):
+    return torch.randint(0, SMALL.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("reference", 33_599_744),
+        ("llama2-7b", 6_738_415_616),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+    ],
+)
+def test_published_sizes(preset, count):
+    with torch.device("meta"):
+        model = Transformer(PRESETS[preset])
+    assert weights.parameter_count(model) == count
+
+
+def test_reference_block():
+    config = PRESETS["reference"]
+    assert (config.head_dim, config.hidden_dim) == (8, 720)
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert weights.parameter_count(model.layers["0"]) == 717_312
+    assert weights.parameter_count(model.tok_embeddings) == 8_192_000
+
+
+def test_a_token_does_not_see_the_future(model):
+    x = tokens()
+    changed = x.clone()
+    changed[:, 7:] = 3
+    assert torch.equal(model(x)[:, :7], model(changed)[:, :7])
+    assert not torch.equal(model(x)[:, 7:], model(changed)[:, 7:])
+
+
+def test_rotation_is_complex_multiplication():
+    cos, sin = rotary_table(torch.arange(5, 9), 8, 10_000.0)
+    x = torch.randn(2, 4, 3, 8, dtype=torch.float64)
+    angles = torch.outer(torch.arange(5, 9).double(), 10_000.0 ** -(torch.arange(4).double() / 4))
+    turn = torch.polar(torch.ones(4, 4, dtype=torch.float64), angles)
+    expected = torch.view_as_real(torch.view_as_complex(x.view(2, 4, 3, 4, 2)) * turn[:, None, :]).flatten(-2)
+    torch.testing.assert_close(rotate(x, cos, sin), expected, atol=1e-14, rtol=0)
+
+
+def test_attention_depends_on_distance_alone(model):
+    """Shifting every position leaves the output as it is: rotary positions are relative."""
+    x = tokens()
+    far = model(x, positions=torch.arange(12) + 1000)
+    torch.testing.assert_close(far, model(x), atol=1e-12, rtol=0)
+
+
+def test_grouped_queries_are_repeated_heads():
+    """With each key/value head written out for every query head of its group, the outputs are the same."""
+    grouped = Transformer(SMALL).double()
+    weights.initialize(grouped, 0)
+    full = Transformer(TransformerConfig(**{**vars(SMALL), "n_kv_heads": 4})).double()
+    state = grouped.state_dict()
+    for name in list(state):
+        if name.endswith(("wk.weight", "wv.weight")):
+            state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
+    full.load_state_dict(state)
+    torch.testing.assert_close(full(tokens()), grouped(tokens()), atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_activation_keeps_the_dtype(dtype):
+    model = Transformer(SMALL).to(dtype)
+    weights.initialize(model, 0)
+    seen = set()
+    for module in model.modules():
+        module.register_forward_hook(lambda _m, _i, out: seen.add(out.dtype))
+    assert model(tokens()).dtype == dtype
+    assert seen == {dtype}
+
+
+def test_float64_is_float64_all_the_way(model):
+    """A float32 anywhere inside (norm, rotation, softmax) would leave an error of 1e-8; finite differences see it."""
+    x, y = tokens(1, 6)[:, :-1], tokens(1, 6)[:, 1:]
+
+    def loss():
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    loss().backward()
+    for name in ("layers.0.attention.wq.weight", "layers.1.ffn_norm.weight", "layers.2.feed_forward.w2.weight"):
+        parameter = model.get_parameter(name)
+        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+        at = int(gradient.abs().argmax())
+        here = flat[at].item()
+        sides = []
+        for side in (1e-4, -1e-4):
+            flat[at] = here + side
+            with torch.no_grad():
+                sides.append(loss().item())
+        flat[at] = here
+        assert (sides[0] - sides[1]) / 2e-4 == pytest.approx(gradient[at].item(), rel=1e-6)
+
+
+def test_stages_one_after_the_other_are_the_whole(model):
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["1"], first.layers["2"], last.layers["0"]
+    assert torch.equal(last(first(tokens())), model(tokens()))
+    names = {name for name, _ in model.named_parameters()}
+    assert {n for s in (first, last) for n, _ in s.named_parameters()} == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_heads": 5}, "dim 32 is not divisible by n_heads 5"),
+        ({"n_kv_heads": 3}, "n_heads 4 is not divisible by n_kv_heads 3"),
+        ({"dim": 36, "n_heads": 12, "n_kv_heads": 12}, "head_dim 3"),
+        ({"n_layers": 0}, "n_layers is 0"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Transformer(TransformerConfig(**{**vars(SMALL), **changes}))

@@ -1,0 +1,99 @@
+"""Layouts: fitted to the ranks, or refused with the numbers and the line that fits, before any process group."""
+
+import sys
+
+import pytest
+
+from mmm.errors import LayoutError
+from mmm.models.transformer import TransformerConfig
+from mmm.parallel import Layout, batch_sizes
+from mmm.parallel.plans.transformer import check_transformer
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "name"),
+    [
+        (Layout(tp=4), 4, "tp4"),
+        (Layout(tp=2), 8, "dp4·tp2"),
+        (Layout(), 1, "1"),
+        (Layout(pp=2, tp=2), 8, "pp2·dp2·tp2"),
+        (Layout(dp_replicate=2, tp=2), 8, "dp_replicate2·dp_shard2·tp2"),
+    ],
+)
+def test_fit(layout, ranks, name):
+    fitted = layout.fit(ranks)
+    assert str(fitted) == name
+    assert fitted.ranks == ranks
+
+
+def test_coordinates_are_those_of_the_mesh():
+    layout = Layout(pp=2, dp_replicate=2, dp_shard=3, tp=2)
+    places = [layout.coordinates(rank) for rank in range(layout.ranks)]
+    assert places[0] == dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 0)
+    assert [p["tp"] for p in places[:4]] == [0, 1, 0, 1]
+    assert len({tuple(p.values()) for p in places}) == 24
+    assert places[23] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
+    assert [layout.dp_coordinate(rank) for rank in range(0, 12, 2)] == list(range(6))
+    assert layout.loss_ranks() == list(range(12, 24, 2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "words"),
+    [
+        (Layout(tp=3), 4, r"tp 3 needs a multiple of 3 ranks, and there are 4: .*`launch -n 3 --device cpu python3 "),
+        (Layout(tp=4), 1, r"tp 4 needs a multiple of 4 ranks, and there is 1: .*`launch -n 4 "),
+        (Layout(dp_shard=2, tp=2), 8, r"dp2·tp2 has 4 ranks, and there are 8"),
+        (Layout(tp=0), 4, "tp 0: an axis of the mesh has at least 1"),
+        (Layout(dp_shard=-2), 4, "dp_shard -2"),
+    ],
+)
+def test_refused(layout, ranks, words):
+    with pytest.raises(LayoutError, match=words):
+        layout.fit(ranks)
+
+
+def test_the_line_that_fits_is_the_users_own(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train me.py", "--tpsize", "3"])
+    monkeypatch.setitem(sys.modules, "__main__", object())
+    with pytest.raises(LayoutError, match=r"`launch -n 3 --device cpu python3 'train me.py' --tpsize 3`"):
+        Layout(tp=3).fit(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "whole", "dp", "sizes"),
+    [(None, None, 4, (16, 64)), (2, None, 4, (2, 8)), (None, 8, 4, (2, 8)), (2, 8, 4, (2, 8))],
+)
+def test_batch_sizes(batch, whole, dp, sizes):
+    assert batch_sizes(batch, whole, dp, default=16) == sizes
+
+
+@pytest.mark.parametrize(
+    ("batch", "whole", "dp", "words"),
+    [
+        (2, 16, 4, "is 8 samples a step, not --global_batch_size 16"),
+        (None, 10, 4, "does not divide over 4 .* use 8 or 12"),
+        (None, 3, 4, "use 4 or 4"),
+        (0, None, 4, "--batch_size 0"),
+        (None, -8, 4, "--global_batch_size -8"),
+    ],
+)
+def test_batches_that_do_not_fit(batch, whole, dp, words):
+    with pytest.raises(LayoutError, match=words):
+        batch_sizes(batch, whole, dp, default=16)
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "seq", "words"),
+    [
+        ({}, 3, 96, "n_heads 32 is not divisible by tp 3 .* use n_heads 30 or 33"),
+        ({}, 16, 96, "n_kv_heads 8 is not divisible by tp 16"),
+        ({"ffn_dim": 81}, 2, 96, "ffn_dim 81"),
+        ({}, 4, 30, "seq_length 30 is not divisible by tp 4 .* use seq_length 28 or 32"),
+        ({"vocab_size": 5}, 4, 32, "vocab_size 5 cut over tp 4 leaves a rank without any"),
+        ({"n_heads": 3}, 1, 32, "dim 256 is not divisible by n_heads 3"),
+        ({}, 1, 0, "seq_length is 0"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_mesh(config, tp, seq, words):
+    with pytest.raises(LayoutError, match=words):
+        check_transformer(TransformerConfig(**config), Layout(dp_shard=1, tp=tp), seq)

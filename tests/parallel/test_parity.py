@@ -1,0 +1,120 @@
+"""The same loss, and the same gradient of every parameter, on every mesh as in plain PyTorch on one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.weights import canonical_name
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_floats
+from support import reference
+
+STEPS = 10
+CPU = torch.device("cpu")
+
+
+def build(layout: Layout, dtype: torch.dtype, config: TransformerConfig) -> nn.Module:
+    mesh = build_mesh(layout, "cpu", 30)
+    with torch.device("meta"):
+        model = Transformer(config)
+    apply(model, mesh, transformer_plan(), Precision("test", dtype, dtype))
+    materialize(model, CPU, reference.SEED)
+    return model
+
+
+def train(rank, layout: Layout, optimizer: str, dtype: torch.dtype, config: TransformerConfig):
+    """Losses of each step and the whole gradients of the first."""
+    model = build(layout, dtype, config)
+    step_of = reference.optimizer_of(optimizer, model)
+    size = reference.GLOBAL_BATCH // layout.dp
+    mine = layout.dp_coordinate(rank.rank) * size
+    losses, first = [], {}
+    for step in range(STEPS):
+        batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, mine, size)
+        with loss_parallel():
+            loss = cross_entropy(model(batch.inputs), batch.targets, batch.count)
+            loss.backward()
+        if step == 0:
+            first = {canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
+        step_of.step()
+        step_of.zero_grad()
+        shares = gather_floats([local_value(loss)], CPU)
+        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
+    return losses, first
+
+
+def assert_same(got, expected, loss_bound: float, gradient_bound: float) -> None:
+    losses, gradients = got
+    expected_losses, expected_gradients = expected
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
+    assert worst <= loss_bound, f"losses differ by {worst:.2e}: {losses} instead of {expected_losses}"
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        off = ((gradients[name] - gradient).abs().max() / gradient.abs().max()).item()
+        assert off <= gradient_bound, f"gradient of {name} differs by {off:.2e} of its largest element"
+
+
+LAYOUTS = [Layout(dp_shard=dp, tp=tp) for dp, tp in [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]]
+LAYOUTS.append(Layout(dp_replicate=2, dp_shard=2))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_float64(pool, layout, optimizer):
+    expected = reference.train(optimizer, torch.float64, STEPS)
+    for got in pool.run(train, layout.ranks, layout, optimizer, torch.float64, reference.CONFIG):
+        assert_same(got, expected, 1e-9, 1e-8)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4], LAYOUTS[5]], ids=str)
+def test_float32(pool, layout):
+    expected = reference.train("sgd", torch.float32, STEPS)
+    got = pool.run(train, layout.ranks, layout, "sgd", torch.float32, reference.CONFIG)[0]
+    assert_same(got, expected, 1e-4, 1e-3)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_shard=1, tp=4)], ids=str)
+def test_vocabulary_that_no_rank_count_divides(pool, layout):
+    config = TransformerConfig(dim=64, n_layers=1, n_heads=8, n_kv_heads=4, ffn_dim=96, vocab_size=259)
+    expected = reference.train("sgd", torch.float64, STEPS, config)
+    got = pool.run(train, layout.ranks, layout, "sgd", torch.float64, config)[0]
+    assert_same(got, expected, 1e-9, 1e-8)
+
+
+def lost_reduction(rank, layout):
+    """A planted bug: FSDP averages where it should add up."""
+    original = torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor
+    torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: original(self, 2.0)
+    try:
+        return train(rank, layout, "adamw", torch.float64, reference.CONFIG)
+    finally:
+        torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = original
+
+
+def test_a_wrong_gradient_scale_is_caught(pool):
+    layout = Layout(dp_shard=2)
+    expected = reference.train("adamw", torch.float64, STEPS)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(pool.run(lost_reduction, 2, layout)[0], expected, 1e-9, 1e-8)
+
+
+def same_data(rank, layout):
+    """A planted bug: every data-parallel coordinate reads the same samples."""
+    original = Layout.dp_coordinate
+    Layout.dp_coordinate = lambda self, rank: 0
+    try:
+        return train(rank, layout, "sgd", torch.float64, reference.CONFIG)
+    finally:
+        Layout.dp_coordinate = original
+
+
+def test_the_same_samples_on_two_ranks_are_caught(pool):
+    layout = Layout(dp_shard=2)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(
+            pool.run(same_data, 2, layout)[0], reference.train("sgd", torch.float64, STEPS), 1e-9, 1e-8
+        )

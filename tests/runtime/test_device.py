@@ -1,0 +1,94 @@
+"""Devices and data types: chosen, or refused with the reason."""
+
+import pytest
+import torch
+
+from mmm.errors import DeviceError
+from mmm.runtime import device as devices
+from mmm.runtime.ranks import Rank
+
+ALONE = Rank(0, 1, 0, 1, "alone")
+FOUR = Rank(1, 4, 1, 4, "launch")
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Pretend that this machine has some."""
+
+    def pretend(**counts):
+        monkeypatch.setattr(devices, "is_available", lambda kind: kind == "cpu" or counts.get(kind, 0) > 0)
+        for kind in ("cuda", "xpu"):
+            monkeypatch.setattr(getattr(torch, kind), "device_count", lambda kind=kind: counts.get(kind, 0))
+            monkeypatch.setattr(getattr(torch, kind), "set_device", lambda device: None)
+        monkeypatch.delenv("MMM_DEVICE", raising=False)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("counts", "rank", "asked", "device"),
+    [
+        ({}, FOUR, "auto", "cpu"),
+        ({"cuda": 4}, FOUR, "auto", "cuda:1"),
+        ({"cuda": 1}, FOUR, "auto", "cuda:0"),  # a scheduler that shows each rank its own
+        ({"xpu": 12}, FOUR, "auto", "xpu:1"),
+        ({"cuda": 4}, FOUR, "cpu", "cpu"),
+        ({"mps": 1}, ALONE, "auto", "mps"),
+        ({"mps": 1}, FOUR, "auto", "cpu"),
+    ],
+)
+def test_choice(accelerators, counts, rank, asked, device):
+    accelerators(**counts)
+    assert str(devices.choose_device(asked, rank)) == device
+
+
+def test_launch_decides_unless_the_flag_does(accelerators, monkeypatch):
+    accelerators(cuda=4)
+    monkeypatch.setenv("MMM_DEVICE", "cpu")
+    assert devices.choose_device("auto", FOUR).type == "cpu"
+    assert devices.choose_device("cuda", FOUR).type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("counts", "asked", "words"),
+    [
+        ({}, "cuda", "sees no cuda device here"),
+        ({}, "tpu", "'tpu' is not one of auto, cpu"),
+        ({"cuda": 2}, "cuda", "4 ranks on this host but 2 cuda devices"),
+        ({"mps": 1}, "mps", "mps is one device"),
+    ],
+)
+def test_refused(accelerators, counts, asked, words):
+    accelerators(**counts)
+    with pytest.raises(DeviceError, match=words):
+        devices.choose_device(asked, FOUR)
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_bf16_only_where_it_is_real(monkeypatch, real):
+    monkeypatch.setattr(devices, "_computes_bf16", lambda device: real)
+    precision = devices.choose_precision("auto", torch.device("cpu"))
+    assert precision.name == ("bf16" if real else "fp32")
+    assert precision.mixed is real
+    assert precision.storage == torch.float32
+
+
+def test_float64_everywhere_but_on_mps():
+    assert devices.choose_precision("fp64", torch.device("cpu")).compute == torch.float64
+    with pytest.raises(DeviceError, match="no float64"):
+        devices.choose_precision("fp64", torch.device("mps"))
+
+
+def test_intel_backend(monkeypatch):
+    """PyTorch's own xccl first, then Intel's bindings, else a clear word."""
+    xpu = torch.device("xpu")
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True, raising=False)
+    assert devices.backend_for(xpu) == "cpu:gloo,xpu:xccl"
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
+    with pytest.raises(DeviceError, match="oneccl-bindings-for-pytorch is not installed"):
+        devices.backend_for(xpu)
+    imported = []
+    monkeypatch.setattr(devices, "_installed", lambda package: True)
+    monkeypatch.setattr(devices.importlib, "import_module", imported.append)
+    assert devices.backend_for(xpu) == "cpu:gloo,xpu:ccl"
+    assert imported == ["oneccl_bindings_for_pytorch"]

@@ -1,0 +1,75 @@
+"""Process groups: every group of the mesh gives up after the timeout, and numbers come together by rank."""
+
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mmm.errors import LaunchError
+from mmm.parallel import Layout, build_mesh
+from mmm.runtime.clock import StepClock
+from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.ranks import Rank
+
+CPU = torch.device("cpu")
+
+
+def gathered(rank):
+    return gather_floats([float(rank.rank), 0.1], CPU)
+
+
+def test_gather(pool):
+    assert pool.run(gathered, 3) == [[[0.0, 0.1], [1.0, 0.1], [2.0, 0.1]]] * 3
+
+
+def waits_for_nobody(rank):
+    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", timeout=1.0)
+    if rank.rank == 0:
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out|timeout"):
+            dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
+        return time.monotonic() - begin
+    time.sleep(3)  # alive, but not coming
+    return None
+
+
+def test_groups_of_the_mesh_time_out(pool):
+    """By default they would wait half an hour, whatever the timeout of the default group."""
+    assert pool.run(waits_for_nobody, 4)[0] < 2.5
+
+
+def test_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(LaunchError, match=f"MASTER_PORT {port} is already in use"),
+            process_group(Rank(0, 2, 0, 2, "torchrun", "127.0.0.1", port), CPU, 5),
+        ):
+            pass
+
+
+def test_alone():
+    with process_group(Rank(0, 1, 0, 1, "alone"), CPU):
+        assert dist.get_world_size() == 1
+        assert gather_floats([2.0], CPU) == [[2.0]]
+    assert not dist.is_initialized()
+
+
+def test_parts_of_a_step_add_up():
+    clock = StepClock(CPU)
+    clock.start()
+    for _ in range(2):
+        time.sleep(0.01)
+        clock.lap("dtf")
+        clock.lap("dtb")
+    seconds = clock.seconds()
+    assert list(seconds) == ["dt", "dtd", "dtf", "dtb", "dto"]
+    assert seconds["dtf"] >= 0.02
+    assert seconds["dtd"] == seconds["dto"] == 0
+    assert seconds["dt"] == sum(value for part, value in seconds.items() if part != "dt")
+
+

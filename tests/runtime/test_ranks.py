@@ -1,0 +1,63 @@
+"""Who am I: a rank's place, from what each starter of processes sets."""
+
+import pytest
+
+from mmm.errors import LaunchError
+from mmm.runtime.ranks import whoami
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h",
+            "MASTER_PORT": "1234"}  # fmt: skip
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+OPENMPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in
+           {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "3", "LOCAL_SIZE": "4", "NODE_RANK": "3"}.items()}  # fmt: skip
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0",
+         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7"}  # fmt: skip
+PALS = {"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "1", "PMI_SIZE": "24", "PMI_LOCAL_SIZE": "12"}
+MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({}, (0, 1, 0, 1, "alone")),
+        (TORCHRUN, (5, 8, 1, 4, "torchrun")),
+        ({**TORCHRUN, "MMM_LAUNCH_ID": "1"}, (5, 8, 1, 4, "launch")),
+        (MPICH, (1, 4, 1, 4, "mpich")),
+        (OPENMPI, (3, 4, 3, 4, "openmpi")),
+        ({**SLURM, **MEET}, (3, 4, 1, 2, "slurm")),
+        ({**PALS, **MEET}, (13, 24, 1, 12, "pals")),
+        ({**SLURM, **MEET, **TORCHRUN}, (5, 8, 1, 4, "torchrun")),
+    ],
+)
+def test_place(env, place):
+    me = whoami(env)
+    assert (me.rank, me.world_size, me.local_rank, me.local_world_size, me.source) == place
+
+
+def test_a_batch_script_is_no_rank():
+    script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert whoami(script).source == "alone"
+
+
+def test_ranks_of_one_mpiexec_agree_on_a_port():
+    first, second = whoami(MPICH), whoami({**MPICH, "PMI_RANK": "2", "MPI_LOCALRANKID": "2"})
+    assert first.address == second.address == "127.0.0.1"
+    assert first.port == second.port
+    assert 20_000 <= first.port < 32_000
+    assert whoami({**MPICH, **MEET}).port == 29500
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({**TORCHRUN, "RANK": "one"}, "RANK='one' .* not a whole number"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is not between 0 and WORLD_SIZE=8"),
+        ({"RANK": "0"}, "none of WORLD_SIZE says of how many"),
+        ({k: v for k, v in PALS.items() if k != "PMI_SIZE"}, "none of PMI_SIZE, PALS_SIZE"),
+        ({**SLURM}, "several hosts and MASTER_ADDR and MASTER_PORT"),
+        ({**SLURM, "MASTER_ADDR": "x1"}, "MASTER_PORT=29500"),
+    ],
+)
+def test_what_cannot_be(env, words):
+    with pytest.raises(LaunchError, match=words):
+        whoami(env)
