@@ -19,8 +19,8 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/launch -n 2 --device cpu python3 -m mmm.examples.fsdp_tp --tpsize 2 --max_iters 150 --log_every 10 \
-	    --outdir outputs/demo --overwrite $(DEMO_FLAGS)
+	$(BIN)/launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tpsize 2 --dim 128 --n_heads 4 --n_kv_heads 2 \
+	    --max_iters 120 --log_every 10 --outdir outputs/demo --overwrite $(DEMO_FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

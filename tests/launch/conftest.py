@@ -30,11 +30,15 @@ class Launcher:
         return path
 
     def environment(self, **variables: str) -> dict[str, str]:
-        return {k: v for k, v in os.environ.items() if k not in OURS} | {"MMM_TEST_MARK": self.mark} | variables
+        made = {k: v for k, v in os.environ.items() if k not in OURS} | {"MMM_TEST_MARK": self.mark} | variables
+        places = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        return made | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen:
-        return subprocess.Popen([*START, *words], cwd=self.folder, env=self.environment(**variables), text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.write("typed", "for launch's own stdin, not the ranks'")
+        with (self.folder / "typed").open() as stdin:
+            return subprocess.Popen([*START, *words], cwd=self.folder, env=self.environment(**variables), text=True,
+                                    stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, *words: str, timeout: float = 30, **variables: str) -> subprocess.CompletedProcess:
         process = self.start(*words, **variables)

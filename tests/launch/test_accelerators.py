@@ -1,6 +1,7 @@
 """Counting accelerators in made-up machines."""
 
 import pytest
+
 from mmm.launch import accelerators
 from mmm.launch.accelerators import Accelerators
 

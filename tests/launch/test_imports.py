@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+
 from mmm.launch.imports import Preload, preloads
 from mmm.launch.target import Target
 
@@ -15,7 +16,7 @@ def project(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield lambda name, text: ((tmp_path / name).parent.mkdir(parents=True, exist_ok=True),
                               (tmp_path / name).write_text(text))
-    assert not {m for m in set(sys.modules) - before if m.startswith(("local", "pkg"))}, "the user's modules were imported"
+    assert not {m for m in set(sys.modules) - before if m.startswith(("local", "pkg"))}, "the user's were imported"
 
 
 def names(target):

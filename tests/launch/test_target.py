@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+
 from mmm.errors import LaunchError
 from mmm.launch import target
 from mmm.launch.target import Target
@@ -22,7 +23,7 @@ def test_words_after_python(words, expected):
     assert expected.line()[1:] == [*expected.flags, *expected.tail()]
 
 
-@pytest.mark.parametrize("words", [["bash", "-c", "true"], ["./train.sh"], ["python3", "--version"], ["python3", "-i", "x"]])
+@pytest.mark.parametrize("words", [["bash", "-c", "true"], ["./t.sh"], ["python3", "-V"], ["python3", "-i", "x"]])
 def test_anything_else_is_executed_as_it_is(words):
     made = target.parse(words)
     assert not made.is_python

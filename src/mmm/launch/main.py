@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(prog="launch", usage="launch [-n N] [--device D] [--no-prefork] [--dry-run] CMD …",
                    description="Start CMD as the ranks of one distributed program.", epilog=EPILOG,
                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    made.add_argument("-n", "--nproc", metavar="N", type=_ranks, default=None,
+    made.add_argument("-n", "--nproc", metavar="N",
                       help="ranks to start (default: one per accelerator; without any, 4 on the CPU)")
     made.add_argument("--device", choices=DEVICES, help="device type the ranks use (default: what is found)")
     made.add_argument("--no-prefork", action="store_true", help="start each rank as a new process with its own imports")
@@ -57,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     options, command = split(words)
     args = parser().parse_args(options)
+    nproc = None if args.nproc is None else _ranks(args.nproc)
     if not command:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     what = target.parse(command)
     target.check(what)
-    plan = local.plan(what, nproc=args.nproc, device=args.device, prefork=not args.no_prefork)
+    plan = local.plan(what, nproc=nproc, device=args.device, prefork=not args.no_prefork)
     plan.shared[wire.LINE_VARIABLE] = shlex.join(["launch", *words])
     for note in plan.notes:
         print(f"launch: {note}", file=sys.stderr)

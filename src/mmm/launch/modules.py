@@ -18,23 +18,15 @@ def find(name: str, first: Sequence[str] = ()) -> ModuleSpec | None:
     spec = PathFinder.find_spec(head, list(first)) if first else None
     if spec is None or spec.origin is None:      # a folder without __init__.py gives way to a real package further on
         spec = next((s for f in sys.meta_path if (s := _ask(f, head)) is not None), None) or spec
-    for depth, part in enumerate(rest, start=2):
+    for part in rest:
         folders = locations(spec)
-        dotted = ".".join(name.split(".")[:depth])
-        spec = _below(dotted, part, folders) if folders else None
-        if spec is None:
-            return None
+        spec = PathFinder.find_spec(part, folders) if folders else None       # by its last name: finders use no other
     return spec
 
 
 def locations(spec: ModuleSpec | None) -> list[str]:
     """The folders in which a package's modules lie; [] for a module that is no package."""
-    if spec is None or spec.submodule_search_locations is None:
-        return []
-    try:
-        return list(spec.submodule_search_locations)
-    except KeyError:                             # a nested namespace package asks for its parent in sys.modules
-        return []
+    return list(spec.submodule_search_locations or []) if spec is not None else []
 
 
 def source(spec: ModuleSpec) -> str | None:
@@ -73,15 +65,3 @@ def _ask(finder: object, name: str) -> ModuleSpec | None:
         return find_spec(name, None) if find_spec else None
     except (ImportError, AttributeError, ValueError):
         return None
-
-
-def _below(dotted: str, part: str, folders: list[str]) -> ModuleSpec | None:
-    spec = PathFinder.find_spec(dotted, folders)
-    if spec is not None and (spec.origin is not None or spec.submodule_search_locations is None):
-        return spec
-    bare = [path for folder in folders if os.path.isdir(path := os.path.join(folder, part))]
-    if not bare:
-        return None
-    spec = ModuleSpec(dotted, None, is_package=True)     # a namespace package: a folder without __init__.py
-    spec.submodule_search_locations = bare
-    return spec

@@ -110,10 +110,9 @@ class Supervisor:
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(*inherited, plan.ranks, plan.fork, command, os.getpid())
         own = {wire.MARKER_VARIABLE: self.marker, wire.AGENT_VARIABLE: todo.dumps()}
-        tail = target.tail() if plan.fork else []
-        self.agent = subprocess.Popen([sys.executable, *target.flags, "-m", "mmm.runtime.prefork", *tail],
-                                      stdin=subprocess.DEVNULL, env={**os.environ, **plan.shared, **own}, pass_fds=inherited,
-                                      start_new_session=True)
+        agent = [sys.executable, *target.flags, "-m", "mmm.runtime.prefork", *(target.tail() if plan.fork else [])]
+        self.agent = subprocess.Popen(agent, stdin=subprocess.DEVNULL, env={**os.environ, **plan.shared, **own},
+                                      pass_fds=inherited, start_new_session=True)
         os.close(control_read)
         os.close(status_write)
         failure_write.close()
@@ -192,7 +191,7 @@ class Supervisor:
 
     def kill(self) -> None:
         self.kill_at = None
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.agent.pid, signal.SIGKILL)        # not reaped yet, so the number is still the agent's
 
     def finish(self) -> int:
@@ -238,7 +237,8 @@ class Supervisor:
         if self.exit_code is None:
             self.exit_code = 128 + number
             self.settled_at = None
-            say(f"launch: {signal.Signals(number).name}: ending {len(self.plan.ranks) - len(self.ended)} ranks")
+            left = len(self.plan.ranks) - len(self.ended)
+            say(f"launch: {signal.Signals(number).name}: ending {left} rank{'' if left == 1 else 's'}")
             self.end(number)
 
 

@@ -1,7 +1,23 @@
 """Meshes, and one file a technique; ``plans/`` says how each model is cut."""
 
 from mmm.parallel.apply import apply, materialize
+from mmm.parallel.clip import clip_grad_norm
+from mmm.parallel.data import DATA_PARALLEL, check_data_parallel, sync_gradients
+from mmm.parallel.held import held_elements
 from mmm.parallel.loss import cross_entropy, local_value
 from mmm.parallel.mesh import Layout, batch_sizes, build_mesh
 
-__all__ = ["Layout", "apply", "batch_sizes", "build_mesh", "cross_entropy", "local_value", "materialize"]
+__all__ = [
+    "DATA_PARALLEL",
+    "Layout",
+    "apply",
+    "batch_sizes",
+    "build_mesh",
+    "check_data_parallel",
+    "clip_grad_norm",
+    "cross_entropy",
+    "held_elements",
+    "local_value",
+    "materialize",
+    "sync_gradients",
+]

@@ -8,34 +8,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.models import weights
-from mmm.parallel.data import apply_fsdp, dp_mesh
-from mmm.parallel.mesh import has_axis
+from mmm.parallel.checkpoint import apply_checkpointing
+from mmm.parallel.copies import Copies
+from mmm.parallel.data import apply_data_parallel, check_data_parallel
+from mmm.parallel.mesh import Layout, has_axis
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.tensor import apply_tensor_parallel
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, *, compile: bool = False) -> nn.Module:
-    """Cut `model` over `mesh`, in place, and give it back.
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    precision: Precision,
+    *,
+    data_parallel: str = "fsdp",
+    checkpointing: str = "none",
+    compile: bool = False,
+) -> nn.Module:
+    """Cut `model` over `mesh`, in place, and give back what to train.
 
     Args:
         model: on the meta device, so that no rank ever holds it whole; `materialize` then gives it its weights.
         mesh: of `build_mesh`.
         precision: data types of weights and of compute.
+        data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
+        checkpointing: of activations, of what the plan names: ``none``, ``full`` or ``selective``.
         compile: compile what the plan says can be compiled.
+
+    Returns:
+        `model`, or for ddp, zero1 and zero2 a wrapper around it: this is what to materialize, call and optimize.
     """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    check_data_parallel(data_parallel, Layout(**sizes))
     model.to(precision.storage)
     # 1. Tensor parallel first: it decides which part of each matrix is this rank's, and finds modules by their names.
     tp = has_axis(mesh, "tp")
     if tp:
         apply_tensor_parallel(model, mesh["tp"], plan)
-    # 2. Compile what computes, before FSDP puts its hooks around it: gathering parameters stays outside the graphs.
+    # 2. Activation checkpointing around the cut modules, so that what it repeats is the cut work.
+    apply_checkpointing(model, plan, checkpointing)
+    # 3. Compile what computes, before FSDP puts its hooks around it: gathering parameters stays outside the graphs.
     if compile:
         compile_modules(model, plan.compiled_with_tp if tp else plan.compiled)
-    # 3. FSDP last: it cuts what is left of each parameter over dp, and must see the parameters as they will be used.
-    apply_fsdp(model, dp_mesh(mesh), plan, precision)
-    return model
+    # 4. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
+    return apply_data_parallel(model, mesh, plan, precision, data_parallel)
 
 
 def compile_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -47,9 +66,15 @@ def compile_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a model on the meta device memory on `device` and its initial weights; each rank draws its own part."""
-    model.to_empty(device=device)
-    weights.initialize(model, seed, box_of=local_box, local_of=local_part)
+    """Give a model on the meta device memory on `device` and its initial weights; each rank draws its own part.
+
+    Copies that are whole on every rank begin to talk here, because what they send must have memory first.
+    """
+    inner = model.module if isinstance(model, Copies) else model
+    inner.to_empty(device=device)
+    weights.initialize(inner, seed, box_of=local_box, local_of=local_part)
+    if isinstance(model, Copies):
+        model.connect()
 
 
 def local_part(parameter: Tensor) -> Tensor:

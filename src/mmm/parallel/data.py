@@ -1,25 +1,66 @@
 """Data parallelism: every coordinate of the dp axes has its own samples of the global batch.
 
-FSDP cuts each parameter, its gradient and its optimizer state over ``dp_shard``, and gathers a unit's parameters just
-for its forward and backward. With ``dp_replicate`` as well (HSDP) there are copies of that, kept equal by all-reduce.
+What each rank keeps of a model of P parameters on N ranks, and what it sends and takes a step (about, in numbers)::
+
+              parameters   gradients   optimizer state   a step
+    ddp       P            P           k P               2 P      all-reduce
+    zero1     P            P           k P / N           3 P      all-reduce, all-gather of what was updated
+    zero2     P            P / N       k P / N           2 P      reduce-scatter, all-gather of what was updated
+    fsdp      P / N        P / N       k P / N           3 P      all-gather twice, reduce-scatter (ZeRO-3)
+    hsdp      P / S        P / S       k P / S           fsdp over the S ranks of dp_shard, then an all-reduce of P / S
+
+(k: 2 for AdamW, 0 for plain SGD.) All of them cut a tensor at the same places: along its first dim, as evenly as whole
+rows go.
 
 Gradients are *summed* over the dp axes, not averaged: the loss that each rank differentiates is already its share of
 the global mean (its own sum over the global count), so that uneven counts stay right.
 
-Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard``.
+Source: Rajbhandari et al., "ZeRO", 2020.
 """
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from mmm.parallel.mesh import has_axis
-from mmm.parallel.plan import Plan, find
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.copies import Copies
+from mmm.parallel.ddp import DDP
+from mmm.parallel.fsdp import apply_fsdp
+from mmm.parallel.mesh import Layout, has_axis
+from mmm.parallel.plan import Plan
+from mmm.parallel.zero import Zero
 from mmm.runtime.device import Precision
+
+DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
+WHOLE = ("ddp", "zero1", "zero2")  # every rank keeps all parameters
+
+
+def check_data_parallel(data_parallel: str, layout: Layout) -> None:
+    """Whether a technique goes with the other axes of a layout; needs no process group.
+
+    Raises:
+        ConfigError: no such technique.
+        LayoutError: it does not go with the layout; with what to change.
+    """
+    if data_parallel not in DATA_PARALLEL:
+        raise ConfigError(f"data_parallel {data_parallel!r} is not one of {', '.join(DATA_PARALLEL)}")
+    if data_parallel == "hsdp" and layout.dp_replicate == 1:
+        raise LayoutError(
+            f"hsdp keeps copies of a model that is cut over dp_shard, and the layout {layout} has one copy: give "
+            f"dp_replicate 2 or more, or use fsdp"
+        )
+    if data_parallel in WHOLE:
+        for axis in ("pp", "cp", "tp"):
+            if layout.sizes[axis] > 1:
+                raise LayoutError(f"{data_parallel} keeps the whole model on every rank, which does not go with {axis} "
+                                  f"{layout.sizes[axis]}: use fsdp, or {axis} 1")  # fmt: skip
+        if layout.dp_replicate > 1 and layout.dp_shard > 1:
+            raise LayoutError(
+                f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} "
+                f"and dp_shard {layout.dp_shard}: use hsdp, or leave dp_replicate 1"
+            )
 
 
 def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -27,32 +68,25 @@ def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp_replicate", "dp_shard"] if has_axis(mesh, "dp_replicate") else mesh["dp_shard"]
 
 
-def mixed_precision(precision: Precision, root: bool) -> MixedPrecisionPolicy:
-    """Compute in ``precision.compute``, reduce gradients in the dtype of the weights.
+def apply_data_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, data_parallel: str
+) -> nn.Module:
+    """The model to train: `model` itself, cut in place, or for ddp, zero1 and zero2 a wrapper around it."""
+    if data_parallel not in WHOLE:
+        apply_fsdp(model, dp_mesh(mesh), plan, precision)
+        return model
+    replicas = mesh["dp_replicate" if has_axis(mesh, "dp_replicate") else "dp_shard"]
+    if data_parallel == "ddp":
+        return DDP(model, replicas, precision)
+    return Zero(model, replicas, precision, keep_gradients=data_parallel == "zero1")
 
-    Inputs are cast where they enter the model only: inside it, what is wide (rotary angles) is meant to be.
+
+def sync_gradients(model: nn.Module, now: bool) -> None:
+    """For several micro-batches a step: whether the next backward sums gradients over the ranks; True at the last.
+
+    Saves communication and costs memory: until then each rank keeps the whole gradients of its own samples.
     """
-    if not precision.mixed:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=root)
-
-
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision) -> None:
-    """``fully_shard`` each unit of the plan, then the model itself, in place.
-
-    Args:
-        mesh: (dp_shard,) or (dp_replicate, dp_shard).
-    """
-    # PyTorch warns of any unit whose output is a view, because writing into it would be wrong. No model here does.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    for unit in plan.units:
-        patterns = (unit,) if isinstance(unit, str) else unit
-        modules = [module for pattern in patterns for module in find(model, pattern)]
-        groups = [modules] if isinstance(unit, tuple) else [[module] for module in modules]
-        for group in filter(None, groups):
-            fully_shard(group if len(group) > 1 else group[0], mesh=mesh, mp_policy=mixed_precision(precision, False))
-    fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    if isinstance(model, Copies):
+        model.sync_gradients(now)
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)

@@ -19,12 +19,14 @@ class Plan:
         units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none goes with the
             root.
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
+        checkpointed: modules whose activations are worked out again in backward, where that is asked for.
     """
 
     tensor: Mapping[str, ParallelStyle]
     units: tuple[str | tuple[str, ...], ...]
     compiled: tuple[str, ...] = ()
     compiled_with_tp: tuple[str, ...] = field(default=())
+    checkpointed: tuple[str, ...] = ()
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -6,6 +6,8 @@
 import atexit
 import contextlib
 import gc
+import importlib.util
+import io
 import os
 import runpy
 import signal
@@ -13,7 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType, ModuleType, TracebackType
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from mmm.errors import UserError
@@ -33,7 +36,7 @@ class Terminated(SystemExit):
 
 
 def prepare() -> None:
-    """Make this process a rank: signals become exceptions, forks die with it, a pipe gets whole lines."""
+    """Make this process a rank: signals become exceptions, forks die with it, each line is written whole."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGHUP, _terminate)
@@ -41,23 +44,22 @@ def prepare() -> None:
     os.register_at_fork(after_in_child=_default_signals)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def run(target: Target) -> int:
-    """Run `target` as `__main__` and return the exit code, after a report if it failed. Never raises in the rank."""
-    owner = os.getpid()
+    """Run `target` as `__main__` and return the exit code, after a report if it failed. Never raises.
+
+    A process that the target forks may come back here too. It is not the rank: it prints, and reports nothing.
+    """
     try:
         _run(target)
         code = 0
     except BaseException as error:
-        if os.getpid() != owner:                 # a process that the target forked: not the rank
-            raise
         caught = time.monotonic()
         _hold_signals()
         code = _account(error, caught)
-    if os.getpid() == owner:
-        _hold_signals()
+    _hold_signals()
     return code
 
 
@@ -66,13 +68,33 @@ def _run(target: Target) -> None:
     first = target.first_path()
     if first is not None:
         sys.path.insert(0, first)
-    if target.kind == "module":
-        runpy.run_module(target.name, run_name="__main__", alter_sys=True)
-    elif target.kind == "script":
-        runpy.run_path(target.name, run_name="__main__")
-    else:
-        sys.modules["__main__"] = module = ModuleType("__main__")
-        exec(compile(target.name, "<string>", "exec"), vars(module))
+    if target.kind == "script" and not target.name.endswith(".py"):
+        runpy.run_path(target.name, run_name="__main__")         # a folder, a zip file, compiled code, any other name
+        return
+    sys.modules["__main__"] = main = ModuleType("__main__")      # it stays: runpy's own is gone when atexit runs
+    exec(_code(target, main), vars(main))
+
+
+def _code(target: Target, main: ModuleType) -> CodeType:
+    """The target's code. Gives the module `main` what python gives `__main__`."""
+    if target.kind == "code":
+        return compile(target.name, "<string>", "exec", dont_inherit=True)
+    if target.kind == "script":
+        main.__file__ = target.name
+        main.__loader__ = SourceFileLoader("__main__", target.name)
+        main.__dict__["__cached__"] = None
+        with io.open_code(os.path.abspath(target.name)) as file:
+            return compile(file.read(), target.name, "exec", dont_inherit=True)
+    spec = importlib.util.find_spec(target.name)                 # imports the packages it is in
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target.name}.__main__")
+    code = getattr(spec.loader, "get_code", lambda name: None)(spec.name) if spec is not None else None
+    if spec is None or code is None:
+        raise ImportError(f"python cannot run a module named {target.name!r}", name=target.name)
+    main.__spec__, main.__loader__, main.__package__, main.__file__ = spec, spec.loader, spec.parent, spec.origin
+    main.__dict__["__cached__"] = spec.cached
+    sys.argv[0] = spec.origin or target.name
+    return code
 
 
 def _account(error: BaseException, caught: float) -> int:
@@ -85,7 +107,7 @@ def _account(error: BaseException, caught: float) -> int:
         return 1
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) and failure.attached():
         failure.report_user_error(error)
         return failure.USER_ERROR_EXIT
     text = "".join(traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__)))
@@ -129,8 +151,10 @@ def finish(code: int) -> NoReturn:
         if any(name in os.environ for name in EXIT_TOOLS):
             sys.exit(code)
         atexit._run_exitfuncs()
-        for name in [name for name in sys.modules if _is_users(name)]:
-            del sys.modules[name]
+        for name in [name for name in reversed(sys.modules) if _is_users(name)]:
+            names = vars(sys.modules[name])
+            for each in names.keys() - {"__builtins__"}:
+                names[each] = None               # the collector might close a file before its buffer is written
         gc.collect()
     except Exception:
         traceback.print_exc()
@@ -143,7 +167,7 @@ def finish(code: int) -> NoReturn:
 def _is_users(name: str) -> bool:
     spec = getattr(sys.modules[name], "__spec__", None)
     top = name.partition(".")[0]
-    return name != "__main__" and top != imports.OURS and spec is not None and not imports.is_installed(top, spec)
+    return name == "__main__" or (top != imports.OURS and spec is not None and not imports.is_installed(top, spec))
 
 
 def main() -> int:

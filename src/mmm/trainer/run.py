@@ -16,7 +16,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mmm import history
 from mmm.errors import DivergedError
+from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime.clock import StepClock
@@ -86,7 +87,7 @@ class Run:
         Args:
             step: from 0. last: whether it ends the run, and so is logged whatever ``--log_every`` says.
             loss: this rank's share; the shares add up to the global loss.
-            samples, tokens: in the global batch. more: further numbers for the row.
+            samples, tokens: in the global batch. more: further numbers for the row, which is then logged.
 
         Returns:
             The global loss.
@@ -94,23 +95,50 @@ class Run:
         Raises:
             DivergedError: it is not finite; on every rank.
         """
+        due = bool(step % self.options.log_every == 0 or last or more)
+        share = {"loss": local_value(loss)}
+        return self.row({"iter": step}, share, samples=samples, tokens=tokens, more=more, due=due, depth=2)
+
+    def row(
+        self,
+        at: dict[str, int],
+        share: dict[str, float],
+        *,
+        samples: int,
+        tokens: int = 0,
+        more: Mapping[str, float] | None = None,
+        due: bool = True,
+        depth: int = 1,
+    ) -> float:
+        """Log and record what has happened since the clock was started. A collective.
+
+        Args:
+            at: where the run is, such as ``{"iter": 3}``. share: name and this rank's share of the loss.
+            samples, tokens: since the clock was started. more: further numbers for the row.
+            due: whether to log; a loss that is not finite is always logged.
+            depth: callers between the program and here, so that the log names the program's line.
+
+        Returns, Raises: as `step`.
+        """
         seconds = self.clock.seconds()
-        everyone = gather_floats([local_value(loss), *seconds.values()], self.device)
+        ((name, mine),) = share.items()
+        everyone = gather_floats([mine, *seconds.values()], self.device)
         shares = {rank: everyone[rank][0] for rank in self.layout.loss_ranks()}
         total = sum(shares.values())
         finite = math.isfinite(total)
-        if self.record is not None and (step % self.options.log_every == 0 or last or not finite):
-            per_rank = {name: [row[i + 1] for row in everyone] for i, name in enumerate(seconds)}
+        if self.record is not None and (due or not finite):
+            per_rank = {part: [row[i + 1] for row in everyone] for i, part in enumerate(seconds)}
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
-            line = self.record.update({"iter": step, "loss": total, **seconds, **rate, **more}, per_rank)
-            self.log.info(line, stacklevel=2)
+            line = self.record.update({**at, name: total, **seconds, **(more or {}), **rate}, per_rank)
+            self.log.info(line, stacklevel=depth + 1)
         if not finite:
             wrong = [rank for rank, share in shares.items() if not math.isfinite(share)] or list(shares)
             places = ", ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in wrong[:8])
-            more_of_them = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            others = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
             raise DivergedError(
-                f"the loss is {total} at step {step}, from {places}{more_of_them}: lower --lr "
-                f"({self.options.lr:g}), or try --dtype fp32"
+                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr}), "
+                f"or try --dtype fp32"
             )
         return total
 
@@ -155,6 +183,7 @@ def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]
             "mesh": layout.sizes,
             "precision": {"name": precision.name, "reason": precision.reason},
             "started_by": rank.source,
+            "launch": os.environ.get(LINE_VARIABLE),
             "python": sys.executable,
             "versions": history.versions(),
             "hosts": sorted({about["host"] for about in ranks}),

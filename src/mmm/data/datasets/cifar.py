@@ -1,0 +1,86 @@
+"""CIFAR-10 (Krizhevsky 2009): six pickled batches of 10,000 images. Each is checked against its md5, then read."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from mmm.data.datasets.download import File
+from mmm.data.torchvision_shim import import_torchvision
+from mmm.errors import DataError
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def files() -> tuple[File, ...]:
+    """What there is to download."""
+    cifar = import_torchvision("datasets").CIFAR10
+    return (File(cifar.filename, cifar.tgz_md5, (cifar.url,)),)
+
+
+def find(folder: Path) -> Path | None:
+    """``cifar-10-batches-py``, or the tar.gz of it: `folder` itself, or in it."""
+    cifar = import_torchvision("datasets").CIFAR10
+    first = cifar.train_list[0][0]
+    for place in (folder, folder / cifar.base_folder, folder / "cifar10" / cifar.base_folder):
+        if (place / first).is_file():
+            return place
+    for place in (folder / cifar.filename, folder / "cifar10" / cifar.filename):
+        if place.is_file():
+            return place
+    return None
+
+
+def read(place: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Training images (n, 3, 32, 32) uint8 and labels (n,), then the test ones.
+
+    Raises:
+        DataError: a batch is missing, or its md5 is not the published one: a pickle can run any code, so nothing else
+            is unpickled.
+    """
+    cifar = import_torchvision("datasets").CIFAR10
+    wanted: dict[str, str] = dict([*cifar.train_list, *cifar.test_list])
+    contents = _from_tar(place, cifar.base_folder, wanted) if place.is_file() else _from_folder(place, wanted)
+    batches = {}
+    for name, md5 in wanted.items():
+        found = hashlib.md5(contents[name], usedforsecurity=False).hexdigest()
+        if found != md5:
+            raise DataError(f"{place}: {name} ({len(contents[name])} bytes) has md5 {found}, not {md5} as published: "
+                            f"fetch it again")  # fmt: skip
+        batches[name] = pickle.loads(contents.pop(name), encoding="latin1")
+    arrays = []
+    for part in (cifar.train_list, cifar.test_list):
+        arrays.append(np.concatenate([batches[name]["data"] for name, _ in part]).reshape(-1, 3, 32, 32))
+        arrays.append(np.concatenate([batches[name]["labels"] for name, _ in part]))
+    return arrays[0], arrays[1], arrays[2], arrays[3]
+
+
+def _from_folder(folder: Path, wanted: dict[str, str]) -> dict[str, bytes]:
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"{folder} lacks {', '.join(missing)}: put all of {', '.join(wanted)} there")
+    try:
+        return {name: (folder / name).read_bytes() for name in wanted}
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _from_tar(path: Path, base: str, wanted: dict[str, str]) -> dict[str, bytes]:
+    contents: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:*") as tar:
+            for member in tar:
+                folder, _, name = member.name.removeprefix("./").partition("/")
+                if folder == base and name in wanted and (stream := tar.extractfile(member)) is not None:
+                    contents[name] = stream.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        size = path.stat().st_size
+        raise DataError(f"{path} ({size} bytes) is not a whole tar.gz file ({error}): fetch it again") from None
+    if missing := [name for name in wanted if name not in contents]:
+        raise DataError(f"{path} lacks {', '.join(f'{base}/{name}' for name in missing)}: fetch it again")
+    return contents

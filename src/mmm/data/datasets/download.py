@@ -1,0 +1,228 @@
+"""Fetch a data set once, whole or not at all, however many processes ask for it.
+
+A file lock lets one process through at a time. It fetches into a folder of its own beside the cache's, checks every
+file's md5, and gives the folder its name in one step, so that a folder with the right name is always whole: also where
+locks do not reach other hosts (some network file systems), or a process is killed half-way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mmm.errors import DataError
+from mmm.runtime.ranks import Rank
+
+ANSWER_SECONDS = 10.0  # for any server to begin to answer, all mirrors together
+STALL_SECONDS = 20.0  # without a byte, once it has begun
+WAIT_SECONDS = 900.0  # for another process that is downloading
+
+
+class Refused(Exception):
+    """The data cannot be had here, and why. Not the user's mistake: another data set may stand in."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file to fetch: its name in the cache, its md5 in hexadecimal, and where it is offered, best first."""
+
+    name: str
+    md5: str
+    urls: tuple[str, ...]
+
+
+def cache_folder() -> Path:
+    """``$MMM_DATA``, or else ``mmm`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if given := os.environ.get("MMM_DATA"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mmm"
+
+
+def obtain(folder: Path, files: tuple[File, ...], ranks: Rank | None = None) -> None:
+    """Make `folder` with these files in it, unless another process already has.
+
+    Args:
+        folder: in a cache; it is there with all files when this returns.
+        ranks: the other ranks of this host then take over a refusal that one of them met, instead of each trying again.
+
+    Raises:
+        Refused: no server answers, an answer is not the file wanted, or the cache cannot be written to.
+        DataError: another process holds the lock for longer than ``WAIT_SECONDS``.
+    """
+    asked = time.time()
+    refusal = folder.with_name(f".{folder.name}.refused")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(f".{folder.name}.lock")):
+            if folder.is_dir():
+                return
+            if reason := _already_refused(refusal, ranks, asked):
+                raise Refused(reason)
+            _sweep(folder)
+            try:
+                _fetch_all(folder, files)
+            except Refused as refused:
+                note = {"run": _run(), "time": time.time(), "reason": str(refused)}
+                with contextlib.suppress(OSError):
+                    refusal.write_text(json.dumps(note), encoding="utf-8")
+                raise
+            refusal.unlink(missing_ok=True)
+    except OSError as error:
+        raise Refused(f"{folder.parent} cannot be written to ({error.strerror or error})") from None
+
+
+# --- one at a time --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the lock; the system lets go of it when a process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: the rename alone keeps what is read whole
+        yield
+        return
+    with path.open("a") as file:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks: as above
+                    break
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+            if time.monotonic() > deadline:
+                raise DataError(f"another process has been downloading for {WAIT_SECONDS:.0f} s and still holds "
+                                f"{path}: end it, or give the files with --data_dir")  # fmt: skip
+            time.sleep(0.05)
+        yield
+
+
+def _run() -> str:
+    """The same for all ranks that one starter started on this host, and for no other run's."""
+    return f"{socket.gethostname()}:{os.getppid()}"
+
+
+def _already_refused(refusal: Path, ranks: Rank | None, asked: float) -> str:
+    """Why the download failed just now, for another rank of this run or while this process waited; else empty."""
+    try:
+        note = json.loads(refusal.read_text(encoding="utf-8"))
+        age, reason, run = time.time() - note["time"], str(note["reason"]), note["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    of_this_run = ranks is not None and ranks.local_world_size > 1 and run == _run() and 0 <= age < 600
+    return reason if of_this_run or note["time"] >= asked else ""
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed downloads left: of processes of this host that are no more, or a day old."""
+    for left in folder.parent.glob(f".{folder.name}.part.*"):
+        host, _, process = left.name.removeprefix(f".{folder.name}.part.").rpartition(".")[0].rpartition(".")
+        with contextlib.suppress(OSError):
+            ended = host == socket.gethostname() and process.isdigit() and not _alive(int(process))
+            if ended or time.time() - left.stat().st_mtime > 86_400:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+# --- fetching -------------------------------------------------------------------------------------------------------
+
+
+def _fetch_all(folder: Path, files: tuple[File, ...]) -> None:
+    """All files into a folder with another name, which then gets its own."""
+    prefix = f".{folder.name}.part.{socket.gethostname()}.{os.getpid()}."
+    part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        part.chmod(0o755)
+        for file in files:
+            _fetch(file, part / file.name)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another host was faster, and what is there is whole
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _fetch(file: File, path: Path) -> None:
+    """From the first address that gives the right bytes.
+
+    Raises:
+        Refused: none does. OSError: the file cannot be written.
+    """
+    reasons, patience = [], ANSWER_SECONDS
+    for url in file.urls:
+        digest, asked = hashlib.md5(usedforsecurity=False), time.monotonic()
+        try:
+            try:
+                answer = _open(url, patience)
+            finally:
+                patience -= time.monotonic() - asked
+            with answer, path.open("wb") as out:
+                while chunk := answer.read(1 << 18):
+                    digest.update(chunk)
+                    out.write(chunk)
+                out.flush()
+                os.fsync(out.fileno())
+            if digest.hexdigest() == file.md5:
+                return
+            reasons.append(f"{url}: {path.stat().st_size} bytes of md5 {digest.hexdigest()}, not {file.md5}")
+        except _FETCH_ERRORS as error:
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                raise
+            reason = getattr(error, "reason", None)  # urllib wraps what the system said
+            reasons.append(f"{url}: {reason if isinstance(reason, OSError) else error}")
+        if patience <= 0:
+            break
+    raise Refused("; ".join(reasons))
+
+
+_FETCH_ERRORS = (OSError, ValueError, http.client.HTTPException)  # URLError, TimeoutError and SSLError are OSErrors
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
+
+def _open(url: str, seconds: float) -> IO[bytes]:
+    """The answer's body. In a thread, because looking up a host name keeps to no time limit of Python's."""
+    found: list[IO[bytes] | BaseException] = []
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, headers={"User-Agent": "mmm"})
+            found.append(urllib.request.urlopen(request, timeout=max(seconds, STALL_SECONDS)))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise TimeoutError(f"no answer in {seconds:.1f} s")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]

@@ -1,0 +1,10 @@
+"""A Vision Transformer: the same program as ``mmm.trainer.vit``, under the name of the examples.
+
+    launch python3 -m mmm.examples.vit --max_iters 10
+"""
+
+from mmm.runtime.failure import run_main
+from mmm.trainer.vit import main
+
+if __name__ == "__main__":
+    run_main(main)

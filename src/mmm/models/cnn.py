@@ -1,0 +1,112 @@
+"""A small convolutional net for images such as MNIST's: two convolutions and two linear layers.
+
+With the sizes below it has 1,199,882 parameters, and 98 % of them are one matrix, ``fc1.weight``. Parts that a pipeline
+stage does not hold are None, and forward skips them.
+
+Source: the MNIST example of github.com/pytorch/examples; LeCun et al., "Gradient-based learning", 1998.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmm.models.weights import Init
+
+
+@dataclass(frozen=True)
+class CNNConfig:
+    """Sizes of the net. ``width1``, ``width2``: channels out of the convolutions; ``hidden``: width of ``fc1``.
+
+    ``conv_dropout`` and ``fc_dropout`` are the fractions of numbers put to 0 while training, after the convolutions and
+    after ``fc1``. Which ones depends on the random numbers of the rank: the same losses on every mesh need 0.
+    """
+
+    channels: int = 1
+    image_size: int = 28
+    classes: int = 10
+    width1: int = 32
+    width2: int = 64
+    hidden: int = 128
+    conv_dropout: float = 0.25
+    fc_dropout: float = 0.5
+
+    @property
+    def pooled_size(self) -> int:
+        """Side of the image, in pixels, after two 3 × 3 convolutions without a border, and a pooling by 2."""
+        return (self.image_size - 4) // 2
+
+    @property
+    def features(self) -> int:
+        """Numbers of one sample that go into ``fc1``."""
+        return self.width2 * self.pooled_size**2
+
+    def without_dropout(self) -> CNNConfig:
+        return replace(self, conv_dropout=0.0, fc_dropout=0.0)
+
+    def problems(self) -> list[str]:
+        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        found = []
+        for name in ("channels", "classes", "width1", "width2", "hidden"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.image_size < 6:
+            found.append(f"image_size is {self.image_size}: two 3 × 3 convolutions and a pooling by 2 need at least 6")
+        for name in ("conv_dropout", "fc_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}: it must be at least 0 and below 1")
+        return found
+
+
+class CNN(nn.Module):
+    """Images (batch, channels, image_size, image_size) to logits (batch, classes).
+
+    A pipeline stage is this class with some of ``conv1``, ``conv2``, ``fc1``, ``fc2`` set to None; what passes between
+    two of them is written beside each line of `forward`.
+    """
+
+    def __init__(self, config: CNNConfig | None = None) -> None:
+        super().__init__()
+        config = config or CNNConfig()
+        if wrong := config.problems():
+            raise ValueError("; ".join(wrong))
+        self.config = config
+        self.conv1: nn.Module | None = nn.Conv2d(config.channels, config.width1, 3)
+        self.conv2: nn.Module | None = nn.Conv2d(config.width1, config.width2, 3)
+        self.dropout1 = nn.Dropout(config.conv_dropout)
+        self.fc1: nn.Module | None = nn.Linear(config.features, config.hidden)
+        self.dropout2 = nn.Dropout(config.fc_dropout)
+        self.fc2: nn.Module | None = nn.Linear(config.hidden, config.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """
+        Args:
+            x: (batch, channels, image_size, image_size), or what the part before gives where ``conv1`` is not here.
+
+        Raises:
+            ValueError: images of another size or number of channels.
+        """
+        if self.conv1 is not None:
+            wanted = (self.config.channels, self.config.image_size, self.config.image_size)
+            if tuple(x.shape[1:]) != wanted:
+                raise ValueError(f"images of shape {tuple(x.shape[1:])}, but this net is made for {wanted}: change "
+                                 f"channels and image_size, or the images")  # fmt: skip
+            x = F.relu(self.conv1(x))  # (batch, width1, image_size - 2, image_size - 2)
+        if self.conv2 is not None:
+            x = F.relu(self.conv2(x))  # (batch, width2, image_size - 4, image_size - 4)
+            x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)  # (batch, features)
+        if self.fc1 is not None:
+            x = self.dropout2(F.relu(self.fc1(x)))  # (batch, hidden)
+        return self.fc2(x) if self.fc2 is not None else x  # (batch, classes)
+
+    def init_rule(self, name: str) -> Init:
+        """PyTorch's own ranges: weight and bias uniform within ±1 / sqrt(numbers that go into one output).
+
+        Args:
+            name: the canonical parameter name.
+        """
+        c = self.config
+        fan_in = {"conv1": 9 * c.channels, "conv2": 9 * c.width1, "fc1": c.features, "fc2": c.hidden}
+        return Init("uniform", fan_in[name.split(".")[0]] ** -0.5)

@@ -1,0 +1,239 @@
+"""A Vision Transformer: the image cut into patches, a plain pre-norm encoder, the mean over the patches.
+
+No class token, no bias on queries, keys and values. They are three matrices, not one: cut over ranks by rows, a fused
+matrix gives each rank the wrong mix of the three. Heads are counted from the tensor, and layers live in a
+``ModuleDict`` under their global number, so that the same code runs on a rank that holds some heads or some layers.
+
+Sources: Dosovitskiy et al., "An image is worth 16x16 words", 2021; Beyer, Zhai, Kolesnikov, "Better plain ViT baselines
+for ImageNet-1k", 2022 (mean instead of class token).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mmm.models.weights import Init
+
+ATTENTION = ("native", "sdpa")
+SDPA_BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """Sizes of a ViT. ``mlp_dim=None`` means ``4 * dim``.
+
+    ``attention``: ``native`` is written out in `native_attention`, ``sdpa`` is PyTorch's
+    ``F.scaled_dot_product_attention``, by the kernel that ``sdpa_backend`` names (auto, math, flash, efficient, cudnn).
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    channels: int = 3
+    classes: int = 1000
+    dim: int = 384
+    n_layers: int = 12
+    n_heads: int = 6
+    mlp_dim: int | None = None
+    norm_eps: float = 1e-6
+    attention: str = "sdpa"
+    sdpa_backend: str = "auto"
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.dim if self.mlp_dim is None else self.mlp_dim
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image: the length of the sequence."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in a patch."""
+        return self.channels * self.patch_size**2
+
+    def problems(self) -> list[str]:
+        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        found = []
+        for name in ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "hidden_dim"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.attention not in ATTENTION:
+            found.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
+        if self.sdpa_backend not in ("auto", *SDPA_BACKENDS):
+            found.append(f"sdpa_backend {self.sdpa_backend!r} is not one of auto, {', '.join(SDPA_BACKENDS)}")
+        elif self.attention == "native" and self.sdpa_backend != "auto":
+            found.append(f"sdpa_backend {self.sdpa_backend!r} needs attention 'sdpa', and it is 'native'")
+        if found:
+            return found
+        if self.image_size % self.patch_size:
+            below = self.image_size // self.patch_size * self.patch_size
+            nearest = " or ".join(str(size) for size in (below, below + self.patch_size) if size)
+            found.append(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}: use "
+                         f"image_size {nearest}, or a patch_size that divides {self.image_size}")  # fmt: skip
+        if self.dim % self.n_heads:
+            found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        return found
+
+
+# tiny to large are the published sizes, at 224 pixels and patches of 16.
+PRESETS: dict[str, ViTConfig] = {
+    "debug": ViTConfig(image_size=32, patch_size=8, classes=10, dim=64, n_layers=2, n_heads=4),
+    "tiny": ViTConfig(dim=192, n_heads=3),
+    "small": ViTConfig(),
+    "base": ViTConfig(dim=768, n_heads=12),
+    "large": ViTConfig(dim=1024, n_layers=24, n_heads=16),
+}
+
+
+def native_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``softmax(q kᵀ / sqrt(head_dim)) v``, all (batch, heads, seq, head_dim).
+
+    The softmax is worked out in float32 at least. The weights, (batch, heads, seq, seq), are kept for backward: that is
+    the memory that fused kernels save.
+    """
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5  # (batch, heads, seq, seq)
+    weight = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(dim=-1).to(v.dtype)
+    return weight @ v  # (batch, heads, seq, head_dim)
+
+
+class PatchEmbedding(nn.Module):
+    """Images (batch, channels, image_size, image_size) to (batch, patches, dim): one matrix for all patches, and a
+    learned vector for each place."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.image = (config.channels, config.image_size, config.image_size)
+        self.patch_size = config.patch_size
+        self.projection = nn.Linear(config.patch_dim, config.dim)
+        self.positions = nn.Parameter(torch.zeros(config.patches, config.dim))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if tuple(images.shape[1:]) != self.image:
+            raise ValueError(f"images of shape {tuple(images.shape[1:])}, but this ViT is made for {self.image}: "
+                             f"change channels and image_size, or the images")  # fmt: skip
+        batch, channels, size, _ = images.shape
+        side, p = size // self.patch_size, self.patch_size
+        x = images.reshape(batch, channels, side, p, side, p).permute(0, 2, 4, 1, 3, 5)
+        x = x.reshape(batch, side * side, channels * p * p)  # (batch, patches, patch_dim), patches row by row
+        return self.projection(x) + self.positions
+
+
+class Attention(nn.Module):
+    """Every patch looks at every patch; (batch, patches, dim) in and out."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.native = config.attention == "native"
+        self.backend = SDPA_BACKENDS.get(config.sdpa_backend)
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        # each (batch, heads held here, patches, head_dim)
+        q, k, v = (w(x).view(batch, seq, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        if self.native:
+            out = native_attention(q, k, v)
+        else:
+            kernel: AbstractContextManager = sdpa_kernel(self.backend) if self.backend is not None else nullcontext()
+            with kernel:
+                out = F.scaled_dot_product_attention(q, k, v)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, patches, dim)
+
+
+class MLP(nn.Module):
+    """``fc2(gelu(fc1 x))``."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.dim, config.hidden_dim)
+        self.fc2 = nn.Linear(config.hidden_dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class ViTBlock(nn.Module):
+    """Pre-norm block, (batch, patches, dim) in and out."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ViT(nn.Module):
+    """Images (batch, channels, image_size, image_size) to logits (batch, classes).
+
+    A pipeline stage is this class with ``embedding``, some ``layers``, or ``norm`` and ``head`` set to None or taken
+    out: it then takes, or gives, (batch, patches, dim). The mean over the patches goes with ``norm``.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        if wrong := config.problems():
+            raise ValueError("; ".join(wrong))
+        self.config = config
+        self.embedding: nn.Module | None = PatchEmbedding(config)
+        self.layers = nn.ModuleDict({str(i): ViTBlock(config) for i in range(config.n_layers)})
+        self.norm: nn.Module | None = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.head: nn.Module | None = nn.Linear(config.dim, config.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """
+        Args:
+            x: images, or hidden states (batch, patches, dim) where the embedding is not held here.
+
+        Raises:
+            ValueError: images of another size or number of channels.
+        """
+        h = self.embedding(x) if self.embedding is not None else x  # (batch, patches, dim)
+        for layer in self.layers.values():
+            h = layer(h)
+        h = self.norm(h.mean(dim=1)) if self.norm is not None else h  # (batch, dim)
+        return self.head(h) if self.head is not None else h  # (batch, classes)
+
+    def init_rule(self, name: str) -> Init:
+        """Norms 1, biases 0; positions and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block
+        writes into the residual stream, and 1 / sqrt(patch_dim) for the patches, so that they start about as large as
+        the image.
+
+        Args:
+            name: the canonical parameter name.
+        """
+        if name.endswith("bias"):
+            return Init("constant", 0.0)
+        if "norm" in name:
+            return Init("constant", 1.0)
+        if name == "embedding.projection.weight":
+            return Init("normal", self.config.patch_dim**-0.5)
+        if name.endswith(("attention.wo.weight", "mlp.fc2.weight")):
+            return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
+        return Init("normal", 0.02)

@@ -1,0 +1,49 @@
+"""FSDP (ZeRO-3): each parameter, its gradient and its optimizer state cut over ``dp_shard``.
+
+A unit's parameters are gathered just for its forward and its backward. With ``dp_replicate`` as well (HSDP) there are
+copies of that, kept equal by all-reduce: the gathering stays within a group, ideally on one host.
+
+Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard``.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from mmm.parallel.plan import Plan, find
+from mmm.runtime.device import Precision
+
+
+def mixed_precision(precision: Precision, root: bool) -> MixedPrecisionPolicy:
+    """Compute in ``precision.compute``, reduce gradients in the dtype of the weights.
+
+    Inputs are cast where they enter the model only: inside it, what is wide (rotary angles) is meant to be.
+    """
+    if not precision.mixed:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=root)
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision) -> None:
+    """``fully_shard`` each unit of the plan, then the model itself, in place.
+
+    Args:
+        mesh: (dp_shard,) or (dp_replicate, dp_shard).
+    """
+    # PyTorch warns of any unit whose output is a view, because writing into it would be wrong. No model here does.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+    for unit in plan.units:
+        patterns = (unit,) if isinstance(unit, str) else unit
+        modules = [module for pattern in patterns for module in find(model, pattern)]
+        groups = [modules] if isinstance(unit, tuple) else [[module] for module in modules]
+        for group in filter(None, groups):
+            fully_shard(group if len(group) > 1 else group[0], mesh=mesh, mp_policy=mixed_precision(precision, False))
+    fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum

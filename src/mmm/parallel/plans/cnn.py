@@ -1,0 +1,56 @@
+"""How the CNN is cut.
+
+Over dp: ``fc1.weight`` is 98 % of the parameters, and is an FSDP unit of its own; the rest goes with the root.
+
+Over tp, the two linear layers::
+
+    conv1, conv2   whole on every rank: a convolution cannot be cut by its channels as a `DTensor`
+      │
+      ▼            (batch, features)
+    fc1            [ A₀ │ A₁ │ A₂ │ A₃ ]     columns: each rank its own hidden units
+      │            (batch, hidden/tp)
+                   ┌ A₀ ┐
+    fc2            │ A₁ │  + bias, once      rows: each rank a summand of the whole
+                   └ ⋮  ┘
+      │ all-reduce
+      ▼            (batch, classes)
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.models.cnn import CNNConfig
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+from mmm.parallel.uncut import Uncut
+
+
+def cnn_plan() -> Plan:
+    """The plan of `mmm.models.cnn.CNN`, of any size."""
+    return Plan(
+        tensor={"conv1": Uncut(), "conv2": Uncut(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
+        units=("fc1",),
+        compiled=("fc1", "fc2"),
+    )
+
+
+def check_cnn(config: CNNConfig, layout: Layout) -> None:
+    """Whether a CNN of these sizes can be cut as the layout says; needs no process group.
+
+    Raises:
+        LayoutError: every rule that is broken, with its numbers and what to change.
+    """
+    wrong = config.problems()
+    if layout.cp > 1:
+        wrong.append(f"cp {layout.cp}: an image has no sequence to cut; use cp 1")
+    if not wrong and layout.tp > 1:
+        if config.hidden % layout.tp:
+            wrong.append(f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same part of "
+                         f"fc1): use a tp that divides {config.hidden}")  # fmt: skip
+        if config.fc_dropout:
+            wrong.append(f"fc_dropout {config.fc_dropout} with tp {layout.tp}: the ranks of a tp group draw the same "
+                         f"numbers, and would drop the same places of different hidden units; use 0")  # fmt: skip
+    if wrong:
+        raise LayoutError("; ".join(wrong))

@@ -1,0 +1,81 @@
+"""How the ViT is cut over tp.
+
+Between the cut matrices every rank holds the whole activations: 14 × 14 = 196 patches divide over few ranks, and 7 × 7
+over none, so the sequence is not cut (as it is in the Transformer's plan)::
+
+    embedding          whole on every rank
+    activations        (batch, patches, dim)         norms, residuals: every rank the same
+      │
+      ▼
+    wq wk wv, fc1      [ A₀ │ A₁ │ A₂ │ A₃ ]         columns: each rank its own heads, its own hidden units
+      │
+      ▼                (batch, patches, heads/tp, …) attention and GELU: no communication
+                       ┌ A₀ ┐
+    wo, fc2            │ A₁ │  + bias, once          rows: each rank a summand of the whole
+                       └ ⋮  ┘
+      │ all-reduce     (backward: all-reduce of the gradient where wq wk wv, or fc1, begin)
+      ▼                (batch, patches, dim)
+    norm, head         whole on every rank
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.models.vit import ViTConfig
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+from mmm.parallel.uncut import Uncut
+
+
+def vit_plan() -> Plan:
+    """The plan of `mmm.models.vit.ViT`, of any size."""
+    styles: dict[str, ParallelStyle] = {
+        "embedding": Uncut(),
+        "layers.*.attention_norm": Uncut(),
+        # One entrance for wq, wk and wv: their gradients are added here before they are added over tp.
+        "layers.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wk": ColwiseParallel(),
+        "layers.*.attention.wv": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.mlp_norm": Uncut(),
+        "layers.*.mlp.fc1": ColwiseParallel(),
+        "layers.*.mlp.fc2": RowwiseParallel(),
+        "norm": Uncut(),
+        "head": Uncut(),
+    }
+    return Plan(
+        tensor=styles,
+        units=("embedding", "layers.*", ("norm", "head")),
+        compiled=("layers.*",),
+        checkpointed=("layers.*",),
+    )
+
+
+def check_vit(config: ViTConfig, layout: Layout) -> None:
+    """Whether a ViT of these sizes can be cut as the layout says; needs no process group.
+
+    Raises:
+        LayoutError: every rule that is broken, with its numbers and what to change.
+    """
+    wrong = config.problems()
+    if layout.cp > 1:
+        wrong.append(f"cp {layout.cp}: the ViT's sequence is not cut; use cp 1")
+    if not wrong and layout.tp > 1:
+        for flag, size, what in (
+            ("n_heads", config.n_heads, "each rank takes whole heads"),
+            ("mlp_dim", config.hidden_dim, "each rank takes the same part of the MLP"),
+        ):
+            if size % layout.tp:
+                nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
+                wrong.append(
+                    f"{flag} {size} is not divisible by tp {layout.tp} ({what}): use {flag} "
+                    f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
+                )
+    if layout.pp > 1 and config.n_layers < layout.pp:
+        wrong.append(f"n_layers {config.n_layers} leaves a stage of pp {layout.pp} without a layer")
+    if wrong:
+        raise LayoutError("; ".join(wrong))

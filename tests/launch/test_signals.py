@@ -1,0 +1,126 @@
+"""Signals to launch reach every rank, once; and it ends with the code that belongs to them."""
+
+import os
+import signal
+import time
+
+import pytest
+
+COUNT = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+seen = []
+def note(number, frame):
+    seen.append(signal.Signals(number).name)
+    open(f"seen-{rank}", "w").write(" ".join(seen))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, note)
+open(f"ready-{rank}", "w")
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end: time.sleep(0.01)
+open(f"done-{rank}", "w")
+"""
+WAIT = "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(30)\n" \
+       "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_ranks_end_in_order(launcher, how, number, code):
+    launcher.write("t.py", WAIT)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py")
+    launcher.wait_for("ready-0", "ready-1")
+    start = time.monotonic()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert time.monotonic() - start < 1.5
+    assert (process.returncode, out) == (code, "")
+    assert err == f"launch: {number.name}: ending 2 ranks\n"
+    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
+    assert launcher.gone(within=0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_each_rank_gets_it_once_even_if_all_of_the_terminals_group_does(launcher, how, number):
+    launcher.write("t.py", COUNT)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", "0.6")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)                              # a wrapper passes on what the terminal has sent as well
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert [(launcher.folder / f"seen-{rank}").read_text() for rank in (0, 1)] == [number.name, number.name]
+    assert {"done-0", "done-1"} <= set(os.listdir(launcher.folder))
+
+
+def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher, how):
+    launcher.write("t.py", COUNT)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", "30")
+    launcher.wait_for("ready-0", "ready-1")
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert 0.9 < time.monotonic() - start < 2.0
+    assert process.returncode == 143
+    assert launcher.gone(within=0.1)
+
+
+def test_a_second_ctrl_c_kills_at_once(launcher):
+    launcher.write("t.py", COUNT)
+    process = launcher.start("-n", "2", "python3", "t.py", "30")
+    launcher.wait_for("ready-0", "ready-1")
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.4)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert time.monotonic() - start < 0.9
+    assert process.returncode == 130
+    assert launcher.gone(within=0.1)
+
+
+def test_before_there_are_ranks(launcher):
+    launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(30)")
+    launcher.write("t.py", "import slow")
+    process = launcher.start("-n", "2", "python3", "t.py", PYTHONPATH=str(launcher.folder / "site-packages"))
+    launcher.wait_for("importing")
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert time.monotonic() - start < 0.5
+    assert process.returncode == 130
+    assert launcher.gone(within=0.1)
+
+
+def test_a_program_that_is_no_python(launcher):
+    process = launcher.start("-n", "2", "sh", "-c", "touch ready-$RANK; sleep 30; true")
+    launcher.wait_for("ready-0", "ready-1")
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert time.monotonic() - start < 2.0
+    assert process.returncode == 143
+    assert launcher.gone(within=0.1)                         # the shells' own children too
+
+
+def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
+    launcher.write("t.py", "import os, time\nopen('ready-' + os.environ['RANK'], 'w')\n"
+                           "while not os.path.exists('go'):\n    open('tick', 'w').write(str(time.monotonic()))\n"
+                           "    time.sleep(0.01)\n")
+    process = launcher.start("-n", "1", "python3", "t.py")
+    launcher.wait_for("ready-0")
+    process.send_signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    time.sleep(0.05)
+    ticks = (launcher.folder / "tick").read_text()
+    time.sleep(0.2)
+    assert (launcher.folder / "tick").read_text() == ticks
+    process.send_signal(signal.SIGCONT)
+    launcher.write("go", "")
+    process.communicate(timeout=10)
+    assert process.returncode == 0
+
+
+def test_a_workers_own_signal_handling_is_pythons(launcher, how):
+    launcher.write("t.py", "import multiprocessing as mp, time\np = mp.get_context('fork').Process(target=time.sleep, "
+                           "args=(30,))\np.start()\ntime.sleep(0.1)\np.terminate()\np.join()\nprint(p.exitcode)")
+    assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "-15\n"

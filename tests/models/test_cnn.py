@@ -1,0 +1,114 @@
+"""The CNN by itself: sizes, shapes, dropout, initial weights, and stages that hold a part of it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmm.models import weights
+from mmm.models.cnn import CNN, CNNConfig
+
+SMALL = CNNConfig(channels=3, image_size=13, classes=7, width1=4, width2=6, hidden=10)
+
+
+@pytest.fixture
+def model():
+    model = CNN(SMALL).double()
+    weights.initialize(model, 0)
+    return model
+
+
+def images(batch=5):
+    return torch.randn(batch, 3, 13, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_published_size():
+    model = CNN()
+    assert weights.parameter_count(model) == 1_199_882
+    assert model.fc1.weight.shape == (128, 9216)
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_same_as_the_layers_one_after_the_other(model):
+    plain = nn.Sequential(
+        model.conv1, nn.ReLU(), model.conv2, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), model.fc1, nn.ReLU(), model.fc2
+    )
+    assert torch.equal(model.eval()(images()), plain(images()))
+    assert model(images()).dtype == torch.float64
+
+
+def test_dropout():
+    model = CNN(CNNConfig())
+    assert (model.dropout1.p, model.dropout2.p) == (0.25, 0.5)
+    x = torch.randn(2, 1, 28, 28)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    without = CNN(CNNConfig().without_dropout())
+    assert torch.equal(without(x), without(x))
+
+
+def test_initial_weights_are_in_pytorchs_ranges(model):
+    """The largest of many uniform numbers is close to the bound; PyTorch's own layers have the same."""
+    for name, fan_in in {"conv1": 27, "conv2": 36, "fc1": 96, "fc2": 10}.items():
+        for part in ("weight", "bias"):
+            rule = model.init_rule(f"{name}.{part}")
+            assert (rule.kind, rule.scale) == ("uniform", pytest.approx(fan_in**-0.5))
+            own = type(model.get_submodule(name))(*_arguments(model.get_submodule(name)))
+            assert own.get_parameter(part).abs().max() <= rule.scale
+    assert 0.98 < model.fc1.weight.abs().max().item() * 96**0.5 <= 1
+
+
+def _arguments(layer):
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return layer.in_channels, layer.out_channels, 3
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_stages_one_after_the_other_are_the_whole(model, cut):
+    parts = ["conv1", "conv2", "fc1", "fc2"]
+    first, last = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+    for name in parts[cut:]:
+        setattr(first, name, None)
+    for name in parts[:cut]:
+        setattr(last, name, None)
+    assert torch.equal(last(first(images())), model.eval()(images()))
+    names = {name for name, _ in model.named_parameters()}
+    assert {n for s in (first, last) for n, _ in s.named_parameters()} == names
+
+
+def test_it_learns():
+    torch.manual_seed(0)
+    config = CNNConfig(image_size=8, width1=4, width2=8, hidden=16, classes=2).without_dropout()
+    model = CNN(config)
+    weights.initialize(model, 0)
+    x = torch.randn(64, 1, 8, 8)
+    y = (x[:, 0, :, :4].sum((1, 2)) > x[:, 0, :, 4:].sum((1, 2))).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image_size": 5}, "image_size is 5: .* at least 6"),
+        ({"channels": 0}, "channels is 0"),
+        ({"fc_dropout": 1.0}, "fc_dropout is 1.0: it must be at least 0 and below 1"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes, words):
+    with pytest.raises(ValueError, match=words):
+        CNN(CNNConfig(**changes))
+
+
+def test_images_that_do_not_fit(model):
+    with pytest.raises(ValueError, match=r"images of shape \(1, 13, 13\), but this net is made for \(3, 13, 13\)"):
+        model(images()[:, :1])

@@ -1,0 +1,163 @@
+"""The Vision Transformer by itself: sizes, patches, attention, data types, and stages that hold a part of it."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmm.models import weights
+from mmm.models.vit import PRESETS, ViT, ViTConfig, native_attention
+
+SMALL = ViTConfig(image_size=12, patch_size=4, channels=2, classes=7, dim=16, n_layers=3, n_heads=4)
+
+
+def build(config=SMALL, dtype=torch.float64):
+    model = ViT(config).to(dtype)
+    weights.initialize(model, 0)
+    return model
+
+
+@pytest.fixture
+def model():
+    return build()
+
+
+def images(batch=3):
+    return torch.randn(batch, 2, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_large_is_the_published_size():
+    with torch.device("meta"):
+        model = ViT(PRESETS["large"])
+    assert weights.parameter_count(model) == 304_250_856
+    assert weights.parameter_count(model.embedding) == 768 * 1024 + 1024 + 196 * 1024
+    block = 2 * 2 * 1024 + 4 * 1024 * 1024 + 1024 + 2 * 4 * 1024 * 1024 + 4096 + 1024
+    assert weights.parameter_count(model.layers["0"]) == block == 12_593_152
+    assert weights.parameter_count([model.norm, model.head]) == 2 * 1024 + 1000 * 1024 + 1000
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"), [("debug", 113_738), ("tiny", 5_710_120), ("small", 22_036_072), ("base", 86_538_472)]
+)
+def test_sizes(preset, count):
+    with torch.device("meta"):
+        model = ViT(PRESETS[preset])
+    assert weights.parameter_count(model) == count
+
+
+def test_patches_are_a_convolution(model):
+    """One matrix for every patch is a convolution whose step is its size."""
+    kernel = model.embedding.projection.weight.view(16, 2, 4, 4)
+    expected = F.conv2d(images(), kernel, model.embedding.projection.bias, stride=4).flatten(2).transpose(1, 2)
+    got = model.embedding(images())
+    torch.testing.assert_close(got, expected + model.embedding.positions, atol=1e-14, rtol=0)
+    assert got.shape == (3, 9, 16)
+
+
+def test_patches_have_places(model):
+    """Without positions the model cannot tell an image from the same patches in another order."""
+    mixed = images().view(3, 2, 3, 4, 12).flip(2).reshape(3, 2, 12, 12)
+    assert (model(mixed) - model(images())).abs().max() > 1e-6
+    model.embedding.positions.data.zero_()
+    torch.testing.assert_close(model(mixed), model(images()), atol=1e-14, rtol=0)
+
+
+def gradients(model):
+    F.cross_entropy(model(images()), torch.tensor([1, 6, 0])).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", ["auto", "math", "flash"])
+def test_attention_kernels_agree(backend):
+    native = build(replace(SMALL, attention="native"))
+    fused = build(replace(SMALL, sdpa_backend=backend))
+    torch.testing.assert_close(fused(images()), native(images()), atol=1e-14, rtol=0)
+    expected = gradients(native)
+    for name, gradient in gradients(fused).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-14, rtol=1e-10)
+
+
+def test_a_kernel_that_is_not_there_is_not_replaced_by_another(model):
+    if torch.cuda.is_available():
+        pytest.skip("cudnn is there")
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        build(replace(SMALL, sdpa_backend="cudnn"))(images())
+
+
+def test_native_attention_is_pytorchs_multi_head_attention():
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(16, 4, bias=False, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    q, k, v = ((x @ w.T).view(2, 5, 4, 4).transpose(1, 2) for w in attention.in_proj_weight.chunk(3))
+    got = native_attention(q, k, v).transpose(1, 2).reshape(2, 5, 16) @ attention.out_proj.weight.T
+    torch.testing.assert_close(got, attention(x, x, x)[0], atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["native", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_activation_keeps_the_dtype(dtype, attention):
+    model = build(replace(SMALL, attention=attention), dtype)
+    seen = set()
+    for module in model.modules():
+        module.register_forward_hook(lambda _m, _i, out: seen.add(out.dtype))
+    assert model(images().to(dtype)).dtype == dtype
+    assert seen == {dtype}
+
+
+@pytest.mark.parametrize("attention", ["native", "sdpa"])
+def test_float64_is_float64_all_the_way(attention):
+    """A float32 anywhere inside would leave an error of 1e-8; finite differences see it."""
+    model = build(replace(SMALL, attention=attention))
+    found = gradients(model)
+    for name in ("embedding.positions", "layers.0.attention.wk.weight", "layers.1.mlp_norm.bias", "norm.weight"):
+        flat, gradient = model.get_parameter(name).data.view(-1), found[name].view(-1)
+        at = int(gradient.abs().argmax())
+        here = flat[at].item()
+        sides = []
+        for side in (1e-4, -1e-4):
+            flat[at] = here + side
+            with torch.no_grad():
+                sides.append(F.cross_entropy(model(images()), torch.tensor([1, 6, 0])).item())
+        flat[at] = here
+        assert (sides[0] - sides[1]) / 2e-4 == pytest.approx(gradient[at].item(), rel=1e-5)
+
+
+def test_initial_weights(model):
+    assert torch.equal(model.norm.weight, torch.ones(16, dtype=torch.float64))
+    assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+    assert model.init_rule("layers.2.mlp.fc2.weight").scale == pytest.approx(0.02 / 6**0.5)
+    assert model.init_rule("embedding.projection.weight").scale == pytest.approx(32**-0.5)
+    assert model.init_rule("head.weight").scale == model.init_rule("embedding.positions").scale == 0.02
+
+
+def test_stages_one_after_the_other_are_the_whole(model):
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.norm = first.head = last.embedding = None
+    del first.layers["1"], first.layers["2"], last.layers["0"]
+    assert torch.equal(last(first(images())), model(images()))
+    names = {name for name, _ in model.named_parameters()}
+    assert {n for s in (first, last) for n, _ in s.named_parameters()} == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"patch_size": 5}, "image_size 12 is not divisible by patch_size 5: use image_size 10 or 15"),
+        ({"patch_size": 13}, "use image_size 13, or"),
+        ({"n_heads": 3}, "dim 16 is not divisible by n_heads 3"),
+        ({"channels": 0}, "channels is 0"),
+        ({"attention": "fast"}, "attention 'fast' is not one of native, sdpa"),
+        ({"sdpa_backend": "fast"}, "sdpa_backend 'fast' is not one of auto, math"),
+        ({"attention": "native", "sdpa_backend": "flash"}, "needs attention 'sdpa'"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes, words):
+    with pytest.raises(ValueError, match=words):
+        ViT(replace(SMALL, **changes))
+
+
+def test_images_that_do_not_fit(model):
+    with pytest.raises(ValueError, match=r"images of shape \(1, 12, 12\), but this ViT is made for \(2, 12, 12\)"):
+        model(images()[:, :1])

@@ -1,0 +1,97 @@
+"""Activation checkpointing: the same gradients, less kept, and the matrix products repeated or not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmm.errors import ConfigError
+from mmm.models import weights
+from mmm.models.vit import ViT, ViTConfig
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.checkpoint import apply_checkpointing
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.vit import vit_plan
+from mmm.runtime.device import Precision
+from support import vision
+
+CONFIG = ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=16, n_layers=3, n_heads=4)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def one_backward(mode):
+    """Gradients by name, matrix products in backward, and elements kept for it."""
+    model = ViT(CONFIG).double()
+    weights.initialize(model, 0)
+    apply_checkpointing(model, vit_plan(), mode)
+    images, classes = vision.batch("vit", 0)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 8
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = cross_entropy(model(images), classes, len(classes))
+    with Products() as products:
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, products.count, sum(kept.values())
+
+
+def test_modes():
+    expected, products, kept = one_backward("none")
+    for mode, repeated, part in (("full", True, 0.5), ("selective", False, 1.0)):
+        gradients, more_products, less_kept = one_backward(mode)
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+        # a block has 6 matrix products in forward; the last one's output is not needed and may not be repeated
+        assert (more_products - products) in ((15, 18) if repeated else (0,))
+        assert less_kept < part * kept
+
+
+def on_a_mesh(rank, layout, mode):
+    mesh = build_mesh(layout, "cpu", 30)
+    with torch.device("meta"):
+        model: nn.Module = vision.build("vit")
+    technique = "fsdp" if layout.tp > 1 else "zero2"
+    precision = Precision("fp64", torch.float64, torch.float64)
+    model = apply(model, mesh, vit_plan(), precision, data_parallel=technique, checkpointing=mode)
+    materialize(model, torch.device("cpu"), vision.SEED)
+    size = vision.GLOBAL_BATCH // layout.dp
+    mine = layout.dp_coordinate(rank.rank) * size
+    images, classes = (whole[mine : mine + size] for whole in vision.batch("vit", 0))
+    cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
+    return {weights.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, tp=2), Layout(dp_shard=2)], ids=str)
+def test_gradients_on_meshes(pool, layout, mode):
+    _, _, expected = vision.train("vit", "sgd")
+    got = pool.run(on_a_mesh, layout.ranks, layout, mode)[-1]
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 1e-8 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("mode", "plan", "words"),
+    [
+        ("some", vit_plan, "checkpointing 'some' is not one of none, full, selective"),
+        ("full", cnn_plan, "checkpointing 'full': the plan of this model names no modules"),
+    ],
+)
+def test_refused(mode, plan, words):
+    with pytest.raises(ConfigError, match=words):
+        apply_checkpointing(nn.Linear(1, 1), plan(), mode)

@@ -1,0 +1,83 @@
+"""Clipping by the norm of the whole gradient, of every kind of gradient at once."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from mmm.parallel import Layout, build_mesh, clip_grad_norm
+
+SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (1, 8)]
+
+
+def whole_parameters():
+    numbers = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=numbers, dtype=torch.float64)
+    return parameters
+
+
+def clip_mixed(rank, max_norm):
+    """Plain; cut over dp, unevenly; over dp and tp; over dp alone on that mesh; replicated. One has no gradient."""
+    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
+    kinds = [
+        None,
+        (mesh["dp_shard"], [Shard(0)]),
+        (mesh, [Shard(0), Shard(1)]),
+        (mesh, [Shard(0), Replicate()]),
+        (mesh["tp"], [Replicate()]),
+    ]
+    parameters = []
+    for whole, kind in zip(whole_parameters(), kinds, strict=True):
+        cut = whole if kind is None else nn.Parameter(distribute_tensor(whole.data, *kind))
+        cut.grad = whole.grad if kind is None else distribute_tensor(whole.grad, *kind)
+        parameters.append(cut)
+    parameters.append(nn.Parameter(torch.ones(2)))
+    norm = clip_grad_norm(iter(parameters), max_norm)
+    gradients = [p.grad if kind is None else p.grad.full_tensor() for p, kind in zip(parameters, kinds, strict=False)]
+    return norm, gradients
+
+
+@pytest.mark.parametrize("max_norm", [0.7, 1e3, math.inf])
+def test_mixed_kinds(pool, max_norm):
+    parameters = whole_parameters()
+    expected = nn.utils.clip_grad_norm_(parameters, max_norm)
+    for norm, gradients in pool.run(clip_mixed, 4, max_norm):
+        assert type(norm) is torch.Tensor
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-13)
+        for gradient, parameter in zip(gradients, parameters, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=0)
+
+
+def over_stages(rank):
+    """Each stage has one parameter; the norm is of all of them."""
+    mesh = build_mesh(Layout(pp=2, dp_shard=1), "cpu", 30)
+    mine = whole_parameters()[rank.rank]
+    return clip_grad_norm([mine], 0.5, stages=mesh["pp"]).item(), mine.grad
+
+
+def test_pipeline_stages(pool):
+    parameters = whole_parameters()[:2]
+    expected = nn.utils.clip_grad_norm_(parameters, 0.5).item()
+    for (norm, gradient), parameter in zip(pool.run(over_stages, 2), parameters, strict=True):
+        assert norm == pytest.approx(expected, rel=1e-13)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=0)
+
+
+def test_nothing_to_clip():
+    assert clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+
+
+def test_a_norm_of_half_precision_does_not_overflow():
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    parameter.grad = torch.full((4,), 40_000.0, dtype=torch.float16)
+    assert clip_grad_norm([parameter], 1.0).item() == pytest.approx(80_000.0, rel=1e-4)
+    assert parameter.grad.float() == pytest.approx([0.5] * 4, rel=1e-3)
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="max_norm 0: it must be above 0"):
+        clip_grad_norm([], 0)

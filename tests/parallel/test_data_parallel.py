@@ -1,0 +1,224 @@
+"""What the data-parallel techniques hold, refuse, and give back; and several backwards a step."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.models.cnn import CNN
+from mmm.models.weights import canonical_name, parameter_count
+from mmm.parallel import (
+    Layout,
+    apply,
+    build_mesh,
+    check_data_parallel,
+    clip_grad_norm,
+    cross_entropy,
+    held_elements,
+    materialize,
+    sync_gradients,
+)
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.runtime.device import Precision
+from support import vision
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+TECHNIQUES = ["ddp", "zero1", "zero2", "fsdp"]
+
+
+def cut(layout, technique, model=None, precision=FP64):
+    mesh = build_mesh(layout, "cpu", 30)
+    with torch.device("meta"):
+        model = model or vision.build("cnn")
+    model = apply(model, mesh, cnn_plan(), precision, data_parallel=technique)
+    materialize(model, CPU, vision.SEED)
+    return model
+
+
+def share(rank, layout, step=0):
+    """This rank's part of a global batch."""
+    size = vision.GLOBAL_BATCH // layout.dp
+    first = layout.dp_coordinate(rank.rank) * size
+    return (whole[first : first + size] for whole in vision.batch("cnn", step))
+
+
+def held(rank, techniques):
+    found = {}
+    for technique in techniques:
+        with torch.device("meta"):
+            model = CNN()
+        layout = Layout(dp_replicate=2, dp_shard=2) if technique == "hsdp" else Layout(dp_shard=4)
+        model = cut(layout, technique, model, Precision("fp32", torch.float32, torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        cross_entropy(model(torch.randn(1, 1, 28, 28)), torch.tensor([rank.rank]), 4).backward()
+        optimizer.step()
+        found[technique] = held_elements(model, optimizer) | {"count": parameter_count(model)}
+    return found
+
+
+def test_what_each_rank_holds(pool):
+    """The net's one large matrix is cut as well: by whole parameters, one rank would keep 98 % of the state."""
+    whole, ranks = 1_199_882, 4
+    got = pool.run(held, ranks, [*TECHNIQUES, "hsdp"])
+    for technique in TECHNIQUES:
+        state = [rank[technique]["optimizer_state"] for rank in got]
+        assert sum(state) == 2 * whole * (ranks if technique == "ddp" else 1)
+        for rank in got:
+            about = rank[technique]
+            assert about["count"] == whole
+            parts = {name: ranks if whole_of(technique, name) else 1 for name in about}
+            for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer_state", 2)):
+                share = copies * whole * parts[name] / ranks
+                assert 0.998 * share < about[name] < 1.002 * share, (technique, name)
+    assert all(0.998 < rank["hsdp"]["optimizer_state"] / whole < 1.002 for rank in got)  # 2 of 2 halves
+
+
+def whole_of(technique, name):
+    return name in {
+        "ddp": ("parameters", "gradients", "optimizer_state"),
+        "zero1": ("parameters", "gradients"),
+        "zero2": ("parameters",),
+        "fsdp": (),
+    }[technique]
+
+
+def accumulate(rank, technique, at_the_end: bool):
+    """A step of two micro-batches, then one of one."""
+    layout = Layout(dp_shard=2)
+    model = cut(layout, technique)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    norms = []
+    for micro in (2, 1):
+        images, classes = share(rank, layout)
+        for i, part in enumerate(zip(images.chunk(micro), classes.chunk(micro), strict=True)):
+            sync_gradients(model, i == micro - 1 or not at_the_end)
+            cross_entropy(model(part[0]), part[1], vision.GLOBAL_BATCH).backward()
+        norms.append(clip_grad_norm(model.parameters(), float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=micro == 1)
+    return norms
+
+
+@pytest.mark.parametrize("at_the_end", [True, False], ids=["summed at the end", "summed every time"])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_micro_batches_add_up(pool, technique, at_the_end):
+    net = vision.build("cnn").double()
+    net.load_state_dict(initial())
+    images, classes = vision.batch("cnn", 0)
+    expected = []
+    for _ in range(2):
+        net.zero_grad()
+        torch.nn.functional.cross_entropy(net(images), classes).backward()
+        expected.append(torch.nn.utils.get_total_norm(p.grad for p in net.parameters()).item())
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.3 * parameter.grad
+    for norms in pool.run(accumulate, 2, technique, at_the_end):
+        assert norms == pytest.approx(expected, rel=1e-12)
+
+
+def initial():
+    from mmm.models import weights
+
+    net = vision.build("cnn").double()
+    weights.initialize(net, vision.SEED)
+    return net.state_dict()
+
+
+def states(rank, layout, technique):
+    """Model and optimizer after two steps, as a checkpoint has them."""
+    model = cut(layout, technique)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        images, classes = share(rank, layout, step)
+        cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = StateDictOptions(full_state_dict=True)
+    found = get_model_state_dict(model, options=whole)
+    moments = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+    moments = {canonical_name(name): {k: plain(v) for k, v in state.items()} for name, state in moments.items()}
+    return {canonical_name(name): plain(value).clone() for name, value in found.items()}, moments
+
+
+def plain(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_checkpoints_are_alike(pool):
+    """Every technique saves the same whole weights and the same whole moments, under the same names."""
+    expected, expected_moments = pool.run(states, 1, Layout(dp_shard=1), "fsdp")[0]
+    for technique in TECHNIQUES:
+        weights, moments = pool.run(states, 3, Layout(dp_shard=3), technique)[0]
+        assert weights.keys() == expected.keys() == moments.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(
+                    moments[name][moment], expected_moments[name][moment], rtol=1e-9, atol=1e-15
+                )
+
+
+def mixed(rank, technique):
+    """bf16 compute: the dtypes, and how far the loss is from that in float32."""
+    layout, losses = Layout(dp_shard=2), []
+    for precision in (
+        Precision("bf16", torch.float32, torch.bfloat16),
+        Precision("fp32", torch.float32, torch.float32),
+    ):
+        model = cut(layout, technique, precision=precision)
+        images, classes = share(rank, layout)
+        logits = model(images.float())
+        loss = cross_entropy(logits, classes, vision.GLOBAL_BATCH)
+        loss.backward()
+        losses.append(loss.item())
+        dtypes = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+        assert dtypes == {torch.float32}
+        assert logits.dtype == precision.compute
+    return abs(losses[0] / losses[1] - 1)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_mixed_precision(pool, technique):
+    for off in pool.run(mixed, 2, technique):
+        assert 0 < off < 0.02
+
+
+def too_soon_and_too_late(rank):
+    mesh = build_mesh(Layout(dp_shard=1), "cpu", 30)
+    for technique in ("ddp", "zero1"):
+        with torch.device("meta"):
+            model = vision.build("cnn")
+        model = apply(model, mesh, cnn_plan(), FP64, data_parallel=technique)
+        with pytest.raises(RuntimeError, match=r"call parallel\.materialize"):
+            model(torch.zeros(1))
+        materialize(model, CPU, 0)
+        with pytest.raises(RuntimeError, match="choose device and dtype before"):
+            model.float()
+    return "said so"
+
+
+def test_order_matters_and_is_said(pool):
+    assert pool.run(too_soon_and_too_late, 1) == ["said so"]
+
+
+@pytest.mark.parametrize(
+    ("technique", "layout", "words"),
+    [
+        ("ddp", Layout(dp_shard=2, tp=2), "ddp keeps the whole model on every rank, .* tp 2: use fsdp, or tp 1"),
+        ("zero2", Layout(dp_shard=2, pp=2), "zero2 .* pp 2: use fsdp, or pp 1"),
+        ("zero1", Layout(dp_replicate=2, dp_shard=2), "dp_replicate 2 and dp_shard 2: use hsdp, or leave"),
+        ("hsdp", Layout(dp_shard=4), "the layout dp4 has one copy: give dp_replicate 2 or more, or use fsdp"),
+    ],
+)
+def test_refused(technique, layout, words):
+    with pytest.raises(LayoutError, match=words):
+        check_data_parallel(technique, layout)
+    check_data_parallel("fsdp", layout)
+
+
+def test_no_such_technique():
+    with pytest.raises(ConfigError, match="data_parallel 'zero4' is not one of ddp, zero1"):
+        check_data_parallel("zero4", Layout())

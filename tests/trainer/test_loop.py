@@ -1,0 +1,102 @@
+"""The shared loop: micro-batches, clipping and schedules change nothing that they should not."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmm.data.datasets import load_images
+from mmm.data.image_batches import ImageBatches
+from mmm.models import weights
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.parallel import Layout, apply, build_mesh, materialize
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import Precision
+from mmm.runtime.log import get_logger
+from mmm.trainer.loop import Fit, fit
+from mmm.trainer.options import RunOptions
+from mmm.trainer.run import Run
+from mmm.trainer.tasks import ImageTask
+
+CONFIG = CNNConfig(image_size=8, width1=4, width2=4, hidden=8).without_dropout()
+CPU = torch.device("cpu")
+STEPS, BATCH = 6, 12
+
+
+@dataclass
+class Rows:
+    """Stands where a record stands; keeps the rows."""
+
+    rows: list
+
+    def update(self, row, per_rank):
+        self.rows.append(row)
+        return ""
+
+
+def train(rank, data_parallel, how, by_epoch=False):
+    """Rows of a run of the loop in float64."""
+    layout = Layout(dp_replicate=2 if data_parallel == "hsdp" else 1).fit(rank.world_size)
+    mesh = build_mesh(layout, "cpu", 30)
+    precision = Precision("fp64", torch.float64, torch.float64)
+    with torch.device("meta"):
+        model = CNN(CONFIG)
+    model = apply(model, mesh, cnn_plan(), precision, data_parallel=data_parallel)
+    materialize(model, CPU, 0)
+    record = Rows([])
+    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, StepClock(CPU), get_logger(), None, [], record)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = load_images("digits", image_size=8)
+    task = ImageTask(run, data, BATCH // layout.dp, BATCH)
+    if by_epoch:
+        task.steps_per_epoch = 4
+        task.batches = lambda epoch: (task.loader.batches.batch(s, task.loader.first, task.size) for s in range(4))
+    judged = fit(run, model, optimizer, task, Fit(steps=STEPS, by_epoch=by_epoch, **how))
+    return record.rows, judged
+
+
+def reference(max_norm=0.0, schedule=lambda step: 1.0):
+    """The same in plain PyTorch on one process."""
+    model = CNN(CONFIG).double()
+    weights.initialize(model, 0)
+    batches = ImageBatches(load_images("digits", image_size=8).train, BATCH, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        batch = batches.batch(step)
+        optimizer.param_groups[0]["lr"] = 0.1 * schedule(step)
+        loss = F.cross_entropy(model(batch.images.double()), batch.labels)
+        loss.backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def halving(step):
+    return 0.5**step
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "zero1", "zero2"])
+def test_micro_batches_clipping_and_schedule(pool, kind):
+    """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
+    ranks = 4 if kind == "hsdp" else 2
+    how = {"accumulate": 2 if kind == "hsdp" else 4, "max_norm": 0.05, "schedule": halving, "eval_every": 3}
+    rows, judged = pool.run(train, ranks, kind, how)[0]
+    assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
+    assert [row["iter"] for row in rows] == list(range(STEPS))
+    assert ["test_acc" in row for row in rows] == [False, False, True] * 2
+    assert judged["test_acc"] == rows[-1]["test_acc"]
+    assert all(row["dt"] == row["dtd"] + row["dtf"] + row["dtb"] + row["dto"] for row in rows)
+
+
+def test_one_row_an_epoch(pool):
+    rows, _ = pool.run(train, 2, "fsdp", {}, True)[0]
+    losses = reference()
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert rows[0]["train_loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-9)
+    assert rows[0]["sps"] == pytest.approx(4 * BATCH / rows[0]["dt"])
