@@ -1,9 +1,9 @@
 """What starting ranks costs: `launch` beside `torchrun`, the same program, in pairs that take turns.
 
-    python benchmarks/startup.py [--pairs 3] [--ranks 4] [-- -m mmm.examples.fsdp_tp --tpsize 2 --max_iters 1]
+    python benchmarks/startup.py [--pairs 3] [--ranks 4] [-- -m MODULE ARGUMENTS…]
 
-Without a program of your own it is `PROGRAM` below, which ends after its first FSDP2 × TP optimizer step: start-up, and
-no more. A program that then trains, draws or writes does that at the same cost either way, which hides the difference.
+Without a program of your own it is one iteration of the main example on a small model. A program that then trains,
+draws or writes does that at the same cost either way, which hides the difference.
 CPU time is that of the whole process tree (os.wait4: a process's own and all it has waited for). The order within a
 pair changes from pair to pair, so that neither always finds the file cache warm. Exit code 1 if the median ratio of
 launch to torchrun misses a bound: 0.35 of the CPU time, 0.5 of the wall time.
@@ -21,32 +21,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 CPU_BOUND = 0.35
 WALL_BOUND = 0.50
-SCRIPT = "first_step.py"
-PROGRAM = """\
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-dist.init_process_group("gloo")
-tp = 2 if dist.get_world_size() % 2 == 0 else 1
-mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
-for block in model:
-    parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(block, mesh=mesh["dp"])
-fully_shard(model, mesh=mesh["dp"])
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.randn(8, 32)).square().mean().backward()
-optimizer.step()
-dist.destroy_process_group()
-"""
+# One iteration of the main example, on a model so small that start-up is what is measured.
+TARGET = ["-m", "mmm.examples.fsdp_tp", "--tpsize", "2", "--max_iters", "1", "--device", "cpu", "--preset", "debug",
+          "--seq_length", "16", "--batch_size", "2", "--eval_batches", "1"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,7 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs (default 3)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks (default 4)")
-    parser.add_argument("target", nargs="*", default=[SCRIPT], metavar="WORD",
+    parser.add_argument("target", nargs="*", default=TARGET, metavar="WORD",
                         help="after --: -m MODULE ARGS, or SCRIPT ARGS (a script by its full path)")
     args = parser.parse_args()
     lines = commands(args.ranks, args.target)
@@ -93,7 +73,6 @@ def main() -> int:
     print(f"\n{'pair':>6} " + " ".join(f"{title:>{width}}" for title, width in titles))
     ratios: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, SCRIPT).write_text(PROGRAM)
         for pair in range(args.pairs):
             names = list(lines)[:: 1 if pair % 2 == 0 else -1]
             cost = {name: measure(lines[name], folder) for name in names}

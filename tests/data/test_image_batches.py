@@ -1,5 +1,9 @@
 """Image batches: the same global batch whatever the mesh and the workers; every test image counts exactly once."""
 
+import gc
+import multiprocessing
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +83,13 @@ def test_evaluation_counts_every_image_exactly_once(samples, dp):
         assert torch.equal(batch.labels[real], labels)
 
 
+def test_a_coordinate_without_samples_has_batches_of_the_same_shape():
+    enlarged = ImagesInMemory(np.zeros((3, 1, 2, 2)), np.zeros(3), "a", (0.0,), (1.0,), image_size=5, channels=3)
+    (batch,) = evaluation(enlarged, 4, coordinate=1, dp=2).epoch()
+    assert batch.images.shape == (4, 3, 5, 5)
+    assert not batch.weights.any()
+
+
 @pytest.mark.parametrize("dp", [1, 3])
 def test_workers_change_nothing(dp):
     batches = ImageBatches(FAKE, 12, seed=1, augment=Augment(1, flip=True))
@@ -102,6 +113,23 @@ def test_a_worker_hands_a_users_error_over_as_it_is():
     loader = ImageBatches(Unreadable(8, (1, 4, 4), 2, seed=0), 4).loader(workers=1)
     with pytest.raises(DataError, match=r"^/data/cat/7.png is not a whole image$"):
         next(loader.epoch())
+
+
+@pytest.mark.parametrize("image_set", [FAKE, Unreadable(50, (1, 4, 4), 2, seed=0)], ids=["read", "error"])
+def test_workers_end_with_their_loader(image_set):
+    batches = ImageBatches(image_set, 2)
+    loader = batches.loader(workers=2)
+    epoch = loader.epoch()
+    try:
+        next(epoch)
+        assert len(multiprocessing.active_children()) == 2
+    except DataError:
+        pass
+    began = time.monotonic()
+    del loader, epoch
+    gc.collect()
+    assert not multiprocessing.active_children()
+    assert time.monotonic() - began < 4  # a worker that is not told to end is waited for 5 s
 
 
 def test_images_in_memory_need_no_workers():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support import reference
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer, TransformerConfig
@@ -10,6 +9,7 @@ from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from support import reference
 
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)
 

@@ -207,7 +207,7 @@ class ImageLoader:
                             f"use a multiple of {dp}")  # fmt: skip
         self.batches, self.size = batches, batches.global_batch // dp
         self.first = coordinate * self.size
-        self._steps = range(0)
+        self._steps = _Steps()
         usable = max(len(os.sched_getaffinity(0)) - 1, 0) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = (0 if batches.image_set.in_memory else min(4, usable)) if workers is None else workers
         self.pin_memory = pin_memory
@@ -224,12 +224,12 @@ class ImageLoader:
             DataError: an image cannot be read.
         """
         first = epoch * len(self)
-        self._steps = range(first + start_step, first + len(self))
+        self._steps.now = range(first + start_step, first + len(self))
         if self._loader is None:
             self._loader = torch.utils.data.DataLoader(
                 _Part(self.batches, self.first, self.size),
                 batch_size=None,
-                sampler=_Steps(self),
+                sampler=self._steps,
                 num_workers=self.workers,
                 persistent_workers=self.workers > 0,
                 pin_memory=self.pin_memory,
@@ -237,21 +237,32 @@ class ImageLoader:
             )
         for item in self._loader:
             if isinstance(item, UserError):
-                raise item
+                self.close()
+                try:
+                    raise item
+                finally:
+                    del item  # else the error and this frame keep each other alive
             yield item
+
+    def close(self) -> None:
+        """End the workers. Another epoch starts new ones."""
+        self._loader = None
 
 
 class _Steps(torch.utils.data.Sampler):
-    """The steps its loader is to read now: asked anew every epoch, while the workers live on."""
+    """The steps to read now: asked anew every epoch, while the workers live on.
 
-    def __init__(self, loader: ImageLoader) -> None:
-        self.loader = loader
+    It does not know its loader: in a circle of references, a data loader's workers are not told to end and are waited
+    for, 5 s each.
+    """
+
+    now = range(0)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.loader._steps)
+        return iter(self.now)
 
     def __len__(self) -> int:
-        return len(self.loader._steps)
+        return len(self.now)
 
 
 class _Part(torch.utils.data.Dataset):

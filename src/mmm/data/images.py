@@ -224,6 +224,8 @@ def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
 
     PyTorch computes this in whole numbers, so that an image comes out the same whatever batch it is in.
     """
-    if tuple(pixels.shape[-2:]) == tuple(size) or not len(pixels):
+    if tuple(pixels.shape[-2:]) == tuple(size):
         return pixels
+    if not len(pixels):
+        return pixels.new_empty(0, pixels.shape[1], *size)
     return F.interpolate(pixels.contiguous(), size=size, mode="bilinear", antialias=True)

@@ -60,7 +60,7 @@ def apply(
 def compile_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """``torch.compile`` the modules a plan names, each on its own, in place."""
     modules = [module for pattern in patterns for module in find(model, pattern)]
-    get_logger().info("compile: %d modules (%s)", len(modules), ", ".join(patterns) or "none gives right gradients")
+    get_logger().info("compile: %d modules (%s)", len(modules), ", ".join(patterns) or "the plan names none")
     for module in modules:
         module.compile()
 

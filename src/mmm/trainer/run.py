@@ -205,9 +205,10 @@ def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]
 
 def _report(run: Run, outdir: Path) -> None:
     """The end of a run, on rank 0: plots, and where everything is."""
+    run.log.info("record: %s", outdir / "train_dataset.h5")
+    if run.record is None or len(run.record) < 2:
+        return  # a single row is no curve
     data = history.load(outdir)
     history.plot_all(data, outdir)
-    if "loss" in data and data.sizes["draw"] > 1:
-        print(history.terminal_plot(data, "loss"), flush=True)
-    run.log.info("record: %s", outdir / "train_dataset.h5")
+    print(history.terminal_plot(data, "loss" if "loss" in data else "train_loss"), flush=True)
     run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")

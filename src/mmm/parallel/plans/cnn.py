@@ -32,7 +32,6 @@ def cnn_plan() -> Plan:
     return Plan(
         tensor={"conv1": Uncut(), "conv2": Uncut(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
         units=("fc1",),
-        compiled=("fc1", "fc2"),
     )
 
 

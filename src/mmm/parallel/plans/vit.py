@@ -51,6 +51,7 @@ def vit_plan() -> Plan:
         tensor=styles,
         units=("embedding", "layers.*", ("norm", "head")),
         compiled=("layers.*",),
+        compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
     )
 
