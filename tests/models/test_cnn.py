@@ -88,12 +88,12 @@ def test_it_learns():
     x = torch.randn(64, 1, 8, 8)
     y = (x[:, 0, :, :4].sum((1, 2)) > x[:, 0, :, 4:].sum((1, 2))).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
+    for _ in range(40):
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss.item() < 0.1
+    assert loss.item() < 0.2
 
 
 @pytest.mark.parametrize(

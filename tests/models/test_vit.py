@@ -95,6 +95,27 @@ def test_native_attention_is_pytorchs_multi_head_attention():
     torch.testing.assert_close(got, attention(x, x, x)[0], atol=1e-14, rtol=0)
 
 
+def test_pytorchs_encoder_gives_the_same(model):
+    """Blocks, then the mean, then the norm: written with `nn.TransformerEncoderLayer`, its biases of q, k, v at 0."""
+    h = model.embedding(images())
+    for layer in model.layers.values():
+        encoder = torch.nn.TransformerEncoderLayer(
+            16, 4, 64, 0.0, "gelu", layer_norm_eps=1e-6, batch_first=True, norm_first=True, dtype=torch.float64
+        )
+        attention = layer.attention
+        state = {
+            "self_attn.in_proj_weight": torch.cat([w.weight for w in (attention.wq, attention.wk, attention.wv)]),
+            "self_attn.in_proj_bias": torch.zeros(48),
+        }
+        for theirs, ours in {"self_attn.out_proj": attention.wo, "linear1": layer.mlp.fc1, "linear2": layer.mlp.fc2,
+                             "norm1": layer.attention_norm, "norm2": layer.mlp_norm}.items():  # fmt: skip
+            state |= {f"{theirs}.weight": ours.weight, f"{theirs}.bias": ours.bias}
+        encoder.load_state_dict(state)
+        h = encoder(h)
+    expected = model.head(F.layer_norm(h.mean(1), (16,), eps=1e-6))
+    torch.testing.assert_close(model(images()), expected, atol=1e-13, rtol=0)
+
+
 @pytest.mark.parametrize("attention", ["native", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_every_activation_keeps_the_dtype(dtype, attention):

@@ -95,6 +95,8 @@ def accumulate(rank, technique, at_the_end: bool):
         for i, part in enumerate(zip(images.chunk(micro), classes.chunk(micro), strict=True)):
             sync_gradients(model, i == micro - 1 or not at_the_end)
             cross_entropy(model(part[0]), part[1], vision.GLOBAL_BATCH).backward()
+            if technique.startswith("zero") and at_the_end and i < micro - 1:
+                assert all(p.grad is None for p in model.parameters()), "summed over the ranks too early"
         norms.append(clip_grad_norm(model.parameters(), float("inf")).item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=micro == 1)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mmm.data.images import ImageSet
-from mmm.data.tokens import _order
+from mmm.data.tokens import epoch_order
 from mmm.errors import DataError, UserError
 
 
@@ -128,7 +128,7 @@ class ImageBatches:
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         samples, begin = self.image_set.samples, step_of_epoch * self.global_batch
         end = min(begin + self.global_batch, samples)
-        return _order(self.seed, epoch, samples)[begin:end] if self.shuffle else np.arange(begin, end)
+        return epoch_order(self.seed, epoch, samples)[begin:end] if self.shuffle else np.arange(begin, end)
 
     def batch(self, step: int, first: int = 0, size: int | None = None) -> ImageBatch:
         """Places first … first + size − 1 of the global batch of a step; `size` None: all after `first`.

@@ -91,13 +91,13 @@ class TextTokens(Tokens):
                             f"it needs {seq_length + 1}")  # fmt: skip
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        number = int(_order(self.seed, epoch, self.samples)[place]) if self.shuffle else place
+        number = int(epoch_order(self.seed, epoch, self.samples)[place]) if self.shuffle else place
         begin = number * self.seq_length
         return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
 
 
 @lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, samples: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
     """The order of an epoch's samples. ``RandomState`` is the generator whose stream NumPy promises never to change."""
     return np.random.RandomState([seed & 0xFFFFFFFF, epoch]).permutation(samples)
 

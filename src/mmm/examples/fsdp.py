@@ -38,7 +38,7 @@ from mmm.trainer.progress import epochs_bar
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.tasks import judge_images
+from mmm.trainer.tasks import judge_images, same_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,7 @@ def train(config: Config) -> None:
         return
 
     with start_run("fsdp", config, layout) as run:
-        if data.note:
-            run.note(data.note)
+        same_images(run, data)
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
 

@@ -40,6 +40,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mmm.parallel.copies import Copies
 from mmm.runtime.device import Precision
 
+# PyTorch 2.13 has new names for these two, and warns of the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Part:
     """A whole parameter and the rows of it that this rank updates.
@@ -83,7 +87,7 @@ class Part:
         if len(gradient) < len(self.memory):
             gradient = torch.cat((gradient, gradient.new_zeros(len(self.memory) - len(gradient), *gradient.shape[1:])))
         mine = torch.empty_like(gradient[self.slot])
-        work = dist.reduce_scatter_tensor(mine, gradient, group=self.group, async_op=True)
+        work = reduce_scatter(mine, gradient, group=self.group, async_op=True)
         return work, mine[: self.rows.stop - self.rows.start]
 
     def accumulate(self, rows: Tensor) -> None:
@@ -95,7 +99,7 @@ class Part:
 
     def gather(self) -> dist.Work:
         """Begin to fill in the rows that other ranks have updated."""
-        return dist.all_gather_into_tensor(self.memory, self.memory[self.slot].clone(), group=self.group, async_op=True)
+        return all_gather(self.memory, self.memory[self.slot].clone(), group=self.group, async_op=True)
 
 
 class Zero(Copies):

@@ -26,7 +26,7 @@ class Defaults:
 
 
 DEFAULTS = Defaults(epochs=10, batch=64, gamma=0.7)
-SMALL_SET = Defaults(epochs=15, batch=32, gamma=0.85, global_batch=32)  # digits: 1,437 images are 44 steps an epoch
+SMALL_SET = Defaults(epochs=8, batch=32, gamma=0.85, global_batch=32)  # digits: 1,437 images are 44 steps an epoch
 
 
 @dataclass(frozen=True, kw_only=True)

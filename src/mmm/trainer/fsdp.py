@@ -23,7 +23,7 @@ from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
-from mmm.trainer.tasks import ImageTask
+from mmm.trainer.tasks import ImageTask, same_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,7 @@ def train(config: Config) -> None:
         return
 
     with start_run("fsdp", config, setting.layout) as run:
-        if data.note:
-            run.note(data.note)
+        same_images(run, data)
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
         mesh = build_mesh(setting.layout, run.device.type, config.timeout)

@@ -28,7 +28,7 @@ from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import warmup_cosine
-from mmm.trainer.tasks import ImageTask
+from mmm.trainer.tasks import ImageTask, same_images
 from mmm.trainer.vision import DataParallel, ImageOptions, data_parallel_layout
 
 
@@ -97,8 +97,7 @@ def train(config: Config) -> None:
         if config.preset == "auto":
             why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
             run.note(f"preset {preset}: {why}")
-        if data.note:
-            run.note(data.note)
+        same_images(run, data)
         run.log.info("model, whole:\n%s", summary)
         mesh = build_mesh(layout, run.device.type, config.timeout)
         plan = vit_plan()

@@ -1,0 +1,164 @@
+"""The vision programs as a user runs them: examples.fsdp, trainer.fsdp, trainer.vit."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mmm.data.datasets
+import mmm.history
+from mmm.data.datasets import load_images
+from mmm.data.datasets.download import Refused
+from mmm.errors import UserError
+from mmm.examples import fsdp
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.trainer import fsdp as fsdp_trainer
+from mmm.trainer import vit
+
+LAUNCH = str(Path(sys.executable).parent / "launch")
+
+
+def launch(ranks, module, outdir, *flags):
+    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", module, "--outdir", str(outdir), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", "6", "--dtype", "fp64", "--no-dropout"]
+
+
+@pytest.fixture(scope="module")
+def cnn(tmp_path_factory):
+    """The explicit example on one rank and on three, which do not divide the 360 test images."""
+    folder = tmp_path_factory.mktemp("cnn")
+    options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 6, "dtype": "fp64", "dropout": False}
+    fsdp.train(fsdp.Config(**options, outdir=folder / "1"))
+    out = launch(3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model", "--parallel", "zero2")
+    return folder, out
+
+
+def test_losses_and_accuracy_do_not_depend_on_the_ranks(cnn):
+    one, three = (mmm.history.load(cnn[0] / ranks) for ranks in ("1", "3"))
+    for name in ("train_loss", "test_loss"):
+        np.testing.assert_allclose(three[name], one[name], rtol=1e-9)
+    assert three.test_acc.values.tolist() == one.test_acc.values.tolist()
+    assert json.loads((cnn[0] / "3/config.json").read_text())["data"]["test_images"] == 360
+
+
+def test_a_row_an_epoch(cnn):
+    lines = [line for line in cnn[1].splitlines() if " - epoch=" in line]
+    assert len(lines) == 1
+    for word in ("epoch=1 ", " dt=", " train_loss=", " test_loss=", " test_acc=", " sps="):
+        assert word in lines[0]
+    assert "Total params: 1,199,882" in cnn[1]
+    assert "\x1b" not in cnn[1]
+
+
+def test_the_saved_model_is_plain_pytorch(cnn):
+    model = CNN(CNNConfig())
+    model.load_state_dict(torch.load(cnn[0] / "3/model.pt", weights_only=True))
+    model.double().eval()
+    images, labels = load_images("digits").test.images(range(360))
+    right = (model(images.double()).argmax(1) == labels).double().mean()
+    assert 100 * right.item() == pytest.approx(float(mmm.history.load(cnn[0] / "3").test_acc[-1]), abs=1e-9)
+
+
+def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
+    config = fsdp_trainer.Config(
+        dataset="digits", global_batch_size=24, max_iters=6, dtype="fp64", dropout=False, accumulate=3, outdir=tmp_path
+    )
+    fsdp_trainer.train(config)
+    one, other = (mmm.history.load(path) for path in (cnn[0] / "1", tmp_path))
+    np.testing.assert_allclose(other.train_loss, one.train_loss, rtol=1e-9)
+    assert other.test_acc.values.tolist() == one.test_acc.values.tolist()
+
+
+def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
+    def refused(*_, **__):
+        raise Refused("no network")
+
+    monkeypatch.setattr(mmm.data.datasets, "obtain", refused)
+    monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
+    fsdp.train(fsdp.Config(max_iters=2, outdir=tmp_path / "out"))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["data"]["dataset"], config["data"]["dataset_asked"]) == ("digits", "mnist")
+    assert len(config["notes"]) == 1
+    assert "mnist is not in" in config["notes"][0]
+    assert config["notes"][0] in capsys.readouterr().out
+    assert config["global_batch_size"] == 32
+
+
+def test_vit_on_tp_and_dp(tmp_path):
+    flags = ["--dataset", "digits", "--image_size", "16", "--patch_size", "4", "--channels", "1", "--global_batch_size"]
+    flags += ["16", "--max_iters", "4", "--dtype", "fp64", "--eval_every", "2", "--warmup", "2"]
+    out = launch(4, "mmm.trainer.vit", tmp_path / "4", *flags, "--tpsize", "2")
+    assert "preset debug: no accelerator here; --preset large asks for large" in out
+    shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "eval_every": 2, "warmup": 2}
+    shape |= {"dataset": "digits", "max_iters": 4, "dtype": "fp64", "attention": "native"}
+    vit.train(vit.Config(**shape, outdir=tmp_path / "1"))
+    one, four = (mmm.history.load(tmp_path / ranks) for ranks in ("1", "4"))
+    for name in ("loss", "test_loss"):
+        np.testing.assert_allclose(four[name], one[name], rtol=1e-9)
+    assert four.test_acc[-1] == one.test_acc[-1]
+
+
+def test_large_in_the_summary_costs_no_forward(tmp_path):
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "mmm.examples.vit", "--preset", "large", "--summary"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert "Total params: 304,250,856" in done.stdout
+    assert time.monotonic() - begin < 15
+    assert list(tmp_path.iterdir()) == []
+
+
+def idx(folder, damage):
+    """A folder with four files that look like MNIST's, one of them damaged."""
+    images, labels = (2051, (28, 28)), (2049, ())
+    files = {"train-images-idx3": images, "train-labels-idx1": labels, "t10k-images-idx3": images}
+    for name, (magic, size) in {**files, "t10k-labels-idx1": labels}.items():
+        shape = (30 if name.startswith("train") else 10, *size)
+        head = b"".join(int(n).to_bytes(4, "big") for n in (magic, *shape))
+        content = head + bytes(int(np.prod(shape)))
+        (folder / f"{name}-ubyte").write_bytes(content[:-7] if name.startswith(damage) else content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("program", "config", "words"),
+    [
+        (fsdp, {"data_dir": "DAMAGED"}, r"train-images-idx3-ubyte.*2353[06]"),
+        (fsdp, {"data_dir": "EMPTY"}, "EMPTY"),
+        (fsdp, {"dataset": "folder", "data_dir": "EMPTY"}, "It needs a folder for each class"),
+        (fsdp, {"dataset": "folder"}, "needs --data_dir"),
+        (fsdp, {"dataset": "digits", "batch_size": 2000}, "1437 images, fewer than a global batch of 2000"),
+        (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2 needs a multiple of 2 ranks"),
+        (fsdp, {"dataset": "digits", "replicas": 2}, "--replicas 2 is for --parallel hsdp"),
+        (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
+        (fsdp_trainer, {"dataset": "digits", "accumulate": 0}, "--accumulate 0"),
+        (fsdp_trainer, {"dataset": "digits", "accumulate": 99}, "--accumulate 99: a batch of 32"),
+        (vit, {"patch_size": 7}, "image_size 32 is not divisible by patch_size 7: use image_size 28 or 35"),
+        (vit, {"dataset": "digits", "channels": 2}, "2 channels"),
+        (vit, {"dataset": "digits", "classes": 7}, "--classes 7, but digits has 10"),
+        (vit, {"n_heads": 3}, "dim 64 is not divisible by n_heads 3"),
+        (vit, {"sdpa_backend": "math", "attention": "native"}, "needs attention 'sdpa'"),
+        (vit, {"warmup": -1}, "--warmup -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config, words):
+    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "DAMAGED").mkdir()
+    idx(tmp_path / "DAMAGED", "train-images")
+    if "data_dir" in config:
+        config = {**config, "data_dir": tmp_path / config["data_dir"]}
+    with pytest.raises(UserError) as refused:
+        program.train(program.Config(**config))
+    assert re.search(words, str(refused.value)), refused.value
