@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, local_value, materialize
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -57,6 +57,8 @@ def train(config: Config) -> None:
     layout = Layout(tp=config.tpsize).fit(whoami().world_size)
     model_config = config.model_config(config.default_vocab())
     check_transformer(model_config, layout, config.seq_length)
+    if config.compile:
+        check_compile(transformer_plan(), layout)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))

@@ -1,6 +1,6 @@
 """Meshes, and one file a technique; ``plans/`` says how each model is cut."""
 
-from mmm.parallel.apply import apply, materialize
+from mmm.parallel.apply import apply, check_compile, materialize
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.data import DATA_PARALLEL, check_data_parallel, sync_gradients
 from mmm.parallel.held import held_elements
@@ -13,6 +13,7 @@ __all__ = [
     "apply",
     "batch_sizes",
     "build_mesh",
+    "check_compile",
     "check_data_parallel",
     "clip_grad_norm",
     "cross_entropy",

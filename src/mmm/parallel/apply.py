@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from mmm.errors import LayoutError
 from mmm.models import weights
 from mmm.parallel.checkpoint import apply_checkpointing
 from mmm.parallel.copies import Copies
@@ -43,6 +44,8 @@ def apply(
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     check_data_parallel(data_parallel, Layout(**sizes))
+    if compile:
+        check_compile(plan, Layout(**sizes))
     model.to(precision.storage)
     # 1. Tensor parallel first: it decides which part of each matrix is this rank's, and finds modules by their names.
     tp = has_axis(mesh, "tp")
@@ -55,6 +58,19 @@ def apply(
         compile_modules(model, plan.compiled_with_tp if tp else plan.compiled)
     # 4. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
     return apply_data_parallel(model, mesh, plan, precision, data_parallel)
+
+
+def check_compile(plan: Plan, layout: Layout) -> None:
+    """Whether a model can be compiled on a layout; needs no process group.
+
+    Raises:
+        LayoutError: nothing of it has right gradients when compiled there.
+    """
+    if layout.tp > 1 and plan.compiled and not plan.compiled_with_tp:
+        raise LayoutError(
+            f"--compile with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
+            f"silently wrong gradients; leave --compile out, or use tp 1"
+        )
 
 
 def compile_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.parallel.apply import local_part
+from mmm.parallel.copies import Copies
 
 RANKS_SHOWN = 32
 
@@ -50,6 +51,7 @@ def _cut(parameter: Tensor) -> str:
 
 def sharded_model(model: nn.Module) -> str:
     """A table of the parameters as this rank holds them; layers that are alike share a line."""
+    model = model.module if isinstance(model, Copies) else model
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         whole, local = ("×".join(map(str, t.shape)) for t in (parameter, local_part(parameter)))

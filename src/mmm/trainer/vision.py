@@ -9,10 +9,11 @@ from typing import Literal
 from mmm.data.datasets import load_images
 from mmm.data.images import ImageData
 from mmm.errors import ConfigError
+from mmm.parallel.data import check_data_parallel
 from mmm.parallel.mesh import Layout
 from mmm.runtime.ranks import Rank
 
-DataParallel = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,4 +54,6 @@ def data_parallel_layout(kind: str, tp: int, replicas: int, world_size: int) -> 
     """
     if replicas and kind != "hsdp":
         raise ConfigError(f"--replicas {replicas} is for --parallel hsdp, not {kind}")
-    return Layout(dp_replicate=(replicas or 2) if kind == "hsdp" else 1, tp=tp).fit(world_size)
+    layout = Layout(dp_replicate=(replicas or 2) if kind == "hsdp" else 1, tp=tp).fit(world_size)
+    check_data_parallel(kind, layout)
+    return layout

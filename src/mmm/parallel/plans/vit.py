@@ -51,6 +51,7 @@ def vit_plan() -> Plan:
         tensor=styles,
         units=("embedding", "layers.*", ("norm", "head")),
         compiled=("layers.*",),
+        # Not whole blocks: inside, attention takes a DTensor, whose gradients torch.compile has got silently wrong.
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
     )
