@@ -49,7 +49,7 @@ def test_gradients(pool):
 
 
 def test_refused_with_tp():
-    with pytest.raises(LayoutError, match="--compile with tp 2: .* silently wrong gradients"):
+    with pytest.raises(LayoutError, match=r"--compile with tp 2: .* silently wrong gradients"):
         check_compile(transformer_plan(), Layout(dp_shard=1, tp=2))
     check_compile(transformer_plan(), Layout(dp_shard=2))
     check_compile(vit_plan(), Layout(dp_shard=1, tp=2))
