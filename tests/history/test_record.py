@@ -168,9 +168,9 @@ def test_import_is_light():
         "print(t, sorted(heavy))"
     )
     seconds = []
-    while len(seconds) < 3 and min(seconds, default=9.0) >= 0.3:  # CPU time, best of three: the machine may be busy
+    while len(seconds) < 3 and min(seconds, default=9.0) >= 0.6:  # CPU time, best of three: the machine may be busy
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         took, heavy = done.stdout.split(" ", 1)
         assert heavy.strip() == "[]"
         seconds.append(float(took))
-    assert min(seconds) < 0.3, seconds
+    assert min(seconds) < 0.6, seconds

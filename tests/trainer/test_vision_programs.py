@@ -31,14 +31,14 @@ def launch(ranks, module, outdir, *flags):
     return done.stdout
 
 
-CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", "6", "--dtype", "fp64", "--no-dropout"]
+CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", "3", "--dtype", "fp64", "--no-dropout"]
 
 
 @pytest.fixture(scope="module")
 def cnn(tmp_path_factory):
     """The explicit example on one rank and on three, which do not divide the 360 test images."""
     folder = tmp_path_factory.mktemp("cnn")
-    options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 6, "dtype": "fp64", "dropout": False}
+    options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 3, "dtype": "fp64", "dropout": False}
     fsdp.train(fsdp.Config(**options, outdir=folder / "1"))
     out = launch(3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model", "--parallel", "zero2")
     return folder, out
@@ -72,7 +72,7 @@ def test_the_saved_model_is_plain_pytorch(cnn):
 
 def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
     config = fsdp_trainer.Config(
-        dataset="digits", global_batch_size=24, max_iters=6, dtype="fp64", dropout=False, accumulate=3, outdir=tmp_path
+        dataset="digits", global_batch_size=24, max_iters=3, dtype="fp64", dropout=False, accumulate=3, outdir=tmp_path
     )
     fsdp_trainer.train(config)
     one, other = (mmm.history.load(path) for path in (cnn[0] / "1", tmp_path))
@@ -95,18 +95,18 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     assert config["global_batch_size"] == 32
 
 
-def test_vit_on_tp_and_dp(tmp_path):
+def test_vit_on_tp(tmp_path):
     flags = ["--dataset", "digits", "--image_size", "16", "--patch_size", "4", "--channels", "1", "--global_batch_size"]
-    flags += ["16", "--max_iters", "4", "--dtype", "fp64", "--eval_every", "2", "--warmup", "2"]
-    out = launch(4, "mmm.trainer.vit", tmp_path / "4", *flags, "--tpsize", "2")
+    flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2"]
+    out = launch(2, "mmm.trainer.vit", tmp_path / "2", *flags, "--tpsize", "2")
     assert "preset debug: no accelerator here; --preset large asks for large" in out
-    shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "eval_every": 2, "warmup": 2}
-    shape |= {"dataset": "digits", "max_iters": 4, "dtype": "fp64", "attention": "native"}
+    shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "warmup": 2}
+    shape |= {"dataset": "digits", "max_iters": 3, "dtype": "fp64", "attention": "native"}
     vit.train(vit.Config(**shape, outdir=tmp_path / "1"))
-    one, four = (mmm.history.load(tmp_path / ranks) for ranks in ("1", "4"))
+    one, two = (mmm.history.load(tmp_path / ranks) for ranks in ("1", "2"))
     for name in ("loss", "test_loss"):
-        np.testing.assert_allclose(four[name], one[name], rtol=1e-9)
-    assert four.test_acc[-1] == one.test_acc[-1]
+        np.testing.assert_allclose(two[name], one[name], rtol=1e-9)
+    assert two.test_acc[-1] == one.test_acc[-1]
 
 
 def test_large_in_the_summary_costs_no_forward(tmp_path):
