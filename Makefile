@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+LINT   := $(VENV)/.installed-lint
 
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
@@ -15,19 +16,23 @@ install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $(READY)
+
+$(LINT): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(LINT)
 
 demo: $(READY)
 	$(BIN)/launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tpsize 2 --dim 128 --n_heads 4 --n_kv_heads 2 \
 	    --max_iters 120 --log_every 10 --outdir outputs/demo --overwrite $(DEMO_FLAGS)
 
-lint: $(READY)
+test: $(READY)
+	$(BIN)/python -m pytest $(TEST_FLAGS)
+
+lint: $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-
-test: $(READY) lint
-	$(BIN)/python -m pytest $(TEST_FLAGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

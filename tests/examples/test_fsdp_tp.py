@@ -86,7 +86,7 @@ def test_config(finished):
 def test_same_losses_on_one_device_without_launch(finished, tmp_path):
     """A process that nothing started as a rank is one rank; the curve is that of dp2·tp2."""
     sizes = {"preset": "debug", "seq_length": 16, "global_batch_size": 4, "eval_batches": 1, "eval_every": 3}
-    train(Config(**sizes, outdir=tmp_path / "one", max_iters=7, dtype="fp64"))
+    train(Config(**sizes, outdir=tmp_path / "one", max_iters=7, dtype="fp64", plots=False))
     one, four = (mmm.history.load(path) for path in (tmp_path / "one", finished[1]))
     np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
@@ -95,7 +95,7 @@ def test_same_losses_on_one_device_without_launch(finished, tmp_path):
 
 def test_under_torchrun(finished, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "mmm.examples.fsdp_tp", *TINY, "--tp", "2", "--max-iters", "1", "--dtype", "fp64"]
+    command = [*torchrun, "-m", "mmm.examples.fsdp_tp", *TINY, "--max-iters", "1", "--dtype", "fp64", "--no-plots"]
     done = subprocess.run([*command, "--outdir", str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" - iter=") == 1
@@ -139,7 +139,7 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
-    done = launch(2, tmp_path / "out", "--optimizer", "sgd", "--lr", "1e30", "--max_iters", "9")
+    done = launch(2, tmp_path / "out", "--optimizer", "sgd", "--lr", "1e30", "--max_iters", "9", "--no-plots")
     assert done.returncode == 2
     assert re.search(r"error: the loss is nan at step \d, from rank 0 on \S+, rank 1 on \S+: lower --lr", done.stderr)
     assert "Traceback" not in done.stderr

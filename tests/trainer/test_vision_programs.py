@@ -86,7 +86,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(mmm.data.datasets, "obtain", refused)
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
-    fsdp.train(fsdp.Config(max_iters=2, outdir=tmp_path / "out"))
+    fsdp.train(fsdp.Config(max_iters=2, plots=False, outdir=tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["data"]["dataset"], config["data"]["dataset_asked"]) == ("digits", "mnist")
     assert len(config["notes"]) == 1
@@ -97,11 +97,11 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
 
 def test_vit_on_tp(tmp_path):
     flags = ["--dataset", "digits", "--image_size", "16", "--patch_size", "4", "--channels", "1", "--global_batch_size"]
-    flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2"]
+    flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2", "--no-plots"]
     out = launch(2, "mmm.trainer.vit", tmp_path / "2", *flags, "--tpsize", "2")
     assert "preset debug: no accelerator here; --preset large asks for large" in out
     shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "warmup": 2}
-    shape |= {"dataset": "digits", "max_iters": 3, "dtype": "fp64", "attention": "native"}
+    shape |= {"plots": False, "dataset": "digits", "max_iters": 3, "dtype": "fp64", "attention": "native"}
     vit.train(vit.Config(**shape, outdir=tmp_path / "1"))
     one, two = (mmm.history.load(tmp_path / ranks) for ranks in ("1", "2"))
     for name in ("loss", "test_loss"):

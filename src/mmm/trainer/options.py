@@ -55,6 +55,8 @@ class RunOptions:
     """Log from every rank, not just rank 0."""
     timeout: float = 600.0
     """Seconds that a collective may take before the run gives up."""
+    plots: bool = True
+    """Draw the history at the end: pictures in the run's folder, and the loss in the terminal."""
     summary: bool = False
     """Print the model's summary and leave."""
 

@@ -206,7 +206,7 @@ def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]
 def _report(run: Run, outdir: Path) -> None:
     """The end of a run, on rank 0: plots, and where everything is."""
     run.log.info("record: %s", outdir / "train_dataset.h5")
-    if run.record is None or len(run.record) < 2:
+    if not run.options.plots or run.record is None or len(run.record) < 2:
         return  # a single row is no curve
     data = history.load(outdir)
     history.plot_all(data, outdir)
