@@ -198,7 +198,7 @@ def test_a_record_is_not_overwritten_unasked(finished):
 
 
 @pytest.mark.parametrize(
-    ("limits", "steps"), [({}, 100), ({"max_iters": 3}, 3), ({"epochs": 2}, 14), ({"epochs": 2, "max_iters": 5}, 5)]
+    ("limits", "steps"), [({}, 50), ({"max_iters": 3}, 3), ({"epochs": 2}, 14), ({"epochs": 2, "max_iters": 5}, 5)]
 )
 def test_how_long(limits, steps):
     assert Config(**limits).steps(steps_per_epoch=7) == steps

@@ -18,7 +18,7 @@ from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import command_line
 
 T = TypeVar("T")
-DEFAULT_ITERS = 100
+DEFAULT_ITERS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class RunOptions:
     """Flags that every example and trainer has."""
 
     max_iters: int | None = None
-    """End after this many optimizer steps, whatever --epochs says. With neither: 100."""
+    """End after this many optimizer steps, whatever --epochs says. With neither: 50."""
     epochs: int | None = None
     """End after this many passes over the data."""
     batch_size: int | None = None
