@@ -1,10 +1,11 @@
-"""What the log, the record and the checks of an example cost a step, against a bare PyTorch loop.
+"""What the log, the record and the checks of a program cost a step, against a bare PyTorch loop.
 
-    python benchmarks/step_overhead.py [--pairs 5] [--ranks 2] [--tp 2]
+    python benchmarks/step_overhead.py [--program fsdp_tp|vit|cnn] [--pairs 5] [--ranks 2]
 
-Runs ``mmm.examples.fsdp_tp`` and ``benchmarks/bare_fsdp_tp.py`` in turn, whole commands, and compares the median time
-from one step's end to the next's (the example's from the time stamps of its log, so that everything it does is in it).
-Exit code 1 where the median ratio of the pairs is above 1.03, or a step is shorter than 0.1 s.
+Runs the program and ``benchmarks/bare_*.py`` in turn, whole commands, and compares the time from one step's end to the
+next's: the program's from the time stamps of its log, so that everything it does is in it. (The CNN logs one row an
+epoch: its steps are those of the row.) Exit code 1 where the median ratio of the pairs is above 1.03, or a step is
+shorter than 0.1 s.
 """
 
 import argparse
@@ -30,40 +31,61 @@ def seconds_a_step(stamps: list[float]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(stamps[3:]))
 
 
-def example(args: argparse.Namespace, launch: list[str]) -> float:
-    flags = {"--tpsize": args.tp, "--n_layers": args.layers, "--batch_size": args.batch, "--seq_length": args.seq,
-             "--max_iters": args.steps, "--dataset": "random", "--eval_batches": 1, "--vocab_size": 256}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*launch, "python3", "-m", "mmm.examples.fsdp_tp", "--outdir", f"{folder}/run"]
-        command += [str(word) for pair in flags.items() for word in pair]
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    stamps = re.findall(r"\[([^\]]+)\]\[INFO\]\[\w+:\d+\] - iter=", out)
-    times = [datetime.fromisoformat(stamp).timestamp() for stamp in stamps]
-    return seconds_a_step(times[:-1])  # the last step validates
+def run(launch: list[str], *words: object) -> str:
+    return subprocess.run([*launch, "python3", *map(str, words)], check=True, capture_output=True, text=True).stdout
 
 
-def bare(args: argparse.Namespace, launch: list[str]) -> float:
-    flags = {"--tp": args.tp, "--layers": args.layers, "--batch": args.batch, "--seq": args.seq, "--steps": args.steps}
-    command = [*launch, "python3", str(HERE / "bare_fsdp_tp.py")]
-    command += [str(word) for pair in flags.items() for word in pair]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return seconds_a_step([float(line) for line in out.split()][:-1])
+def stamps(log: str) -> list[float]:
+    """Seconds, one a step; the last step, which validates, is left out."""
+    found = re.findall(r"\[([^\]]+)\]\[INFO\]\[\w+:\d+\] - iter=", log)
+    return [datetime.fromisoformat(stamp).timestamp() for stamp in found][:-1]
+
+
+def fsdp_tp(launch: list[str], ranks: int, steps: int, folder: str) -> tuple[float, float]:
+    """Seconds a step of the main example on tp 2, and of its bare loop."""
+    flags = "--tpsize 2 --batch_size 8 --dataset random --vocab_size 256 --eval_batches 1 --no-plots"
+    log = run(launch, "-m", "mmm.examples.fsdp_tp", *flags.split(), "--max_iters", steps, "--outdir", folder)
+    bare = run(launch, HERE / "bare_fsdp_tp.py", "--tp", 2, "--batch", 8, "--steps", steps)
+    return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
+
+
+def vit(launch: list[str], ranks: int, steps: int, folder: str) -> tuple[float, float]:
+    """Seconds a step of the ViT trainer, and of its bare loop."""
+    flags = "--preset debug --dataset fake --batch_size 64 --no-plots --warmup 0"
+    log = run(launch, "-m", "mmm.trainer.vit", *flags.split(), "--max_iters", steps, "--outdir", folder)
+    bare = run(launch, HERE / "bare_vision.py", "--model", "vit", "--batch", 64, "--steps", steps)
+    return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
+
+
+def cnn(launch: list[str], ranks: int, steps: int, folder: str) -> tuple[float, float]:
+    """Seconds a step of the CNN trainer, and of its bare loop: the mean over the second epoch, for both."""
+    flags = "--dataset digits --no-dropout --batch_size 64 --no-plots --epochs 2"
+    epoch = 1437 // (64 * ranks)
+    log = run(launch, "-m", "mmm.trainer.fsdp", *flags.split(), "--outdir", folder)
+    bare = run(launch, HERE / "bare_vision.py", "--model", "cnn", "--batch", 64, "--steps", 2 * epoch)
+    times = [float(line) for line in bare.split()]
+    return float(re.findall(r" dt=(\S+)", log)[1]) / epoch, (times[-1] - times[epoch - 1]) / epoch
+
+
+PROGRAMS = {"fsdp_tp": fsdp_tp, "vit": vit, "cnn": cnn}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"pairs": 5, "ranks": 2, "tp": 2, "layers": 4, "batch": 8, "seq": 128, "steps": 30}.items():
+    parser.add_argument("--program", choices=PROGRAMS, default="fsdp_tp")
+    for name, default in {"pairs": 5, "ranks": 2, "steps": 30}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     launch = [sys.executable, "-m", "mmm.launch", "-n", str(args.ranks), "--device", "cpu"]
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-          f"{args.ranks} ranks, tp {args.tp}; seconds a step")  # fmt: skip
+    print(f"{args.program}: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch "
+          f"{torch.__version__}, {args.ranks} ranks; seconds a step")  # fmt: skip
     ratios, bares = [], []
     for pair in range(args.pairs):
-        with_record, without = example(args, launch), bare(args, launch)
-        ratios.append(with_record / without)
-        bares.append(without)
-        print(f"pair {pair}: example {with_record:.4f}  bare {without:.4f}  ratio {ratios[-1]:.3f}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            ours, bare = PROGRAMS[args.program](launch, args.ranks, args.steps, f"{folder}/run")
+        ratios.append(ours / bare)
+        bares.append(bare)
+        print(f"pair {pair}: program {ours:.4f}  bare {bare:.4f}  ratio {ratios[-1]:.3f}", flush=True)
     middle = statistics.median(ratios)
     print(f"median ratio {middle:.3f} (bound {BOUND}), median bare step {statistics.median(bares):.3f} s")
     return int(middle > BOUND or statistics.median(bares) < SHORTEST)
