@@ -234,11 +234,11 @@ def test_refusals():
     assert "DualPipeV with pp 2 needs at least 4" in refusal("DualPipeV", microbatches=2)
     assert "use a batch that is a multiple of 4" in refusal("DualPipeV", microbatches=2, batch=2)
     assert "it must be at least 1" in refusal("GPipe", microbatches=0)
-    assert "leave --compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=True)
+    assert "leave --compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=transformer_plan())
     assert "use bf16 or fp32" in refusal(dtype="fp16")
     assert check_pipeline(Layout(pp=2, dp_shard=1), "Interleaved1F1B", 4, 16, 6) == 2
     assert check_pipeline(Layout(pp=2, dp_shard=1), "Interleaved1F1B", 4, 16, 6, 3) == 3
-    assert check_pipeline(Layout(pp=2, dp_shard=1), "1F1B", 8, 16, 6, compile=True) == 1
+    assert check_pipeline(Layout(pp=2, dp_shard=1), "1F1B", 8, 16, 6, compile=transformer_plan()) == 1
 
 
 def test_where_stages_lie():

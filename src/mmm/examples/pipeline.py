@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, materialize
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, materialize
 from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
@@ -67,8 +67,6 @@ def train(config: Config) -> None:
     model_config = config.model_config(config.default_vocab())
     check_transformer(model_config, layout, config.seq_length)
     plan = transformer_plan()
-    if config.compile:
-        check_compile(plan, layout)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))
@@ -77,7 +75,7 @@ def train(config: Config) -> None:
         sample = torch.zeros(batch, config.seq_length, dtype=torch.int64)
     parts = parts_of(model, plan)
     each = check_pipeline(layout, config.schedule, config.microbatches, batch, len(parts), config.stages_per_rank,
-                          dtype=config.dtype, compile=config.compile)  # fmt: skip
+                          dtype=config.dtype, compile=plan if config.compile else None)  # fmt: skip
     costs = part_costs(model, parts, sample)
     cuts = cut(costs, layout.pp * each)
     summary = model_summary(model, sample)
@@ -90,24 +88,24 @@ def train(config: Config) -> None:
         run.log.info("model, whole:\n%s", summary)
         stages = [[name for i in held for name in parts[i]] for held in cuts]
         run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps, stages=stages)
-        for number, held in enumerate(cuts):
-            share = sum(costs[i] for i in held) / sum(costs)
-            run.log.info("stage %d: %.1f%% of the work: %s", number, 100 * share, " ".join(stages[number]))
+        for i, held in enumerate(cuts):
+            run.log.info("stage %d, %.0f%% of the work: %s", i, 100 * sum(costs[held.start : held.stop]) / sum(costs),
+                         " ".join(stages[i]))  # fmt: skip
 
         # Cut into stages first; each then goes the way of a whole model: mesh -> plan -> weights.
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        mine = {}
-        for number in stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each):
-            stage = take_stage(model, parts, cuts[number])
-            mine[number] = apply(stage, mesh, plan, run.precision, compile=config.compile)
+        numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each)
+        mine = {number: take_stage(model, parts, cuts[number]) for number in numbers}
+        for number, stage in mine.items():
+            apply(stage, mesh, plan, run.precision, compile=config.compile)
             materialize(stage, run.device, config.seed)
             run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
 
         run.clock = StepClock(run.device, ("dtd", "dtf", "dtb", "dtw", "dto"))
-        count = global_batch * config.seq_length  # what each micro-batch's sum is divided by: the shares add up
+        tokens_of_step = global_batch * config.seq_length  # micro-batches divide by it: their losses add up
         pipeline = Pipeline(mine, len(cuts), mesh, schedule=config.schedule, microbatches=config.microbatches,
-                            loss=lambda logits, targets: cross_entropy(logits, targets, count), device=run.device,
-                            lap=run.clock.lap)  # fmt: skip
+                            loss=lambda logits, targets: cross_entropy(logits, targets, tokens_of_step),
+                            device=run.device, lap=run.clock.lap)  # fmt: skip
         optimizer = make_optimizer(config.optimizer, pipeline.parameters(), config.lr)
         first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         positions = torch.arange(config.seq_length, device=run.device)

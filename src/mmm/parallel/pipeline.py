@@ -35,8 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.apply import check_compile
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
 
 Lap = Callable[[str], None]
 ScheduleName = Literal[
@@ -82,7 +84,7 @@ def check_pipeline(
     stages_per_rank: int | None = None,
     *,
     dtype: str = "auto",
-    compile: bool = False,
+    compile: Plan | None = None,
 ) -> int:
     """Whether a schedule goes with the layout, the batch and the model; needs no process group.
 
@@ -91,7 +93,7 @@ def check_pipeline(
         microbatches: of a step. batch: samples of a step, per data-parallel coordinate.
         parts: of the model, that stages can be made of (`stages.parts_of`).
         stages_per_rank: None for the fewest that the schedule takes.
-        dtype, compile: the flags of a run.
+        dtype: the flag of a run. compile: the plan, where it is to be compiled.
 
     Returns:
         Stages per rank.
@@ -134,7 +136,9 @@ def check_pipeline(
         good = [m for m in range(least, batch + 1) if m % multiple == 0 and batch % m == 0]
         fix = f"--microbatches {' or '.join(map(str, good[:4]))}" if good else f"a batch that is a multiple of {least}"
         wrong.append(f"--microbatches {microbatches}: {', and '.join(why)}; use {fix}")
-    if compile and kind.splits:
+    if compile is not None:
+        check_compile(compile, layout)
+    if compile is not None and kind.splits:
         wrong.append(f"--compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a "
                      f"compiled one; leave --compile out, or use 1F1B or Interleaved1F1B")  # fmt: skip
     if wrong:
