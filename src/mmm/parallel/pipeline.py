@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from mmm.errors import ConfigError, LayoutError
@@ -167,6 +168,11 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
         return self._timed("dtf", super().forward_one_chunk, *given, **named)
 
+    def forward_maybe_with_nosync(self, *given: Any, **named: Any) -> Any:
+        # A backward that is split detaches in place what a stage gives, which PyTorch cannot do to a view.
+        output = super().forward_maybe_with_nosync(*given, **named)
+        return output.clone() if not self.is_last and output._is_view() else output
+
     def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
         return self._timed("dtb", super().backward_one_chunk, *given, **named)
 
@@ -184,6 +190,10 @@ class Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _units(module: nn.Module) -> Iterator[FSDPModule]:
+    return (unit for unit in module.modules() if isinstance(unit, FSDPModule))
 
 
 class Pipeline:
@@ -219,6 +229,10 @@ class Pipeline:
         self._loss, self._lap, self._whole, self._training = loss, lap, {}, False
         wrapped = []
         for number, module in self.stages.items():
+            # FSDP gathers a stage once a step, not once a micro-batch; and what splits a backward in two (PyTorch 2.13)
+            # looks for the gathered parameters, and without this loses gradients silently.
+            for unit in _units(module):
+                unit.set_reshard_after_forward(False, recurse=False)
             module.register_forward_pre_hook(self._add_whole, with_kwargs=True)
             stage = Stage(module, number, count, device, group=self.group)
             stage.lap = self._timed
@@ -270,7 +284,11 @@ class Pipeline:
         Going from `step` to here and back costs a micro-batch each, as the first step does.
         """
         self._training = False
-        return self._run(self.schedule.eval, inputs, targets, whole)
+        share = self._run(self.schedule.eval, inputs, targets, whole)
+        for module in self.stages.values():
+            for unit in _units(module):  # no backward, after which FSDP would do so
+                unit.reshard()
+        return share
 
     def _run(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, whole: dict[str, Any]) -> Tensor:
         self._whole = whole
