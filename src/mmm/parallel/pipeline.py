@@ -226,7 +226,8 @@ class Pipeline:
     ) -> None:
         self.stages, self.device, self.group = dict(stages), device, mesh["pp"].get_group()
         self.has_first, self.has_last = 0 in self.stages, count - 1 in self.stages
-        self._loss, self._lap, self._whole, self._training = loss, lap, {}, False
+        self._loss, self._lap, self._training = loss, lap, False
+        self._whole: dict[str, Any] = {}
         wrapped = []
         for number, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch; and what splits a backward in two (PyTorch 2.13)

@@ -76,7 +76,7 @@ def cut(costs: Sequence[int], stages: int) -> list[range]:
 
     def search(limit: float, squares: bool) -> tuple[float, list[int]]:
         """The best value, and the first part of each stage: the largest cost, or the sum of squares within `limit`."""
-        best = {0: (0.0, [])}  # parts used so far → value, first part of each stage
+        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # parts used so far → value, first part of each stage
         for _ in range(stages):
             found: dict[int, tuple[float, list[int]]] = {}
             for start, (value, firsts) in best.items():
