@@ -20,6 +20,8 @@ class Plan:
             root.
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
+        stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
+            in none (and has no parameters) is in every stage.
     """
 
     tensor: Mapping[str, ParallelStyle]
@@ -27,6 +29,7 @@ class Plan:
     compiled: tuple[str, ...] = ()
     compiled_with_tp: tuple[str, ...] = field(default=())
     checkpointed: tuple[str, ...] = ()
+    stages: tuple[str | tuple[str, ...], ...] = ()
 
 
 def matches(pattern: str, name: str) -> bool:

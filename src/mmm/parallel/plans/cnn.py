@@ -32,6 +32,7 @@ def cnn_plan() -> Plan:
     return Plan(
         tensor={"conv1": Uncut(), "conv2": Uncut(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
         units=("fc1",),
+        stages=("conv1", "conv2", "fc1", "fc2"),
     )
 
 

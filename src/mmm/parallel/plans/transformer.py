@@ -60,6 +60,7 @@ def transformer_plan() -> Plan:
         units=("tok_embeddings", "layers.*", ("norm", "output")),
         compiled=("layers.*",),
         checkpointed=("layers.*",),
+        stages=("tok_embeddings", "layers.*", ("norm", "output")),
         # Nothing with tp > 1: a compiled block fails in backward, and a compiled attention or feed-forward layer, which
         # takes a DTensor, has had silently wrong gradients (PyTorch 2.13).
     )

@@ -1,0 +1,148 @@
+"""Pipeline parallelism: the layers of a Transformer over the ranks, the batch through them in micro-batches.
+
+    launch python3 -m mmm.examples.pipeline
+    launch -n 4 --device cpu python3 -m mmm.examples.pipeline --pp 2 --tpsize 2 --schedule ZBVZeroBubble
+
+Each rank has some of the layers, and gives its activations to the next. With one batch at a time all but one would
+wait; cut into micro-batches, they work on different ones. By 1F1B (F: forward, B: backward, ·: waiting)::
+
+                                         Warmup      Steady                   Cooldown
+    rank 0   embedding, layers 0 1       F0 F1  ·  · B0 B0 F2 B1 B1 F3 B2 B2  · B3 B3
+               ↓ activations  ↑ gradients
+    rank 1   layers 2 3, norm, output     · F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  ·  ·    → loss
+
+The cuts make the slowest stage as cheap as can be. pp talks least of all axes, and so is the outermost: between hosts.
+--tpsize cuts each layer's matrices within a stage, and the ranks that are left are data parallel (FSDP within a stage).
+``dtw`` is what a rank waits. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import tyro
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.data import Tokens
+from mmm.models.transformer import Transformer
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, materialize
+from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
+from mmm.runtime.clock import StepClock
+from mmm.runtime.failure import run_main
+from mmm.runtime.ranks import whoami
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.run import Run, start_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TransformerOptions, TextOptions, RunOptions):
+    """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
+
+    pp: int = 2
+    """Ranks along pp: over how many the layers are cut."""
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is cut."""
+    schedule: ScheduleName = "1F1B"
+    """The order of forwards and backwards."""
+    microbatches: int = 8
+    """Parts that a batch goes through the pipeline in."""
+    stages_per_rank: int | None = None
+    """Default: the fewest that the schedule takes, 1 or 2."""
+    eval_every: int = 50
+    """Steps between two validations; one more at the end."""
+    eval_batches: int = 4
+    """Global batches in a validation."""
+
+
+def train(config: Config) -> None:
+    # Does it fit? Everything here is checked before any rank talks to another.
+    config.check()
+    layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
+    model_config = config.model_config(config.default_vocab())
+    check_transformer(model_config, layout, config.seq_length)
+    plan = transformer_plan()
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
+    tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
+    steps = config.steps(tokens.steps_per_epoch(global_batch))
+    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
+        model = Transformer(model_config)
+        sample = torch.zeros(batch, config.seq_length, dtype=torch.int64)
+    parts = parts_of(model, plan)
+    each = check_pipeline(layout, config.schedule, config.microbatches, batch, len(parts), config.stages_per_rank,
+                          dtype=config.dtype, compile=plan if config.compile else None)  # fmt: skip
+    costs = part_costs(model, parts, sample)
+    cuts = cut(costs, layout.pp * each)
+    summary = model_summary(model, sample)
+    if config.summary:
+        if whoami().is_main:
+            print(summary)
+        return
+
+    with start_run("pipeline", config, layout) as run:
+        run.log.info("model, whole:\n%s", summary)
+        stages = [[name for i in held for name in parts[i]] for held in cuts]
+        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps, stages=stages)
+        for i, held in enumerate(cuts):
+            run.log.info("stage %d, %.0f%% of the work: %s", i, 100 * sum(costs[held.start : held.stop]) / sum(costs),
+                         " ".join(stages[i]))  # fmt: skip
+
+        # Cut into stages first; each then goes the way of a whole model: mesh -> plan -> weights.
+        mesh = build_mesh(layout, run.device.type, config.timeout)
+        numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each)
+        mine = {number: take_stage(model, parts, cuts[number]) for number in numbers}
+        for number, stage in mine.items():
+            apply(stage, mesh, plan, run.precision, compile=config.compile)
+            materialize(stage, run.device, config.seed)
+            run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
+
+        run.clock = StepClock(run.device, ("dtd", "dtf", "dtb", "dtw", "dto"))
+        tokens_of_step = global_batch * config.seq_length  # micro-batches divide by it: their losses add up
+        pipeline = Pipeline(mine, len(cuts), mesh, schedule=config.schedule, microbatches=config.microbatches,
+                            loss=lambda logits, targets: cross_entropy(logits, targets, tokens_of_step),
+                            device=run.device, lap=run.clock.lap)  # fmt: skip
+        optimizer = make_optimizer(config.optimizer, pipeline.parameters(), config.lr)
+        first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
+        positions = torch.arange(config.seq_length, device=run.device)
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
+        for step in range(steps):
+            run.clock.start()
+            part = tokens.batch(step, global_batch, first, batch).to(run.device)
+            run.clock.lap("dtd")
+            with loss_parallel():  # the logits stay cut over the vocabulary
+                loss = pipeline.step(part.inputs, part.targets, positions=positions)  # laps dtf, dtb, dtw
+            optimizer.step()
+            optimizer.zero_grad()
+            run.clock.lap("dto")
+
+            last = step == steps - 1
+            more = {}
+            if last or step % config.eval_every == config.eval_every - 1:
+                more["val_loss"] = validate(pipeline, validation, run, config.eval_batches, global_batch, first, batch)
+            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+
+
+def validate(
+    pipeline: Pipeline, tokens: Tokens, run: Run, batches: int, global_batch: int, first: int, batch: int
+) -> float:
+    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
+    total, positions = 0.0, torch.arange(tokens.seq_length, device=run.device)
+    batches = min(batches, tokens.steps_per_epoch(global_batch))
+    for step in range(batches):
+        part = tokens.batch(step, global_batch, first, batch).to(run.device)
+        with loss_parallel():
+            total += pipeline.evaluate(part.inputs, part.targets, positions=positions).item()
+    return run.global_sum(total) / batches
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)

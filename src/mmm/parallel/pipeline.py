@@ -1,0 +1,303 @@
+"""Pipeline parallelism: the layers cut over the ranks of the pp axis; a batch goes through in micro-batches.
+
+Four micro-batches through two stages by 1F1B; F: forward, B: backward (twice as long), ·: waiting::
+
+              Warmup      Steady                   Cooldown
+    stage 0   F0 F1  ·  · B0 B0 F2 B1 B1 F3 B2 B2  · B3 B3
+    stage 1    · F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  ·  ·
+
+By GPipe and 1F1B, p even stages wait (p - 1) / (m + p - 1) of a step of m micro-batches; above, 3 of 15. Several stages
+a rank divide the waiting by their number. The zero-bubble schedules fill it: they split B into the gradient of the
+input, which another stage waits for, and that of the weights, for which nobody does.
+
+With V stages a rank, and p = 2, the stages lie on the ranks as
+
+                loop (V = 2)     V (ZBVZeroBubble, DualPipeV)
+    rank 0        0   2            0   3         ← the last stage, and so the loss, is where the first is
+    rank 1        1   3            1   2
+
+Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Megatron-LM", 2021 (1F1B, interleaved); Lamy-Poirier,
+"Breadth-First Pipeline Parallelism", 2022; Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (ZB, ZBV); DeepSeek-AI,
+"DeepSeek-V3", 2024 (DualPipe). All are PyTorch's own: ``torch.distributed.pipelining``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.apply import check_compile
+from mmm.parallel.loss import local_value
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+
+Lap = Callable[[str], None]
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule asks for.
+
+    Attributes:
+        least, most: stages a rank (most: None for any number).
+        v: stages lie on the ranks there and back, not round and round.
+        splits: splits backward in two, which does not go with torch.compile.
+        microbatches: the least number, and what it must be a multiple of, from the number of pp ranks.
+    """
+
+    least: int = 1
+    most: int | None = 1
+    v: bool = False
+    splits: bool = False
+    microbatches: Callable[[int], tuple[int, int]] = lambda pp: (1, 1)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "GPipe": Schedule(),
+    "1F1B": Schedule(microbatches=lambda pp: (pp, 1)),
+    "Interleaved1F1B": Schedule(least=2, most=None, microbatches=lambda pp: (pp, pp)),
+    "LoopedBFS": Schedule(least=2, most=None),
+    "InterleavedZeroBubble": Schedule(least=2, most=None, splits=True, microbatches=lambda pp: (pp, pp)),
+    "ZBVZeroBubble": Schedule(least=2, most=2, v=True, splits=True),
+    "DualPipeV": Schedule(least=2, most=2, v=True, splits=True, microbatches=lambda pp: (2 * pp, 1)),
+}
+
+
+def check_pipeline(
+    layout: Layout,
+    schedule: str,
+    microbatches: int,
+    batch: int,
+    parts: int,
+    stages_per_rank: int | None = None,
+    *,
+    dtype: str = "auto",
+    compile: Plan | None = None,
+) -> int:
+    """Whether a schedule goes with the layout, the batch and the model; needs no process group.
+
+    Args:
+        layout: fitted to the number of ranks.
+        microbatches: of a step. batch: samples of a step, per data-parallel coordinate.
+        parts: of the model, that stages can be made of (`stages.parts_of`).
+        stages_per_rank: None for the fewest that the schedule takes.
+        dtype: the flag of a run. compile: the plan, where it is to be compiled.
+
+    Returns:
+        Stages per rank.
+
+    Raises:
+        ConfigError: no such schedule, or a dtype that does not go with a pipeline.
+        LayoutError: every rule that is broken, with its numbers and what to change.
+    """
+    if dtype == "fp16":
+        raise ConfigError("--dtype fp16 scales the loss up, by a factor that all stages would have to agree on: use "
+                          "bf16 or fp32")  # fmt: skip
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"--schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if not hasattr(schedules, f"Schedule{schedule}"):
+        raise ConfigError(f"--schedule {schedule}: PyTorch {torch.__version__} lacks it; use 1F1B, or a newer PyTorch")
+    kind, pp, wrong = SCHEDULES[schedule], layout.pp, []
+    each = kind.least if stages_per_rank is None else stages_per_rank
+    if pp < 2:
+        wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to cut")
+    if each < kind.least or (kind.most is not None and each > kind.most):
+        takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
+        wrong.append(f"--stages_per_rank {each}: {schedule} takes {takes}")
+    elif pp * each > parts:
+        wrong.append(
+            f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
+            f"them: use pp {parts // each} or less, a model with more layers"
+            + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 else "")
+        )
+    least, multiple = kind.microbatches(pp)
+    if microbatches < least or microbatches % multiple or batch % microbatches:
+        why = []
+        if microbatches < least:
+            why.append(f"{schedule} with pp {pp} needs at least {least}")
+        if microbatches < 1:
+            why.append("it must be at least 1")
+        elif microbatches % multiple:
+            why.append(f"{schedule} needs a multiple of pp {pp}")
+        if microbatches >= 1 and batch % microbatches:
+            why.append(f"a batch of {batch} a data-parallel coordinate cannot be cut into {microbatches} equal parts")
+        good = [m for m in range(least, batch + 1) if m % multiple == 0 and batch % m == 0]
+        fix = f"--microbatches {' or '.join(map(str, good[:4]))}" if good else f"a batch that is a multiple of {least}"
+        wrong.append(f"--microbatches {microbatches}: {', and '.join(why)}; use {fix}")
+    if compile is not None:
+        check_compile(compile, layout)
+    if compile is not None and kind.splits:
+        wrong.append(f"--compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a "
+                     f"compiled one; leave --compile out, or use 1F1B or Interleaved1F1B")  # fmt: skip
+    if wrong:
+        raise LayoutError("; ".join(wrong))
+    return each
+
+
+def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
+    """The numbers of the stages on the rank with that coordinate on pp."""
+    if SCHEDULES[schedule].v:
+        return [coordinate, 2 * pp - 1 - coordinate]
+    return [coordinate + turn * pp for turn in range(stages_per_rank)]
+
+
+class Stage(PipelineStage):
+    """PyTorch's stage, telling `lap` what the time has gone into: ``dtf``, ``dtb``, and between them ``dtw``."""
+
+    lap: Lap
+
+    def _timed(self, part: str, work: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self.lap("dtw")
+        result = work(*given, **named)
+        self.lap(part)
+        return result
+
+    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+        return self._timed("dtf", super().forward_one_chunk, *given, **named)
+
+    def forward_maybe_with_nosync(self, *given: Any, **named: Any) -> Any:
+        # A backward that is split detaches in place what a stage gives, which PyTorch cannot do to a view.
+        output = super().forward_maybe_with_nosync(*given, **named)
+        return output.clone() if not self.is_last and output._is_view() else output
+
+    def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
+        return self._timed("dtb", super().backward_one_chunk, *given, **named)
+
+    def backward_weight_one_chunk(self, *given: Any, **named: Any) -> Any:
+        return self._timed("dtb", super().backward_weight_one_chunk, *given, **named)
+
+    def perform_reduce_grad(self, *given: Any, **named: Any) -> None:
+        if self.has_backward:  # else there is nothing to sum over dp
+            self._timed("dtb", super().perform_reduce_grad, *given, **named)
+
+    # Between two stages of a rank nothing goes back where there is no backward; PyTorch 2.13 asserts that there is one.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _units(module: nn.Module) -> Iterator[FSDPModule]:
+    return (unit for unit in module.modules() if isinstance(unit, FSDPModule))
+
+
+class Pipeline:
+    """This rank's stages, and the schedule by which all ranks run theirs.
+
+    Each rank differentiates sums over a global count, micro-batch by micro-batch, so gradients simply add up: PyTorch's
+    scaling by the number of micro-batches (for losses that are means) is off.
+
+    Args:
+        stages: by number, those of this rank (`stages_of`), each applied to the mesh and materialized.
+        count: stages over all ranks.
+        mesh: with a pp axis.
+        schedule: a key of `SCHEDULES`. microbatches: of a step.
+        loss: (output, targets) of a micro-batch → its sum over the global count: its share of the loss.
+        lap: `StepClock.lap` of a clock with the parts dtf, dtb and dtw. On an accelerator the host then waits for each
+            part of the work, which costs overlap.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        count: int,
+        mesh: DeviceMesh,
+        *,
+        schedule: str,
+        microbatches: int,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        device: torch.device,
+        lap: Lap | None = None,
+    ) -> None:
+        self.stages, self.device, self.group = dict(stages), device, mesh["pp"].get_group()
+        self.has_first, self.has_last = 0 in self.stages, count - 1 in self.stages
+        self._loss, self._lap, self._training = loss, lap, False
+        self._whole: dict[str, Any] = {}
+        wrapped = []
+        for number, module in self.stages.items():
+            # FSDP gathers a stage once a step, not once a micro-batch; and what splits a backward in two (PyTorch 2.13)
+            # looks for the gathered parameters, and without this loses gradients silently.
+            for unit in _units(module):
+                unit.set_reshard_after_forward(False, recurse=False)
+            module.register_forward_pre_hook(self._add_whole, with_kwargs=True)
+            stage = Stage(module, number, count, device, group=self.group)
+            stage.lap = self._timed
+            wrapped.append(stage)
+        kind = SCHEDULES[schedule]
+        make = getattr(schedules, f"Schedule{schedule}")
+        stage_or_stages = wrapped[0] if kind.most == 1 else wrapped
+        self.schedule = make(stage_or_stages, microbatches, loss_fn=self._timed_loss, scale_grads=False)
+
+    def _timed(self, part: str) -> None:
+        if self._lap is not None and self._training:
+            self._lap(part)
+
+    def _timed_loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        self._timed("dtw")
+        value = self._loss(output, targets)
+        self._timed("dtf")
+        return value
+
+    def _add_whole(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return given, {**named, **self._whole}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank's stages, by their names in the whole model."""
+        return chain.from_iterable(stage.named_parameters() for stage in self.stages.values())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def step(self, inputs: Tensor, targets: Tensor, **whole: Any) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are then those of the whole batch. A collective.
+
+        The first step works out the shapes that pass between stages, by one more micro-batch.
+
+        Args:
+            inputs, targets: (batch, …) of this data-parallel coordinate, the same on each of its stages.
+            whole: what each stage's forward takes besides, not cut into micro-batches, such as ``positions``.
+
+        Returns:
+            The coordinate's share of the loss, the same on all its stages: scalar, float64 (float32 on MPS).
+        """
+        self._training = True
+        return self._run(self.schedule.step, inputs, targets, whole)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor, **whole: Any) -> Tensor:
+        """The share of the loss as `step` returns it, by forward alone. A collective.
+
+        Going from `step` to here and back costs a micro-batch each, as the first step does.
+        """
+        self._training = False
+        share = self._run(self.schedule.eval, inputs, targets, whole)
+        for module in self.stages.values():
+            for unit in _units(module):  # no backward, after which FSDP would do so
+                unit.reshard()
+        return share
+
+    def _run(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, whole: dict[str, Any]) -> Tensor:
+        self._whole = whole
+        losses: list[Tensor] = []
+        given = (inputs,) if self.has_first else ()
+        run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False)
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        share = torch.tensor(sum(map(local_value, losses)), dtype=dtype, device=self.device)
+        dist.all_reduce(share, group=self.group)  # only the last stage has losses
+        self._timed("dtw")
+        return share

@@ -1,0 +1,72 @@
+"""The pipeline as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray
+
+import mmm.history
+from mmm.examples import fsdp_tp, pipeline
+
+LAUNCH = str(Path(sys.executable).parent / "launch")
+TINY = {"preset": "debug", "n_layers": 4, "seq_length": 16, "global_batch_size": 8, "eval_batches": 1, "eval_every": 3,
+        "max_iters": 5, "dtype": "fp64"}  # fmt: skip
+FLAGS = [text for name, value in TINY.items() for text in (f"--{name}", str(value))]
+
+
+def launch(ranks, outdir, *flags):
+    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", "mmm.examples.pipeline", *FLAGS]
+    return subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """The losses of the main example on one device."""
+    outdir = tmp_path_factory.mktemp("one") / "out"
+    fsdp_tp.train(fsdp_tp.Config(**TINY, outdir=outdir))
+    return mmm.history.load(outdir)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, ("--schedule", "ZBVZeroBubble")), (4, ("--tp", "2", "--microbatches", "4"))],
+    ids=["pp2 ZBV", "pp2 tp2 1F1B"],
+)
+def test_same_losses_as_on_one_device(one_device, tmp_path, ranks, flags):
+    done = launch(ranks, tmp_path / "out", *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" - iter=") == 5
+    assert "stage 0, " in done.stdout
+    data = xarray.open_dataset(tmp_path / "out" / "train_dataset.h5", engine="h5netcdf")
+    np.testing.assert_allclose(data.loss, one_device.loss, rtol=1e-9)
+    np.testing.assert_allclose(data.val_loss, one_device.val_loss, rtol=1e-9)
+    parts = data.dtd + data.dtf + data.dtb + data.dtw + data.dto
+    np.testing.assert_allclose(parts, data.dt, rtol=1e-12)
+    assert (data.dtw > 0).all()
+    assert (data.dtf > 0).all()
+    assert (data.dtb > 0).all()
+    stages = json.loads((tmp_path / "out" / "config.json").read_text())["stages"]
+    assert " ".join(name for stage in stages for name in stage) == (
+        "tok_embeddings layers.0 layers.1 layers.2 layers.3 norm output"
+    )
+    assert len(stages) == (4 if "ZBVZeroBubble" in flags else 2)
+
+
+def test_refused_once_before_any_rank_talks(tmp_path):
+    done = launch(2, tmp_path / "out", "--microbatches", "3")
+    assert done.returncode == 2
+    assert done.stderr.count("cannot be cut into 3 equal parts; use --microbatches 2 or 4 or 8") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_summary_costs_no_run(monkeypatch, tmp_path, capsys):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    pipeline.train(pipeline.Config(**TINY, summary=True))
+    assert "TransformerBlock" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
