@@ -110,8 +110,9 @@ class _RoundTheRing(torch.autograd.Function):
         for hop in range(ring.size):
             next_kv = ring.pass_on(kv) if hop < ring.size - 1 else None
             rows, keys, triangle = seen(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            part = block_forward(q[:, :, rows], *_for_each_head(kv[:, :, :, keys], q.shape[1]), triangle)
-            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *part)
+            here_k, here_v = _for_each_head(kv[:, :, :, keys], q.shape[1])
+            part_out, part_lse = block_forward(q[:, :, rows], here_k, here_v, triangle)
+            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], part_out, part_lse)
             if next_kv is not None:
                 kv = next_kv.arrived()
         ctx.ring = ring
@@ -131,15 +132,17 @@ class _RoundTheRing(torch.autograd.Function):
         for hop in range(ring.size):
             next_kv = ring.pass_on(kv) if hop < ring.size - 1 else None
             rows, keys, triangle = seen(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            k, v = _for_each_head(kv[:, :, :, keys], q.shape[1])
-            parts = (t[:, :, rows] for t in (out, lse.contiguous()))
-            ours, *theirs = block_backward(gradient[:, :, rows], q[:, :, rows], k, v, *parts, triangle)
-            dq[:, :, rows] += ours
+            here_k, here_v = _for_each_head(kv[:, :, :, keys], q.shape[1])
+            here_gradient, here_q, here_out, here_lse = (t[:, :, rows] for t in (gradient, q, out, lse))
+            here_dq, *here_dkv = block_backward(
+                here_gradient, here_q, here_k, here_v, here_out, here_lse.contiguous(), triangle
+            )
+            dq[:, :, rows] += here_dq
             if next_kv is not None:
                 kv = next_kv.arrived()
             if on_its_way is not None:
                 dkv = on_its_way.arrived()  # of the part that was here at this hop, from the ranks it has visited
-            dkv[:, :, :, keys] += _from_each_head(torch.stack(theirs).to(dkv.dtype), kv.shape[2])
+            dkv[:, :, :, keys] += _from_each_head(torch.stack(here_dkv).to(dkv.dtype), kv.shape[2])
             on_its_way = ring.pass_on(dkv)
         assert on_its_way is not None
         dk, dv = on_its_way.arrived()
