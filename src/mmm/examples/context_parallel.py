@@ -70,7 +70,7 @@ def train(config: Config) -> None:
     check_transformer(model_config, layout, config.seq_length, config.cp_style)
     if config.compile:
         check_compile(transformer_plan(), layout)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=4)
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=1)
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
