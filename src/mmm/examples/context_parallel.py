@@ -34,7 +34,7 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.options import Preset, RunOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 
@@ -49,6 +49,8 @@ class Config(TransformerOptions, TextOptions, RunOptions):
     """ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp has to divide."""
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     """Ranks along tp: over how many each matrix is cut."""
+    preset: Preset = "debug"
+    """Sizes to start from: small ones, so that long sequences are quick without an accelerator."""
     seq_length: int = 512
     """Tokens a sample: a multiple of 2 · cp · tp."""
     eval_every: int = 50

@@ -19,6 +19,7 @@ from mmm.runtime.ranks import command_line
 
 T = TypeVar("T")
 DEFAULT_ITERS = 100
+Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class TrainingOptions(RunOptions):
 class TransformerOptions:
     """Flags of a Transformer's sizes: a preset, and what differs from it."""
 
-    preset: Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"] = "small"
+    preset: Preset = "small"
     """Sizes to start from; the flags below change single ones."""
     n_layers: int | None = None
     dim: int | None = None
