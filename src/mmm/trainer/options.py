@@ -19,7 +19,6 @@ from mmm.runtime.ranks import command_line
 
 T = TypeVar("T")
 DEFAULT_ITERS = 100
-Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +109,9 @@ class TrainingOptions(RunOptions):
         if self.accumulate > batch:
             raise ConfigError(f"--accumulate {self.accumulate}: a batch of {batch} a rank cannot be cut into more "
                               f"than {batch} micro-batches")  # fmt: skip
+
+
+Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
 
 
 @dataclass(frozen=True, kw_only=True)
