@@ -84,7 +84,7 @@ def test_answers_at_once_and_without_torch(command, tmp_path):
 
 def test_list_of_examples():
     done = subprocess.run([sys.executable, "-m", "mmm.examples"], capture_output=True, text=True, check=True)
-    assert "mmm.examples.fsdp_tp  Two-dimensional parallelism" in done.stdout
+    assert "mmm.examples.fsdp_tp Two-dimensional parallelism" in " ".join(done.stdout.split())
 
 
 def test_unknown_subcommand():

@@ -12,6 +12,7 @@ Variants Improve Transformer", 2020.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -112,11 +113,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every token attends to itself and to all before it.
+
+    Args:
+        q: (batch, heads, seq, head_dim). k, v: (batch, kv heads, seq, head_dim); each serves heads / kv heads of q.
+
+    Returns:
+        (batch, heads, seq, head_dim).
+    """
+    shared_by = q.shape[1] // k.shape[1]
+    if shared_by > 1:
+        k = k.repeat_interleave(shared_by, dim=1)  # (batch, heads, seq, head_dim)
+        v = v.repeat_interleave(shared_by, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
-    """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads."""
+    """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads.
+
+    Attributes:
+        attend: the function of q, k and v. It is the one place where tokens meet: where each rank holds a part of the
+            sequence, this is what is replaced.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
@@ -130,11 +153,7 @@ class Attention(nn.Module):
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
-        shared_by = q.shape[1] // k.shape[1]
-        if shared_by > 1:
-            k = k.repeat_interleave(shared_by, dim=1)  # (batch, heads, seq, head_dim)
-            v = v.repeat_interleave(shared_by, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = self.attend(q, k, v)  # (batch, heads, seq, head_dim)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mmm.errors import LayoutError
 from mmm.models import weights
 from mmm.parallel.checkpoint import apply_checkpointing
+from mmm.parallel.context import apply_context_parallel
 from mmm.parallel.copies import Copies
 from mmm.parallel.data import apply_data_parallel, check_data_parallel
 from mmm.parallel.mesh import Layout, has_axis
@@ -26,6 +27,7 @@ def apply(
     precision: Precision,
     *,
     data_parallel: str = "fsdp",
+    cp_style: str = "ring",
     checkpointing: str = "none",
     compile: bool = False,
 ) -> nn.Module:
@@ -36,6 +38,7 @@ def apply(
         mesh: of `build_mesh`.
         precision: data types of weights and of compute.
         data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
+        cp_style: how attention goes over a cut sequence, where the mesh has cp: ``ring`` or ``ulysses``.
         checkpointing: of activations, of what the plan names: ``none``, ``full`` or ``selective``.
         compile: compile what the plan says can be compiled.
 
@@ -51,12 +54,15 @@ def apply(
     tp = has_axis(mesh, "tp")
     if tp:
         apply_tensor_parallel(model, mesh["tp"], plan)
-    # 2. Activation checkpointing around the cut modules, so that what it repeats is the cut work.
+    # 2. Context parallel: attention over the heads that are left here, and over the other ranks' tokens.
+    if has_axis(mesh, "cp"):
+        apply_context_parallel(model, mesh["cp"], plan, cp_style)
+    # 3. Activation checkpointing around the cut modules, so that what it repeats is the cut work.
     apply_checkpointing(model, plan, checkpointing)
-    # 3. Compile what computes, before FSDP puts its hooks around it: gathering parameters stays outside the graphs.
+    # 4. Compile what computes, before FSDP puts its hooks around it: gathering parameters stays outside the graphs.
     if compile:
         compile_modules(model, plan.compiled_with_tp if tp else plan.compiled)
-    # 4. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
+    # 5. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
     return apply_data_parallel(model, mesh, plan, precision, data_parallel)
 
 
@@ -70,6 +76,11 @@ def check_compile(plan: Plan, layout: Layout) -> None:
         raise LayoutError(
             f"--compile with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
             f"silently wrong gradients; leave --compile out, or use tp 1"
+        )
+    if layout.cp > 1:
+        raise LayoutError(
+            f"--compile with cp {layout.cp}: attention that talks to other ranks has not been shown to compile to the "
+            f"right gradients; leave --compile out, or use cp 1"
         )
 
 

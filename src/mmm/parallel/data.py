@@ -20,6 +20,8 @@ Source: Rajbhandari et al., "ZeRO", 2020.
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -28,7 +30,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.copies import Copies
 from mmm.parallel.ddp import DDP
 from mmm.parallel.fsdp import apply_fsdp
-from mmm.parallel.mesh import Layout, has_axis
+from mmm.parallel.mesh import Layout, dp_shard_cp, has_axis
 from mmm.parallel.plan import Plan
 from mmm.parallel.zero import Zero
 from mmm.runtime.device import Precision
@@ -64,8 +66,16 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
 
 
 def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dp axes of a mesh: (dp_shard,) or, for HSDP, (dp_replicate, dp_shard)."""
-    return mesh["dp_replicate", "dp_shard"] if has_axis(mesh, "dp_replicate") else mesh["dp_shard"]
+    """What FSDP works over: (dp_shard,) or, for HSDP, (dp_replicate, dp_shard); with cp, dp_shard × cp for dp_shard.
+
+    Ranks of a cp group hold the same parameters and have different tokens: their gradients are parts of one sum.
+    """
+    shard = dp_shard_cp(mesh) if has_axis(mesh, "cp") else mesh["dp_shard"]
+    if not has_axis(mesh, "dp_replicate"):
+        return shard
+    with warnings.catch_warnings():  # PyTorch 2.13 warns of names of joined axes here, and has no other public way
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return mesh["dp_replicate", str(shard.mesh_dim_names[0])]  # type: ignore[index]
 
 
 def apply_data_parallel(

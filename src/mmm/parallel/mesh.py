@@ -104,16 +104,25 @@ def _line_that_fits(ranks: int) -> str:
 def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0) -> DeviceMesh:
     """The `DeviceMesh` of a fitted layout: the axes with more than one rank, and always ``dp_shard``.
 
-    Axes of one rank are left out because each would cost a process group a rank.
+    Axes of one rank are left out because each would cost a process group a rank. With cp there is also a group for
+    dp_shard × cp taken as one axis (`dp_shard_cp`): the ranks that FSDP cuts parameters over.
 
     Args:
         timeout: seconds; set on every group, because groups of a mesh do not take over the default group's.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for group in mesh.get_all_groups():
+    groups = mesh.get_all_groups()
+    if has_axis(mesh, "cp"):
+        groups.append(dp_shard_cp(mesh).get_group())
+    for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
     return mesh
+
+
+def dp_shard_cp(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes dp_shard and cp of a mesh as one axis of that name; made once, then the same again."""
+    return mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
 
 
 def has_axis(mesh: DeviceMesh, axis: str) -> bool:

@@ -19,6 +19,7 @@ class Plan:
         units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none goes with the
             root.
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
+        attention: modules whose ``attend`` is where tokens of a sequence meet: what cp replaces.
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
         stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
             in none (and has no parameters) is in every stage.
@@ -30,6 +31,7 @@ class Plan:
     compiled_with_tp: tuple[str, ...] = field(default=())
     checkpointed: tuple[str, ...] = ()
     stages: tuple[str | tuple[str, ...], ...] = ()
+    attention: tuple[str, ...] = ()
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -113,11 +113,14 @@ class TrainingOptions(RunOptions):
                               f"than {batch} micro-batches")  # fmt: skip
 
 
+Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerOptions:
     """Flags of a Transformer's sizes: a preset, and what differs from it."""
 
-    preset: Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"] = "small"
+    preset: Preset = "small"
     """Sizes to start from; the flags below change single ones."""
     n_layers: int | None = None
     dim: int | None = None

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
+from mmm.parallel.context import context_problems
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
 
@@ -61,13 +62,17 @@ def transformer_plan() -> Plan:
         compiled=("layers.*",),
         checkpointed=("layers.*",),
         stages=("tok_embeddings", "layers.*", ("norm", "output")),
+        attention=("layers.*.attention",),
         # Nothing with tp > 1: a compiled block fails in backward, and a compiled attention or feed-forward layer, which
         # takes a DTensor, has had silently wrong gradients (PyTorch 2.13).
     )
 
 
-def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int) -> None:
+def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
     """Whether a Transformer of these sizes can be cut as the layout says; needs no process group.
+
+    Args:
+        seq_length: in tokens. cp_style: ``ring`` or ``ulysses``, where cp is above 1.
 
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
@@ -75,13 +80,18 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
     wrong = config.problems()
     if seq_length < 1:
         wrong.append(f"seq_length is {seq_length}: it must be at least 1")
-    if not wrong and layout.tp > 1:
+    if wrong:
+        raise LayoutError("; ".join(wrong))
+    wrong += context_problems(config.n_heads, layout, seq_length, cp_style)
+    if layout.tp > 1:
         for flag, size, what in (
             ("n_heads", config.n_heads, "each rank takes whole heads"),
             ("n_kv_heads", config.n_kv_heads, "each rank takes whole key/value heads"),
             ("ffn_dim", config.hidden_dim, "each rank takes the same part of the feed-forward layer"),
             ("seq_length", seq_length, "between the cut matrices each rank takes the same part of the sequence"),
         ):
+            if flag == "seq_length" and layout.cp > 1:
+                continue  # has had a stricter rule
             if size % layout.tp:
                 nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
                 wrong.append(

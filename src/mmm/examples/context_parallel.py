@@ -1,0 +1,145 @@
+"""Context parallel: every sequence cut over the ranks, for texts that are too long for one of them.
+
+    launch python3 -m mmm.examples.context_parallel --cp_style ring
+
+N ranks stand on a mesh of dp × cp × tp. Along cp the ranks have the same samples, but different tokens of them: two
+chunks each, one from the head and one from the tail, because later tokens have more to look back at; cp = 4::
+
+    a sequence     ┌────┬────┬────┬────┬────┬────┬────┬────┐
+                   │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank holds the chunk
+                   └────┴────┴────┴────┴────┴────┴────┴────┘
+    all but attention         each rank its own tokens, nothing to send
+    attention, ring           keys and values go from rank to rank, cp - 1 times, while each attends to what is there
+    attention, ulysses        all-to-all: each rank gets the whole sequence of heads / cp heads; and back
+
+Parameters are cut over dp × cp together (FSDP), gradients are added up over both. Activations, which grow with the
+sequence, are 1 / cp on each rank. The losses are those of one device, whatever the style and the mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.data import Batch, Tokens
+from mmm.models.transformer import Transformer
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.parallel.context import cut_batch
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.runtime.failure import run_main
+from mmm.runtime.ranks import whoami
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import Preset, RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.run import Run, start_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TransformerOptions, TextOptions, RunOptions):
+    """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
+
+    cp: int | None = None
+    """Ranks along cp: over how many each sequence is cut. Default: all that --tpsize leaves."""
+    cp_style: Literal["ring", "ulysses"] = "ring"
+    """ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp has to divide."""
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is cut."""
+    preset: Preset = "debug"
+    """Sizes to start from: small ones, so that long sequences are quick without an accelerator."""
+    seq_length: int = 512
+    """Tokens a sample: a multiple of 2 · cp · tp."""
+    eval_every: int = 50
+    """Steps between two validations; one more at the end."""
+    eval_batches: int = 4
+    """Global batches in a validation."""
+
+    def layout(self, ranks: int) -> Layout:
+        """The mesh for that many ranks."""
+        cp = Layout(tp=self.tpsize).fit(ranks).dp_shard if self.cp is None else self.cp
+        return Layout(cp=cp, tp=self.tpsize).fit(ranks)
+
+
+def train(config: Config) -> None:
+    # Does it fit? Everything here is checked before any rank talks to another.
+    config.check()
+    layout = config.layout(whoami().world_size)
+    model_config = config.model_config(config.default_vocab())
+    check_transformer(model_config, layout, config.seq_length, config.cp_style)
+    if config.compile:
+        check_compile(transformer_plan(), layout)
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=1)
+    tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
+    steps = config.steps(tokens.steps_per_epoch(global_batch))
+    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
+        model = Transformer(model_config)
+    summary = model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta"))
+    if config.summary:
+        if whoami().is_main:
+            print(summary)
+        return
+
+    with start_run("context_parallel", config, layout) as run:
+        run.log.info("model, whole:\n%s", summary)
+        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
+
+        mesh = build_mesh(layout, run.device.type, config.timeout)
+        apply(model, mesh, transformer_plan(), run.precision, cp_style=config.cp_style, compile=config.compile)
+        materialize(model, run.device, config.seed)
+        run.log.info("%s\n%s", mesh, sharded_model(model))
+
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
+        for step in range(steps):
+            run.clock.start()
+            part, positions = own_part(tokens, run, step, global_batch)
+            run.clock.lap("dtd")
+            with loss_parallel():  # under tp the logits stay cut over the vocabulary
+                loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
+                run.clock.lap("dtf")
+                scaler.scale(loss).backward()
+            run.clock.lap("dtb")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            run.clock.lap("dto")
+
+            last = step == steps - 1
+            more = {}
+            if last or step % config.eval_every == config.eval_every - 1:
+                more["val_loss"] = validate(model, validation, run, config.eval_batches, global_batch)
+            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+
+
+def own_part(tokens: Tokens, run: Run, step: int, global_batch: int) -> tuple[Batch, Tensor]:
+    """Of a global batch the samples of this dp coordinate, of them the tokens of this cp coordinate, and where those
+    stand in the whole sequence, (seq / cp,): the model turns heads by it, and cannot count from 0."""
+    layout, rank = run.layout, run.rank.rank
+    size = global_batch // layout.dp
+    samples = tokens.batch(step, global_batch, layout.dp_coordinate(rank) * size, size)
+    return cut_batch(samples.to(run.device), layout.coordinates(rank)["cp"], layout.cp)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int) -> float:
+    """Mean loss over the first global batches of the validation text: the same tokens on every mesh, every time."""
+    total = 0.0
+    batches = min(batches, tokens.steps_per_epoch(global_batch))
+    for step in range(batches):
+        part, positions = own_part(tokens, run, step, global_batch)
+        with loss_parallel():
+            total += local_value(cross_entropy(model(part.inputs, positions), part.targets, part.count))
+    return run.global_sum(total) / batches
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,272 @@
+"""A sequence that is cut over ranks: the same attention, the same losses and the same gradients as whole."""
+
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor.parallel import loss_parallel
+
+import mmm.parallel.data
+from mmm.data import Batch
+from mmm.errors import ConfigError, LayoutError
+from mmm.models.cnn import CNNConfig
+from mmm.models.transformer import Transformer, TransformerConfig, causal_attention
+from mmm.models.vit import ViTConfig
+from mmm.models.weights import canonical_name
+from mmm.parallel import (
+    Layout,
+    apply,
+    build_mesh,
+    check_compile,
+    clip_grad_norm,
+    cross_entropy,
+    local_value,
+    materialize,
+)
+from mmm.parallel.block_attention import block_backward, block_forward, merge, written_out, written_out_backward
+from mmm.parallel.context import STYLES, apply_context_parallel, cut_batch, positions_of
+from mmm.parallel.plans.cnn import check_cnn, cnn_plan
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.plans.vit import check_vit
+from mmm.parallel.ring import RingAttention
+from mmm.parallel.ulysses import UlyssesAttention
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_floats
+from support import reference
+
+STEPS = 10
+CPU = torch.device("cpu")
+
+
+# ---- the cut
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_every_token_once_and_the_same_work(cp):
+    seq = 12 * cp
+    parts = [positions_of(coordinate, cp, seq) for coordinate in range(cp)]
+    assert torch.cat(parts).sort().values.tolist() == list(range(seq))
+    assert len({int((part + 1).sum()) for part in parts}) == 1  # keys that its queries see
+    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+
+
+def test_inputs_and_targets_are_cut_alike():
+    rows = torch.arange(2 * 17).view(2, 17)
+    batch = Batch(rows[:, :-1], rows[:, 1:], count=32)
+    part, positions = cut_batch(batch, coordinate=1, cp=2)
+    assert positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert part.inputs[0].tolist() == positions.tolist()
+    assert torch.equal(part.targets, part.inputs + 1)
+    assert part.count == 32
+    with pytest.raises(ValueError, match="18 tokens do not divide over 2 · cp = 4 chunks"):
+        positions_of(0, 2, 18)
+
+
+def test_losses_of_every_part_count():
+    assert Layout(dp_shard=1, cp=2, tp=2).loss_ranks() == [0, 2]
+    assert Layout(dp_shard=2, cp=2).loss_ranks() == [0, 1, 2, 3]
+
+
+# ---- attention alone
+
+
+def qkv(heads, kv_heads, seq=16, dtype=torch.float64):
+    """q, k, v, and the gradient of the output."""
+    numbers = torch.Generator().manual_seed(3)
+    shapes = [(2, n, seq, 8) for n in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_blocks_put_together(dtype):
+    """The fused kernel and the one that is written out; queries 8 … 15 to keys 0 … 7, and to their own."""
+    bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    q, k, v, gradient = (t.double() for t in qkv(4, 4, dtype=dtype))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    whole = causal_attention(*inputs)[:, :, 8:]
+    expected = torch.autograd.grad(whole, inputs, gradient[:, :, 8:])
+    q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, 8:], k, v, gradient[:, :, 8:]))
+    blocks = [(slice(0, 8), False), (slice(8, 16), True)]
+    for forward, backward in ((block_forward, block_backward), (written_out, written_out_backward)):
+        parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
+        out, lse = merge(*parts[0], *parts[1])
+        assert (out - whole).abs().max() <= bound
+        dq, dk, dv = torch.zeros_like(expected[0]), torch.zeros_like(expected[1]), torch.zeros_like(expected[2])
+        for keys, causal in blocks:
+            ours = backward(gradient, q, k[:, :, keys], v[:, :, keys], out.to(dtype), lse, causal)
+            dq[:, :, 8:] += ours[0]
+            dk[:, :, keys] += ours[1]
+            dv[:, :, keys] += ours[2]
+        for got, right in zip((dq, dk, dv), expected, strict=True):
+            assert (got - right).abs().max() / right.abs().max() <= 2 * bound
+
+
+def attend(rank, cp, style, heads, kv_heads, dtype):
+    """This rank's part of the output, and of the gradients of q, k, v."""
+    mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu", 30)["cp"]
+    attention = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, causal_attention)
+    tensors = qkv(heads, kv_heads, dtype=dtype)
+    *inputs, gradient = (t[:, :, positions_of(rank.rank, cp, 16)] for t in tensors)
+    inputs = [t.requires_grad_() for t in inputs]
+    out = attention(*inputs)
+    return [t.detach() for t in (out, *torch.autograd.grad(out, inputs, gradient))]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2), (4, 8, 1)])
+def test_attention(pool, style, cp, heads, kv_heads):
+    *inputs, gradient = qkv(heads, kv_heads)
+    inputs = [t.requires_grad_() for t in inputs]
+    out = causal_attention(*inputs)
+    expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+    for coordinate, got in enumerate(pool.run(attend, cp, cp, style, heads, kv_heads, torch.float64)):
+        for mine, whole in zip(got, expected, strict=True):
+            assert (mine - whole[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_attention_in_half_precision(pool, style):
+    """Put together in float32: as close to the truth as bfloat16 is."""
+    *inputs, gradient = qkv(8, 2)
+    inputs = [t.requires_grad_() for t in inputs]
+    out = causal_attention(*inputs)
+    expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+    for coordinate, got in enumerate(pool.run(attend, 2, 2, style, 8, 2, torch.bfloat16)):
+        for mine, whole in zip(got, expected, strict=True):
+            assert mine.dtype == torch.bfloat16
+            assert (mine - whole[:, :, positions_of(coordinate, 2, 16)]).abs().max() <= 3e-2 * whole.abs().max()
+
+
+# ---- the Transformer
+
+
+def train(rank, layout, style, steps=STEPS, checkpointing="none"):
+    """Losses of each step, the whole gradients of the first, and their norm."""
+    mesh = build_mesh(layout, "cpu", 30)
+    with torch.device("meta"):
+        model = Transformer(reference.CONFIG)
+    precision = Precision("test", torch.float64, torch.float64)
+    apply(model, mesh, transformer_plan(), precision, cp_style=style, checkpointing=checkpointing)
+    materialize(model, CPU, reference.SEED)
+    step_of = reference.optimizer_of("sgd", model)
+    size = reference.GLOBAL_BATCH // layout.dp
+    losses, first, norm = [], {}, math.nan
+    for step in range(steps):
+        first_sample = layout.dp_coordinate(rank.rank) * size
+        batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, first_sample, size)
+        part, positions = cut_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
+        with loss_parallel():
+            loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
+            loss.backward()
+        if step == 0:
+            first = {canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
+            norm = float(clip_grad_norm(model.parameters(), math.inf))
+        step_of.step()
+        step_of.zero_grad()
+        shares = gather_floats([local_value(loss)], CPU)
+        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
+    return losses, first, norm
+
+
+def assert_same(got, steps=STEPS):
+    losses, gradients, norm = got
+    expected_losses, expected = reference.train("sgd", torch.float64, steps)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
+    assert worst <= 1e-9, f"losses differ by {worst:.2e}: {losses} instead of {expected_losses}"
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        off = ((gradients[name] - gradient).abs().max() / gradient.abs().max()).item()
+        assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
+    expected_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    assert norm == pytest.approx(expected_norm, rel=1e-9)
+
+
+LAYOUTS = [
+    Layout(dp_shard=1, cp=2),
+    Layout(dp_shard=1, cp=4),
+    Layout(dp_shard=2, cp=2),
+    Layout(dp_replicate=2, dp_shard=1, cp=2),
+    Layout(dp_shard=1, cp=2, tp=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("style", "steps"), [("ring", STEPS), ("ulysses", 4)])
+def test_same_as_whole(pool, layout, style, steps):
+    check_transformer(reference.CONFIG, layout, reference.SEQ, style)
+    for got in pool.run(train, layout.ranks, layout, style, steps):
+        assert_same(got, steps)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_with_activation_checkpointing(pool, checkpointing, style):
+    for got in pool.run(train, 2, Layout(dp_shard=1, cp=2), style, 1, checkpointing):
+        assert_same(got, 1)
+
+
+def over_dp_alone(rank, layout):
+    """A planted bug: gradients are added up over dp_shard, and not over cp."""
+    original = mmm.parallel.data.dp_mesh
+    mmm.parallel.data.dp_mesh = lambda mesh: mesh["dp_shard"]
+    try:
+        return train(rank, layout, "ring", 1)
+    finally:
+        mmm.parallel.data.dp_mesh = original
+
+
+def equal_stretches(rank, layout):
+    """A planted bug: positions that do not say where the tokens stand."""
+    original = globals()["cut_batch"]
+    globals()["cut_batch"] = lambda *args: (original(*args)[0], torch.arange(reference.SEQ // layout.cp))
+    try:
+        return train(rank, layout, "ulysses", 1)
+    finally:
+        globals()["cut_batch"] = original
+
+
+@pytest.mark.parametrize("planted", [over_dp_alone, equal_stretches])
+def test_planted_bugs_are_caught(pool, planted):
+    got = pool.run(planted, 2, Layout(dp_shard=1, cp=2))[0]
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(got, 1)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "seq", "style", "words"),
+    [
+        ({}, Layout(dp_shard=1, cp=4), 36, "ring", r"seq_length 36 .* 2 · cp 4 = 8 .* use seq_length 32 or 40, or a "),
+        ({}, Layout(dp_shard=1, cp=2, tp=2), 4, "ring", r"seq_length 4 .* 2 · cp 2 · tp 2 = 8 .* seq_length 8, or a "),
+        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(.* divides 32, or --cp_style ring"),
+        ({}, Layout(dp_shard=1, cp=16, tp=4), 512, "ulysses", r"n_heads 32 .* cp 16 · tp 4 = 64 .* that divides 8, or"),
+    ],
+)
+def test_a_sequence_that_cannot_be_cut(config, layout, seq, style, words):
+    with pytest.raises(LayoutError, match=words):
+        check_transformer(TransformerConfig(**config), layout, seq, style)
+
+
+def test_refused():
+    layout = Layout(dp_shard=1, cp=2)
+    check_transformer(TransformerConfig(), Layout(dp_shard=1, cp=3), 96, "ring")
+    with pytest.raises(ConfigError, match="cp_style 'rings' is not one of ring, ulysses"):
+        check_transformer(TransformerConfig(), layout, 64, "rings")
+    with pytest.raises(LayoutError, match=r"--compile with cp 2: .* use cp 1"):
+        check_compile(transformer_plan(), layout)
+    with pytest.raises(LayoutError, match="cp 2: the ViT"):
+        check_vit(ViTConfig(), layout)
+    with pytest.raises(LayoutError, match="cp 2: an image has no sequence"):
+        check_cnn(CNNConfig(), layout)
+
+
+def test_a_plan_without_attention_is_refused(pool):
+    pool.run(refused_plan, 2)
+
+
+def refused_plan(rank):
+    mesh = build_mesh(Layout(dp_shard=1, cp=2), "cpu", 30)
+    with pytest.raises(ConfigError, match="cp 2: the plan of this model names no attention"):
+        apply_context_parallel(Transformer(TransformerConfig()), mesh["cp"], cnn_plan(), "ring")
