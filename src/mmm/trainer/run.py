@@ -210,5 +210,6 @@ def _report(run: Run, outdir: Path) -> None:
         return  # a single row is no curve
     data = history.load(outdir)
     history.plot_all(data, outdir)
-    print(history.terminal_plot(data, "loss" if "loss" in data else "train_loss"), flush=True)
+    if shown := [name for name in ("loss", "train_loss") if name in data]:
+        print(history.terminal_plot(data, shown[0]), flush=True)
     run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
