@@ -15,8 +15,7 @@ With S the bytes of the whole buffer, and N ranks on links of bandwidth B in eac
 
 so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
 
-Sources: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md; Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms", 2009.
+Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -47,18 +46,14 @@ class Config(RunOptions):
     """Collectives, shown and timed. Nothing is trained: flags of training, such as --lr, do nothing."""
 
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-    """Bytes of the whole buffer, S; rounded down to 4-byte numbers that the ranks divide."""
+    """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""
     repeats: int = 5
-    """Times that each is timed; the median counts, and of the ranks the slowest."""
 
 
 class Collective(NamedTuple):
-    """A collective.
+    """`call` takes (before, after) = (b, a): what a rank has, and where to put what it gets (at first its own).
 
-    Attributes:
-        call: of (before, after): what a rank has, and where to put what it gets; at first the same numbers.
-        factor: of N ranks, as above.
-        begins, ends: how much a rank has: ``whole`` (S bytes) or ``part`` (1/N). alone: the side that only rank 0 has.
+    `begins`, `ends`: how much each has, ``whole`` (S bytes) or ``part`` (1/N). `alone`: the side that only rank 0 has.
     """
 
     call: Callable[[Tensor, Tensor], object]
@@ -72,18 +67,14 @@ def scatter(before: Tensor, after: Tensor) -> None:
     dist.scatter(after, list(before.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None, src=0)
 
 
-def most(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
 COLLECTIVES = {
-    "all_reduce": Collective(lambda _, after: dist.all_reduce(after), lambda n: 2 * most(n)),
-    "reduce": Collective(lambda _, after: dist.reduce(after, dst=0), lambda n: float(n > 1), alone="ends"),
-    "broadcast": Collective(lambda _, after: dist.broadcast(after, src=0), lambda n: float(n > 1), alone="begins"),
-    "all_gather": Collective(lambda before, after: all_gather(after, before), most, begins="part"),
-    "scatter": Collective(scatter, most, ends="part", alone="begins"),
-    "reduce_scatter": Collective(lambda before, after: reduce_scatter(after, before), most, ends="part"),
-    "all_to_all": Collective(lambda before, after: dist.all_to_all_single(after, before), most),
+    "all_reduce": Collective(lambda _, a: dist.all_reduce(a), lambda n: 2 * (n - 1) / n),
+    "reduce": Collective(lambda _, a: dist.reduce(a, dst=0), lambda n: float(n > 1), alone="ends"),
+    "broadcast": Collective(lambda _, a: dist.broadcast(a, src=0), lambda n: float(n > 1), alone="begins"),
+    "all_gather": Collective(lambda b, a: all_gather(a, b), lambda n: (n - 1) / n, begins="part"),
+    "scatter": Collective(scatter, lambda n: (n - 1) / n, ends="part", alone="begins"),
+    "reduce_scatter": Collective(lambda b, a: reduce_scatter(a, b), lambda n: (n - 1) / n, ends="part"),
+    "all_to_all": Collective(lambda b, a: dist.all_to_all_single(a, b), lambda n: (n - 1) / n),
 }
 
 
@@ -98,21 +89,21 @@ def show(collective: Collective, device: torch.device) -> tuple[list[int], list[
     """What this rank has before and after, in numbers; [] for nothing. A collective."""
     before, after = buffers(collective, 1, device)
     collective.call(before, after)
-    others = collective.alone if dist.get_rank() else ""  # this side is rank 0's alone
-    return [] if others == "begins" else before.int().tolist(), [] if others == "ends" else after.int().tolist()
+    not_mine = collective.alone if dist.get_rank() else ""
+    return [] if not_mine == "begins" else before.int().tolist(), [] if not_mine == "ends" else after.int().tolist()
 
 
 def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
     """A line a rank: what it has before and after."""
     texts = [[" ".join(f"{n:2d}" for n in side) or "-" for side in sides] for sides in by_rank]
     width = max(6, *(len(before) for before, _ in texts))
-    lines = [f"  rank {rank:<4} {before:<{width}}  →  {after}" for rank, (before, after) in enumerate(texts)]
-    return "\n".join([f"{name.replace('_', '-'):11} {'before':<{width}}     after", *lines])
+    lines = [f"  rank {rank:<7} {before:<{width}}  →  {after}" for rank, (before, after) in enumerate(texts)]
+    return "\n".join([f"{name.replace('_', '-'):14} {'before':<{width}}     after", *lines])
 
 
-def seconds(collective: Collective, size: int, repeats: int, device: torch.device) -> float:
-    """Of one call on float32 numbers, S = `size` bytes: the median over the repeats, and of the ranks the slowest."""
-    before, after = buffers(collective, max(size // 4 // dist.get_world_size(), 1), device)
+def seconds(collective: Collective, part: int, repeats: int, device: torch.device) -> float:
+    """Of one call, parts of `part` numbers: the median over the repeats, and of the ranks the slowest."""
+    before, after = buffers(collective, part, device)
     taken = []
     for _ in range(repeats + 1):  # the first does not count
         dist.barrier()
@@ -128,8 +119,7 @@ def train(config: Config) -> None:
     config.check()
     if config.repeats < 1 or not config.sizes or min(config.sizes) < 4:
         sizes = " ".join(map(str, config.sizes))
-        raise ConfigError(f"--repeats {config.repeats} --sizes {sizes}: give 1 or more repeats, and sizes of 4 bytes, "
-                          f"one number, or more")  # fmt: skip
+        raise ConfigError(f"--repeats {config.repeats} --sizes {sizes}: repeats begin at 1, and sizes at 4 bytes")
     ranks = whoami().world_size
     with start_run("collectives", config, Layout().fit(ranks)) as run:
         for name, collective in COLLECTIVES.items():
@@ -138,11 +128,12 @@ def train(config: Config) -> None:
             run.log.info("%s", drawn(name, by_rank))
         if ranks == 1:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
-        head = f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"
-        for size in config.sizes:
-            row, lines = {"bytes": float(size)}, [head]
+        for asked in config.sizes:
+            part = max(asked // 4 // ranks, 1)  # float32 numbers
+            size = 4 * part * ranks
+            row, lines = {"bytes": float(size)}, [f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"]
             for name, collective in COLLECTIVES.items():
-                factor, took = collective.factor(ranks), seconds(collective, size, config.repeats, run.device)
+                factor, took = collective.factor(ranks), seconds(collective, part, config.repeats, run.device)
                 row |= {f"{name}_seconds": took, f"{name}_gbps": factor * size / took / 1e9}
                 lines.append(f"{name:16}{size:12,}{factor:8.2f}{took:12.6f}{factor * size / took / 1e9:10.3f}")
             run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))

@@ -11,12 +11,9 @@ which has two numbers of state for each::
       stage 2       P            P/N          2P/N          2P    reduce-scatter, all-gather
       stage 3       P/N          P/N          2P/N          3P    all-gather twice, reduce-scatter (this is FSDP)
 
-(Sent: times (N-1)/N. ZeRO's own stage 1 reduce-scatters, and sends 2P; here it keeps the whole gradients.) All stages
-work out the same numbers, and so have the same losses.
-
-Each stage trains a Transformer from the same weights on the same samples; then a table says what the rank that holds
-most really holds, beside the theory, and in all in megabytes (10⁶ bytes). A part is a little more than 1/N where N does
-not divide a matrix's rows.
+(Sent: times (N-1)/N.) Each stage trains a Transformer, from the same weights, on the same samples, to the same losses.
+Then a table says what the rank that holds most really holds, beside the theory: a part is a little more than P/N where
+N does not divide a matrix's rows. MB: 10⁶ bytes.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
 """
@@ -54,6 +51,7 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losse
 class Config(TransformerOptions, TextOptions, RunOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
+    preset: Literal["debug", "small", "medium"] = "debug"
     max_iters: int | None = 5
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     optimizer: Literal["adamw"] = "adamw"
@@ -69,8 +67,7 @@ def train(config: Config) -> bool:
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=2)
     tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
     with torch.device("meta"):
-        model = Transformer(sizes)
-    whole = parameter_count(model)
+        whole = parameter_count(model := Transformer(sizes))
     if config.summary:
         if whoami().is_main:
             print(model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta")))
@@ -96,8 +93,7 @@ def train_stage(
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
         model: nn.Module = Transformer(sizes)
-    options = run.options
-    technique = TECHNIQUES[stage]
+    options, technique = run.options, TECHNIQUES[stage]
     model = apply(model, mesh, transformer_plan(), run.precision, data_parallel=technique, compile=options.compile)
     materialize(model, run.device, options.seed)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
@@ -117,8 +113,7 @@ def train_stage(
         optimizer.zero_grad()
         everyone = gather_floats([float(here[kind]) for kind in KINDS], run.device)
         most = {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
-        at = {"stage": stage, "iter": step}
-        share = {"loss": local_value(loss)}
+        at, share = {"stage": stage, "iter": step}, {"loss": local_value(loss)}
         losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more=most))
     return most, losses
 
