@@ -13,7 +13,13 @@ import mmm.history
 from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
 from mmm.examples.tensor_plans import Case
+from mmm.models.transformer import Transformer
+from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, build_mesh
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import choose_precision
+from mmm.runtime.log import get_logger
+from mmm.trainer.run import Run
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 SIZES = {"seq_length": 16, "max_iters": 3, "global_batch_size": 8, "dtype": "fp64"}
@@ -63,28 +69,44 @@ def test_hsdp(alone, tmp_path):
     assert config["held"]["parameters"] == pytest.approx(config["whole"] / 2, rel=0.01)
 
 
-def test_zero(tmp_path):
-    ranks = 2
-    out = launch(ranks, "zero", tmp_path, *flags(**SIZES, preset="debug"))
-    config, data = config_of(tmp_path), mmm.history.load(tmp_path)
-    whole, stages = config["parameters"], config["held"]
-    for stage, held in enumerate(stages):
-        for at, (kind, copies) in enumerate({"optimizer_state": 2, "gradients": 1, "parameters": 1}.items()):
-            share = copies * whole / (ranks if stage > at else 1)
-            assert held[kind] == pytest.approx(share, rel=0.002), (stage, kind)
-            assert zero.theory(stage, whole, ranks)[kind] == share
-            assert data[kind].values[data.stage.values == stage].tolist() == [held[kind]] * 3
-            assert f"{held[kind]:,}" in out
-    losses = data.loss.values.reshape(4, 3)
-    np.testing.assert_allclose(losses, losses[:1].repeat(4, axis=0), rtol=1e-9)
-    assert config["losses_differ"] < 1e-9
+def stages(rank):
+    """Every stage of `zero.train`, without a folder: what is held, and the losses."""
+    options = zero.Config(**SIZES, preset="debug")
+    sizes, layout = options.model_config(256), Layout().fit(rank.world_size)
+    about = [{"rank": r, "host": "here"} for r in range(rank.world_size)]
+    run = Run(options, rank, layout, CPU, choose_precision("fp64", CPU), StepClock(CPU), get_logger(), None, about)
+    mesh, tokens = build_mesh(layout, "cpu", 30), options.load(256, 0)[0]
+    batch = SIZES["global_batch_size"] // layout.dp
+    found = [zero.train_stage(run, mesh, sizes, tokens, batch, stage) for stage in range(4)]
+    return found, parameter_count(Transformer(sizes))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zero(alone, pool, ranks):
+    """DDP on one rank has the same losses; what is held is what the theory says, and the table says both."""
+    for found, whole in pool.run(stages, ranks):
+        for stage, (held, losses) in enumerate(found):
+            np.testing.assert_allclose(losses, alone, rtol=1e-9)
+            for at, (kind, copies) in enumerate({"optimizer_state": 2, "gradients": 1, "parameters": 1}.items()):
+                share = copies * whole / (ranks if stage > at else 1)
+                assert held[kind] == pytest.approx(share, rel=0.002), (stage, kind)
+                assert zero.theory(stage, whole, ranks)[kind] == share
+        lines = zero.table([held for held, _ in found], whole, ranks, 4).splitlines()[2:]
+        for stage, (line, (held, _)) in enumerate(zip(lines, found, strict=True)):
+            assert line.split()[:2] == [str(stage), zero.TECHNIQUES[stage]]
+            assert line.split()[2:8:2] == [f"{held[kind]:,}" for kind in zero.KINDS]
+            assert float(line.split()[8]) == pytest.approx(4 * sum(held.values()) / 1e6, abs=0.006)
 
 
 def test_zero_says_when_losses_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(zero, "TECHNIQUES", ("ddp", "zero1"))
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
+    monkeypatch.setattr(zero, "TECHNIQUES", ("ddp", "zero1"))
+    config = zero.Config(**SIZES, preset="debug", outdir=tmp_path, overwrite=True)
+    assert zero.train(config)
+    assert config_of(tmp_path)["losses_differ"] < 1e-9
+    assert mmm.history.load(tmp_path).stage.values.tolist() == [0, 0, 0, 1, 1, 1]
     monkeypatch.setattr(zero, "TOLERANCE", {"fp64": -1.0})
-    assert not zero.train(zero.Config(**SIZES, preset="debug", outdir=tmp_path))
+    assert not zero.train(config)
 
 
 def cut(rank, forget):

@@ -67,6 +67,7 @@ def scatter(before: Tensor, after: Tensor) -> None:
     dist.scatter(after, list(before.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None, src=0)
 
 
+HEAD = f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"
 COLLECTIVES = {
     "all_reduce": Collective(lambda _, a: dist.all_reduce(a), lambda n: 2 * (n - 1) / n),
     "reduce": Collective(lambda _, a: dist.reduce(a, dst=0), lambda n: float(n > 1), alone="ends"),
@@ -129,9 +130,8 @@ def train(config: Config) -> None:
         if ranks == 1:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
         for asked in config.sizes:
-            part = max(asked // 4 // ranks, 1)  # float32 numbers
-            size = 4 * part * ranks
-            row, lines = {"bytes": float(size)}, [f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"]
+            size = 4 * ranks * (part := max(asked // 4 // ranks, 1))  # bytes, and numbers of a part
+            row, lines = {"bytes": float(size)}, [HEAD]
             for name, collective in COLLECTIVES.items():
                 factor, took = collective.factor(ranks), seconds(collective, part, config.repeats, run.device)
                 row |= {f"{name}_seconds": took, f"{name}_gbps": factor * size / took / 1e9}
