@@ -84,7 +84,9 @@ def test_answers_at_once_and_without_torch(command, tmp_path):
 
 def test_list_of_examples():
     done = subprocess.run([sys.executable, "-m", "mmm.examples"], capture_output=True, text=True, check=True)
-    assert "mmm.examples.fsdp_tp Two-dimensional parallelism" in " ".join(done.stdout.split())
+    listed = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("mmm."))
+    assert listed["mmm.examples.fsdp_tp"].startswith("Two-dimensional parallelism")
+    assert {f"mmm.examples.{name}" for name in ("ddp", "zero", "hsdp", "tensor_parallel", "pipeline", "context_parallel", "collectives")} < set(listed)
 
 
 def test_unknown_subcommand():

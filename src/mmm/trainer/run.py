@@ -209,6 +209,9 @@ def _report(run: Run, outdir: Path) -> None:
     if not run.options.plots or run.record is None or len(run.record) < 2:
         return  # a single row is no curve
     data = history.load(outdir)
+    shown = next((name for name in ("loss", "train_loss") if name in data), None)
+    if shown is None:
+        return  # a table of measurements is no curve either
     history.plot_all(data, outdir)
-    print(history.terminal_plot(data, "loss" if "loss" in data else "train_loss"), flush=True)
+    print(history.terminal_plot(data, shown), flush=True)
     run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")

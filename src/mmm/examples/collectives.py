@@ -1,0 +1,149 @@
+"""Collectives: what each rank holds before and after, and how fast they are.
+
+    launch python3 -m mmm.examples.collectives
+
+Every way of training is made of these seven. First each moves a few numbers (rank r begins with r0, r1, …, one for each
+rank; sums are over ranks), and a table shows what is where; then larger buffers are timed.
+
+With S the bytes of the whole buffer, and N ranks on links of bandwidth B in each direction, no algorithm is faster than
+(factor · S) / B::
+
+      all-reduce                     2 (N-1)/N     each byte leaves every rank once to be summed, and comes back once
+      all-gather, reduce-scatter       (N-1)/N     S: what all parts make together; the rank has 1/N of it already
+      all-to-all, scatter              (N-1)/N     S: all that a rank (scatter: rank 0) begins with, its own part too
+      broadcast, reduce                   1        all S have to leave rank 0, or to get there
+
+so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
+
+Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmm.errors import ConfigError
+from mmm.parallel import Layout
+from mmm.parallel.zero import all_gather, reduce_scatter
+from mmm.runtime.device import synchronize
+from mmm.runtime.failure import run_main
+from mmm.runtime.process_group import gather_floats
+from mmm.runtime.ranks import whoami
+from mmm.trainer.options import RunOptions, parse
+from mmm.trainer.run import start_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunOptions):
+    """Collectives, shown and timed. Nothing is trained: flags of training, such as --lr, do nothing."""
+
+    sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+    """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""
+    repeats: int = 5
+
+
+class Collective(NamedTuple):
+    """`call` takes (before, after) = (b, a): what a rank has, and where to put what it gets (at first its own).
+
+    `begins`, `ends`: how much each has, ``whole`` (S bytes) or ``part`` (1/N). `alone`: the side that only rank 0 has.
+    """
+
+    call: Callable[[Tensor, Tensor], object]
+    factor: Callable[[int], float]
+    begins: str = "whole"
+    ends: str = "whole"
+    alone: str = ""
+
+
+def scatter(before: Tensor, after: Tensor) -> None:
+    dist.scatter(after, list(before.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None, src=0)
+
+
+HEAD = f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"
+COLLECTIVES = {
+    "all_reduce": Collective(lambda _, a: dist.all_reduce(a), lambda n: 2 * (n - 1) / n),
+    "reduce": Collective(lambda _, a: dist.reduce(a, dst=0), lambda n: float(n > 1), alone="ends"),
+    "broadcast": Collective(lambda _, a: dist.broadcast(a, src=0), lambda n: float(n > 1), alone="begins"),
+    "all_gather": Collective(lambda b, a: all_gather(a, b), lambda n: (n - 1) / n, begins="part"),
+    "scatter": Collective(scatter, lambda n: (n - 1) / n, ends="part", alone="begins"),
+    "reduce_scatter": Collective(lambda b, a: reduce_scatter(a, b), lambda n: (n - 1) / n, ends="part"),
+    "all_to_all": Collective(lambda b, a: dist.all_to_all_single(a, b), lambda n: (n - 1) / n),
+}
+
+
+def buffers(collective: Collective, part: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(before, after) of this rank, float32; parts are of `part` numbers. Rank r begins with 10 r, 10 r + 1, …"""
+    sides = (part * (1 if side == "part" else dist.get_world_size()) for side in (collective.begins, collective.ends))
+    before, after = (torch.arange(size, dtype=torch.float32, device=device) + 10 * dist.get_rank() for size in sides)
+    return before, after
+
+
+def show(collective: Collective, device: torch.device) -> tuple[list[int], list[int]]:
+    """What this rank has before and after, in numbers; [] for nothing. A collective."""
+    before, after = buffers(collective, 1, device)
+    collective.call(before, after)
+    not_mine = collective.alone if dist.get_rank() else ""
+    return [] if not_mine == "begins" else before.int().tolist(), [] if not_mine == "ends" else after.int().tolist()
+
+
+def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
+    """A line a rank: what it has before and after."""
+    texts = [[" ".join(f"{n:2d}" for n in side) or "-" for side in sides] for sides in by_rank]
+    width = max(6, *(len(before) for before, _ in texts))
+    lines = [f"  rank {rank:<7} {before:<{width}}  →  {after}" for rank, (before, after) in enumerate(texts)]
+    return "\n".join([f"{name.replace('_', '-'):14} {'before':<{width}}     after", *lines])
+
+
+def seconds(collective: Collective, part: int, repeats: int, device: torch.device) -> float:
+    """Of one call, parts of `part` numbers: the median over the repeats, and of the ranks the slowest."""
+    before, after = buffers(collective, part, device)
+    taken = []
+    for _ in range(repeats + 1):  # the first does not count
+        dist.barrier()
+        synchronize(device)
+        begin = perf_counter()
+        collective.call(before, after)
+        synchronize(device)
+        taken.append(perf_counter() - begin)
+    return max(row[0] for row in gather_floats([median(taken[1:])], device))
+
+
+def train(config: Config) -> None:
+    config.check()
+    if config.repeats < 1 or not config.sizes or min(config.sizes) < 4:
+        sizes = " ".join(map(str, config.sizes))
+        raise ConfigError(f"--repeats {config.repeats} --sizes {sizes}: repeats begin at 1, and sizes at 4 bytes")
+    ranks = whoami().world_size
+    with start_run("collectives", config, Layout().fit(ranks)) as run:
+        for name, collective in COLLECTIVES.items():
+            by_rank: list = [None] * ranks
+            dist.all_gather_object(by_rank, show(collective, run.device))
+            run.log.info("%s", drawn(name, by_rank))
+        if ranks == 1:
+            run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
+        for asked in config.sizes:
+            size = 4 * ranks * (part := max(asked // 4 // ranks, 1))  # bytes, and numbers of a part
+            row, lines = {"bytes": float(size)}, [HEAD]
+            for name, collective in COLLECTIVES.items():
+                factor, took = collective.factor(ranks), seconds(collective, part, config.repeats, run.device)
+                row |= {f"{name}_seconds": took, f"{name}_gbps": factor * size / took / 1e9}
+                lines.append(f"{name:16}{size:12,}{factor:8.2f}{took:12.6f}{factor * size / took / 1e9:10.3f}")
+            run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))
+            if run.record is not None:
+                run.record.update(row)
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,149 @@
+"""ZeRO, stages 1, 2 and 3: the same training, and what each stage no longer keeps on every rank.
+
+    launch python3 -m mmm.examples.zero
+
+DDP (stage 0) keeps N copies of everything. Each stage cuts one thing more into N parts; with P parameters and AdamW,
+which has two numbers of state for each::
+
+                parameters   gradients   optimizer state    a rank sends in a step
+      stage 0       P            P            2P            2P    all-reduce
+      stage 1       P            P            2P/N          3P    all-reduce, all-gather of the updated parameters
+      stage 2       P            P/N          2P/N          2P    reduce-scatter, all-gather
+      stage 3       P/N          P/N          2P/N          3P    all-gather twice, reduce-scatter (this is FSDP)
+
+(Sent: times (N-1)/N.) Each stage trains a Transformer, from the same weights, on the same samples, to the same losses.
+Then a table says what the rank that holds most really holds, beside the theory: a part is a little more than P/N where
+N does not divide a matrix's rows. MB: 10⁶ bytes.
+
+Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmm.data import Tokens
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.weights import parameter_count
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, held_elements, local_value, materialize
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.runtime.failure import run_main
+from mmm.runtime.process_group import gather_floats
+from mmm.runtime.ranks import whoami
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.report import model_summary
+from mmm.trainer.run import Run, start_run
+
+KINDS = ("parameters", "gradients", "optimizer_state")
+TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TransformerOptions, TextOptions, RunOptions):
+    """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
+
+    preset: Literal["debug", "small", "medium"] = "debug"
+    max_iters: int | None = 5
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    optimizer: Literal["adamw"] = "adamw"
+    """SGD has no state, and stage 1 would save nothing."""
+
+
+def train(config: Config) -> bool:
+    """Every stage, and the table. Whether the losses of all stages are the same."""
+    config.check()
+    layout = Layout().fit(whoami().world_size)
+    sizes = config.model_config(config.default_vocab())
+    check_transformer(sizes, layout, config.seq_length)
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=2)
+    tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
+    with torch.device("meta"):
+        whole = parameter_count(model := Transformer(sizes))
+    if config.summary:
+        if whoami().is_main:
+            print(model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta")))
+        return True
+
+    with start_run("zero", config, layout) as run:
+        run.describe(model=sizes, data=about_data, global_batch_size=global_batch, parameters=whole)
+        mesh = build_mesh(layout, run.device.type, config.timeout)
+        stages = range(len(TECHNIQUES))
+        held, losses = zip(*(train_stage(run, mesh, sizes, tokens, batch, stage) for stage in stages), strict=True)
+        width = torch.empty(0, dtype=run.precision.storage).element_size()
+        run.log.info("numbers kept, on the rank that keeps most\n%s", table(held, whole, layout.dp, width))
+        apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
+        limit = TOLERANCE[run.precision.name]
+        run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit)
+        run.describe(held=held, losses_differ=apart)
+    return apart <= limit
+
+
+def train_stage(
+    run: Run, mesh: DeviceMesh, sizes: TransformerConfig, tokens: Tokens, batch: int, stage: int
+) -> tuple[dict[str, int], list[float]]:
+    """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
+    with torch.device("meta"):
+        model: nn.Module = Transformer(sizes)
+    options, technique = run.options, TECHNIQUES[stage]
+    model = apply(model, mesh, transformer_plan(), run.precision, data_parallel=technique, compile=options.compile)
+    materialize(model, run.device, options.seed)
+    optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
+    global_batch, mine = batch * run.layout.dp, batch * run.layout.dp_coordinate(run.rank.rank)
+    losses = []
+    for step in range(options.steps(tokens.steps_per_epoch(global_batch))):
+        run.clock.start()
+        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+        run.clock.lap("dtd")
+        loss = cross_entropy(model(part.inputs), part.targets, part.count)
+        run.clock.lap("dtf")
+        loss.backward()
+        run.clock.lap("dtb")
+        optimizer.step()
+        run.clock.lap("dto")
+        here = held_elements(model, optimizer)  # while there are gradients
+        optimizer.zero_grad()
+        everyone = gather_floats([float(here[kind]) for kind in KINDS], run.device)
+        most = {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
+        at, share = {"stage": stage, "iter": step}, {"loss": local_value(loss)}
+        losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more=most))
+    return most, losses
+
+
+def theory(stage: int, whole: int, ranks: int) -> dict[str, float]:
+    """Numbers of `whole` parameters, their gradients and AdamW's state that a rank holds."""
+    cut = whole / ranks
+    return {
+        "parameters": cut if stage >= 3 else whole,
+        "gradients": cut if stage >= 2 else whole,
+        "optimizer_state": 2 * (cut if stage >= 1 else whole),
+    }
+
+
+def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int) -> str:
+    """A line a stage: of each kind, the numbers held and the theory; in all, megabytes of numbers of `width` bytes."""
+    heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
+    lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'held':>12}{'theory':>12}" * 4]
+    for stage, numbers in enumerate(held):
+        says = theory(stage, whole, ranks)
+        cells = "".join(f"{numbers[kind]:>12,}{says[kind]:>12,.0f}" for kind in KINDS)
+        megabytes = (sum(values.values()) * width / 1e6 for values in (numbers, says))
+        lines.append(f"{stage} {TECHNIQUES[stage]:<7}{cells}" + "".join(f"{size:>12.2f}" for size in megabytes))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if not train(parse(Config, __doc__)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,196 @@
+"""The examples that teach one technique each: what they print is true, and what they claim they check."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mmm.history
+from mmm.errors import UserError
+from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
+from mmm.examples.tensor_plans import Case
+from mmm.models.transformer import Transformer
+from mmm.models.weights import parameter_count
+from mmm.parallel import Layout, build_mesh
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import choose_precision
+from mmm.runtime.log import get_logger
+from mmm.trainer.run import Run
+
+LAUNCH = str(Path(sys.executable).parent / "launch")
+SIZES = {"seq_length": 16, "max_iters": 3, "global_batch_size": 8, "dtype": "fp64"}
+CPU = torch.device("cpu")
+
+
+def launch(ranks, name, outdir, *flags, code=0):
+    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", f"mmm.examples.{name}"]
+    done = subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def flags(**options):
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def config_of(outdir):
+    return json.loads((outdir / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of DDP on one rank, without launch."""
+    outdir = tmp_path_factory.mktemp("ddp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
+        ddp.train(ddp.Config(**SIZES, outdir=outdir))
+    return mmm.history.load(outdir).loss.values
+
+
+def test_ddp(alone, tmp_path):
+    out = launch(2, "ddp", tmp_path, *flags(**SIZES, accumulate=2))
+    np.testing.assert_allclose(mmm.history.load(tmp_path).loss, alone, rtol=1e-9)
+    config = config_of(tmp_path)
+    assert config["by_hand_difference"] < 1e-12
+    assert config["parameter_spread"] == 0
+    assert "all-reduce by hand and DDP: gradients differ by" in out
+
+
+def test_hsdp(alone, tmp_path):
+    launch(4, "hsdp", tmp_path, *flags(**SIZES))
+    np.testing.assert_allclose(mmm.history.load(tmp_path).loss, alone, rtol=1e-9)
+    config = config_of(tmp_path)
+    assert config["groups"] == {"dp_shard": [[0, 1], [2, 3]], "dp_replicate": [[0, 2], [1, 3]]}
+    assert config["copies_spread"] == 0
+    assert config["held"]["parameters"] == pytest.approx(config["whole"] / 2, rel=0.01)
+
+
+def stages(rank):
+    """Every stage of `zero.train`, without a folder: what is held, and the losses."""
+    options = zero.Config(**SIZES, preset="debug")
+    sizes, layout = options.model_config(256), Layout().fit(rank.world_size)
+    about = [{"rank": r, "host": "here"} for r in range(rank.world_size)]
+    run = Run(options, rank, layout, CPU, choose_precision("fp64", CPU), StepClock(CPU), get_logger(), None, about)
+    mesh, tokens = build_mesh(layout, "cpu", 30), options.load(256, 0)[0]
+    batch = SIZES["global_batch_size"] // layout.dp
+    found = [zero.train_stage(run, mesh, sizes, tokens, batch, stage) for stage in range(4)]
+    return found, parameter_count(Transformer(sizes))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zero(alone, pool, ranks):
+    """DDP on one rank has the same losses; what is held is what the theory says, and the table says both."""
+    for found, whole in pool.run(stages, ranks):
+        for stage, (held, losses) in enumerate(found):
+            np.testing.assert_allclose(losses, alone, rtol=1e-9)
+            for at, (kind, copies) in enumerate({"optimizer_state": 2, "gradients": 1, "parameters": 1}.items()):
+                share = copies * whole / (ranks if stage > at else 1)
+                assert held[kind] == pytest.approx(share, rel=0.002), (stage, kind)
+                assert zero.theory(stage, whole, ranks)[kind] == share
+        lines = zero.table([held for held, _ in found], whole, ranks, 4).splitlines()[2:]
+        for stage, (line, (held, _)) in enumerate(zip(lines, found, strict=True)):
+            assert line.split()[:2] == [str(stage), zero.TECHNIQUES[stage]]
+            assert line.split()[2:8:2] == [f"{held[kind]:,}" for kind in zero.KINDS]
+            assert float(line.split()[8]) == pytest.approx(4 * sum(held.values()) / 1e6, abs=0.006)
+
+
+def test_zero_says_when_losses_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
+    monkeypatch.setattr(zero, "TECHNIQUES", ("ddp", "zero1"))
+    config = zero.Config(**SIZES, preset="debug", outdir=tmp_path, overwrite=True)
+    assert zero.train(config)
+    assert config_of(tmp_path)["losses_differ"] < 1e-9
+    assert mmm.history.load(tmp_path).stage.values.tolist() == [0, 0, 0, 1, 1, 1]
+    monkeypatch.setattr(zero, "TOLERANCE", {"fp64": -1.0})
+    assert not zero.train(config)
+
+
+def cut(rank, forget):
+    mesh = build_mesh(Layout(tp=rank.world_size, dp_shard=1), "cpu", 30)["tp"]
+    return tensor_parallel.compare(Case(mesh, CPU, torch.float64, 0), forget)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel(pool, ranks):
+    for found in pool.run(cut, ranks, False):
+        assert set(found) == {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_cut", "loss_cut"}
+        assert max(value for two in found.values() for value in two) < 1e-12
+
+
+def test_tensor_parallel_notices_a_bug(tmp_path):
+    out = launch(2, "tensor_parallel", tmp_path, "--forget_all_reduce", code=1)
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["rows_by_hand"]
+    data = mmm.history.load(tmp_path)
+    assert data.rows_by_hand_output[0] > 0.1
+    assert data.columns_by_hand_gradient[0] < 1e-12
+
+
+def test_tensor_parallel_alone(tmp_path):
+    assert tensor_parallel.train(tensor_parallel.Config(outdir=tmp_path))
+
+
+def shown(rank):
+    return {name: collectives.show(collective, CPU) for name, collective in collectives.COLLECTIVES.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives(pool, ranks):
+    got = pool.run(shown, ranks)
+    whole = [[10 * rank + place for place in range(ranks)] for rank in range(ranks)]
+    total = [sum(column) for column in zip(*whole, strict=True)]
+    for rank in range(ranks):
+        first = rank == 0
+        assert got[rank] == {
+            "all_reduce": (whole[rank], total),
+            "reduce": (whole[rank], total if first else []),
+            "broadcast": (whole[0] if first else [], whole[0]),
+            "all_gather": ([10 * rank], [10 * r for r in range(ranks)]),
+            "scatter": (whole[0] if first else [], [rank]),
+            "reduce_scatter": (whole[rank], [total[rank]]),
+            "all_to_all": (whole[rank], [whole[r][rank] for r in range(ranks)]),
+        }
+
+
+def test_collectives_draw_and_time(tmp_path):
+    out = launch(2, "collectives", tmp_path, "--sizes", "4096", "65537", "--repeats", "2").splitlines()
+    at = next(i for i, line in enumerate(out) if "all-to-all" in line)
+    assert [line.split() for line in out[at + 1 : at + 3]] == [
+        ["rank", "0", "0", "1", "→", "0", "10"],
+        ["rank", "1", "10", "11", "→", "1", "11"],
+    ]
+    data = mmm.history.load(tmp_path)
+    assert data.bytes.values.tolist() == [4096, 65536]
+    for name, collective in collectives.COLLECTIVES.items():
+        moved = data[f"{name}_seconds"] * data[f"{name}_gbps"] * 1e9
+        np.testing.assert_allclose(moved, collective.factor(2) * data.bytes, rtol=1e-9)
+
+
+def test_factors():
+    factors = {name: collective.factor(4) for name, collective in collectives.COLLECTIVES.items()}
+    part = dict.fromkeys(("all_gather", "scatter", "reduce_scatter", "all_to_all"), 0.75)
+    assert factors == {"all_reduce": 1.5, "reduce": 1, "broadcast": 1, **part}
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "ranks", "words"),
+    [
+        (ddp, {"accumulate": 3}, 2, "--accumulate 3 does not divide the batch of 8"),
+        (hsdp, {"replicas": 1}, 2, "with one copy HSDP is FSDP; use at least 2"),
+        (hsdp, {"replicas": 2}, 3, "dp_replicate 2 needs a multiple of 2 ranks, and there are 3"),
+        (tensor_parallel, {}, 5, "5 ranks do not divide the sequence of 24 and the widths: start 1 or 2 or 3 or 4"),
+        (collectives, {"sizes": (2,)}, 2, "repeats begin at 1, and sizes at 4 bytes"),
+        (collectives, {"repeats": 0}, 2, "--repeats 0"),
+    ],
+    ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
+)
+def test_refused_before_any_process_group(monkeypatch, example, options, ranks, words):
+    for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    with pytest.raises(UserError, match=words):
+        example.train(example.Config(**options))
