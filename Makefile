@@ -1,5 +1,6 @@
 # make demo: from nothing to a trained model, its record and its pictures, in minutes.
-# make test: every test. Both make their own virtual environment first, and ask nothing.
+# make test: the tests, under five minutes. make test-long: the rest of them: more layouts, schedules, real launches.
+# All make their own virtual environment first, and ask nothing.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +11,7 @@ LINT   := $(VENV)/.installed-lint
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-long lint install clean
 
 install: $(READY)
 
@@ -29,6 +30,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_FLAGS)
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long $(TEST_FLAGS)
 
 lint: $(LINT)
 	$(BIN)/ruff check .

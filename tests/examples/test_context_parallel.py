@@ -15,6 +15,7 @@ from mmm.examples.context_parallel import Config, train
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
+@pytest.mark.long
 def test_same_losses_as_on_one_device(tmp_path):
     """cp2·tp2 by a ring, against a process that nothing started as a rank."""
     flags = ["--preset", "debug", "--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1"]

@@ -31,6 +31,7 @@ def one_device(tmp_path_factory):
     return mmm.history.load(outdir)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [(2, ("--schedule", "ZBVZeroBubble")), (4, ("--tp", "2", "--microbatches", "4"))],

@@ -51,6 +51,7 @@ def alone(tmp_path_factory):
     return mmm.history.load(outdir).loss.values
 
 
+@pytest.mark.long
 def test_ddp(alone, tmp_path):
     out = launch(2, "ddp", tmp_path, *flags(**SIZES, accumulate=2))
     np.testing.assert_allclose(mmm.history.load(tmp_path).loss, alone, rtol=1e-9)
@@ -60,6 +61,7 @@ def test_ddp(alone, tmp_path):
     assert "all-reduce by hand and DDP: gradients differ by" in out
 
 
+@pytest.mark.long
 def test_hsdp(alone, tmp_path):
     launch(4, "hsdp", tmp_path, *flags(**SIZES))
     np.testing.assert_allclose(mmm.history.load(tmp_path).loss, alone, rtol=1e-9)
@@ -121,6 +123,7 @@ def test_tensor_parallel(pool, ranks):
         assert max(value for two in found.values() for value in two) < 1e-12
 
 
+@pytest.mark.long
 def test_tensor_parallel_notices_a_bug(tmp_path):
     out = launch(2, "tensor_parallel", tmp_path, "--forget_all_reduce", code=1)
     assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["rows_by_hand"]
@@ -155,6 +158,7 @@ def test_collectives(pool, ranks):
         }
 
 
+@pytest.mark.long
 def test_collectives_draw_and_time(tmp_path):
     out = launch(2, "collectives", tmp_path, "--sizes", "4096", "65537", "--repeats", "2").splitlines()
     at = next(i for i, line in enumerate(out) if "all-to-all" in line)

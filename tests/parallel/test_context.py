@@ -183,15 +183,20 @@ def assert_same(got, steps=STEPS):
 
 LAYOUTS = [
     Layout(dp_shard=1, cp=2),
-    Layout(dp_shard=1, cp=4),
     Layout(dp_shard=2, cp=2),
-    Layout(dp_replicate=2, dp_shard=1, cp=2),
-    Layout(dp_shard=1, cp=2, tp=2),
+    *(
+        pytest.param(layout, marks=pytest.mark.long)
+        for layout in (
+            Layout(dp_shard=1, cp=4),
+            Layout(dp_replicate=2, dp_shard=1, cp=2),
+            Layout(dp_shard=1, cp=2, tp=2),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("style", "steps"), [("ring", STEPS), ("ulysses", 4)])
+@pytest.mark.parametrize(("style", "steps"), [("ring", STEPS), pytest.param("ulysses", 4, marks=pytest.mark.long)])
 def test_same_as_whole(pool, layout, style, steps):
     check_transformer(reference.CONFIG, layout, reference.SEQ, style)
     for got in pool.run(train, layout.ranks, layout, style, steps):
@@ -199,6 +204,7 @@ def test_same_as_whole(pool, layout, style, steps):
 
 
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_with_activation_checkpointing(pool, checkpointing, style):
     for got in pool.run(train, 2, Layout(dp_shard=1, cp=2), style, 1, checkpointing):

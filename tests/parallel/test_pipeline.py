@@ -130,6 +130,7 @@ EVERY = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "LoopedBFS": 4, "Interleav
          "ZBVZeroBubble": 4, "DualPipeV": 8}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pp", "model"), [(2, "text"), (4, "deep")])
 def test_every_schedule(pool, pp, model):
     assert EVERY.keys() == SCHEDULES.keys()
@@ -138,11 +139,12 @@ def test_every_schedule(pool, pp, model):
     check(pool, model, Layout(pp=pp, dp_shard=1), runs)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp_shard=2), Layout(pp=2, dp_shard=1, tp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp_shard=2), pytest.param(Layout(pp=2, dp_shard=1, tp=2), marks=pytest.mark.long)], ids=str)
 def test_with_data_and_tensor_parallel(pool, layout):
     check(pool, "text", layout, [("1F1B", 2, 10), ("ZBVZeroBubble", 4, 2)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["cnn", "vit"])
 def test_images(pool, model):
     check(pool, model, Layout(pp=2, dp_shard=1), [("1F1B", 4, 10), ("ZBVZeroBubble", 3, 2)])
