@@ -139,7 +139,10 @@ def test_every_schedule(pool, pp, model):
     check(pool, model, Layout(pp=pp, dp_shard=1), runs)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp_shard=2), pytest.param(Layout(pp=2, dp_shard=1, tp=2), marks=pytest.mark.long)], ids=str)
+WITH_TP = pytest.param(Layout(pp=2, dp_shard=1, tp=2), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp_shard=2), WITH_TP], ids=str)
 def test_with_data_and_tensor_parallel(pool, layout):
     check(pool, "text", layout, [("1F1B", 2, 10), ("ZBVZeroBubble", 4, 2)])
 
