@@ -93,6 +93,7 @@ def test_same_losses_on_one_device_without_launch(finished, tmp_path):
     assert json.loads((tmp_path / "one" / "config.json").read_text())["started_by"] == "alone"
 
 
+@pytest.mark.long
 def test_under_torchrun(finished, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "mmm.examples.fsdp_tp", *TINY, "--max-iters", "1", "--dtype", "fp64", "--no-plots"]

@@ -57,6 +57,7 @@ def test_same_losses_as_on_one_device(one_device, tmp_path, ranks, flags):
     assert len(stages) == (4 if "ZBVZeroBubble" in flags else 2)
 
 
+@pytest.mark.long
 def test_refused_once_before_any_rank_talks(tmp_path):
     done = launch(2, tmp_path / "out", "--microbatches", "3")
     assert done.returncode == 2

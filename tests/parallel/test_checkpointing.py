@@ -98,6 +98,7 @@ def on_a_mesh(rank, layout, mode):
     return {weights.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, tp=2), Layout(dp_shard=2)], ids=str)
 def test_gradients_on_meshes(pool, layout, mode):

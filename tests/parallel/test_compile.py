@@ -37,6 +37,7 @@ def gradients(rank, layout, backend):
     return compiled, grads, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.long
 def test_gradients(pool):
     """Whole blocks over dp. aot_eager is inductor without its C++: half a minute less."""
     _, expected = reference.train("sgd", torch.float64, 1, CONFIG)

@@ -58,6 +58,7 @@ def held(rank, techniques):
     return found
 
 
+@pytest.mark.long
 def test_what_each_rank_holds(pool):
     """The net's one large matrix is cut as well: by whole parameters, one rank would keep 98 % of the state."""
     whole, ranks = 1_199_882, 4

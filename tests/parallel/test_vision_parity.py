@@ -101,6 +101,7 @@ def test_float64(pool, model, layout, technique):
     assert_same(model, pool.run(train, layout.ranks, model, layout, technique, {"sgd": vision.STEPS, "adamw": 5}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["cnn", "vit"])
 @pytest.mark.parametrize(("layout", "technique"), MORE, ids=str)
 def test_float64_on_more_meshes(pool, model, layout, technique):

@@ -95,6 +95,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     assert config["global_batch_size"] == 32
 
 
+@pytest.mark.long
 def test_vit_on_tp(tmp_path):
     flags = ["--dataset", "digits", "--image_size", "16", "--patch_size", "4", "--channels", "1", "--global_batch_size"]
     flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2", "--no-plots"]
