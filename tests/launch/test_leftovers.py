@@ -37,7 +37,11 @@ def family(launcher):
 
 
 def rank_pid(launcher, rank):
-    return int((launcher.folder / f"ready-{rank}").read_text())
+    """The pid that a rank has written; the file is there a moment before what is in it."""
+    deadline = time.monotonic() + 5
+    while not (text := (launcher.folder / f"ready-{rank}").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return int(text)
 
 
 def parent(pid):
