@@ -51,9 +51,9 @@ def fsdp_tp(launch: list[str], ranks: int, steps: int, folder: str) -> tuple[flo
 
 def vit(launch: list[str], ranks: int, steps: int, folder: str) -> tuple[float, float]:
     """Seconds a step of the ViT trainer, and of its bare loop."""
-    flags = "--preset debug --dataset fake --batch_size 64 --no-plots --warmup 0"
+    flags = "--preset debug --dataset fake --batch_size 128 --no-plots --warmup 0"
     log = run(launch, "-m", "mmm.trainer.vit", *flags.split(), "--max_iters", steps, "--outdir", folder)
-    bare = run(launch, HERE / "bare_vision.py", "--model", "vit", "--batch", 64, "--steps", steps)
+    bare = run(launch, HERE / "bare_vision.py", "--model", "vit", "--batch", 128, "--steps", steps)
     return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
 
 

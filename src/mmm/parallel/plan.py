@@ -9,6 +9,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from mmm.errors import LayoutError
+from mmm.parallel.mesh import Layout
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -23,6 +26,8 @@ class Plan:
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
         stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
             in none (and has no parameters) is in every stage.
+        sequence: whether the model takes (batch, seq) tokens and ``positions`` of them.
+        refused: axes that the model has nothing to be cut by, and why.
     """
 
     tensor: Mapping[str, ParallelStyle]
@@ -32,6 +37,20 @@ class Plan:
     checkpointed: tuple[str, ...] = ()
     stages: tuple[str | tuple[str, ...], ...] = ()
     attention: tuple[str, ...] = ()
+    sequence: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def axis_problems(plan: Plan, layout: Layout) -> list[str]:
+    """The axes of a layout that a model has nothing to be cut by, one sentence each."""
+    sizes = {**layout.sizes, "ep": getattr(layout, "ep", 1)}
+    return [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
+
+
+def check_axes(plan: Plan, layout: Layout) -> None:
+    """Raises LayoutError where a layout has an axis that the model has nothing to be cut by."""
+    if wrong := axis_problems(plan, layout):
+        raise LayoutError("; ".join(wrong))
 
 
 def matches(pattern: str, name: str) -> bool:

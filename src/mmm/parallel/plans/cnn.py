@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.errors import LayoutError
 from mmm.models.cnn import CNNConfig
 from mmm.parallel.mesh import Layout
-from mmm.parallel.plan import Plan
+from mmm.parallel.plan import Plan, axis_problems
 from mmm.parallel.uncut import Uncut
 
 
@@ -33,6 +33,7 @@ def cnn_plan() -> Plan:
         tensor={"conv1": Uncut(), "conv2": Uncut(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
         units=("fc1",),
         stages=("conv1", "conv2", "fc1", "fc2"),
+        refused={"cp": "an image has no sequence to cut", "ep": "the CNN has no experts"},
     )
 
 
@@ -43,8 +44,7 @@ def check_cnn(config: CNNConfig, layout: Layout) -> None:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
     wrong = config.problems()
-    if layout.cp > 1:
-        wrong.append(f"cp {layout.cp}: an image has no sequence to cut; use cp 1")
+    wrong += axis_problems(cnn_plan(), layout)
     if not wrong and layout.tp > 1:
         if config.hidden % layout.tp:
             wrong.append(f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same part of "

@@ -63,6 +63,7 @@ def transformer_plan() -> Plan:
         checkpointed=("layers.*",),
         stages=("tok_embeddings", "layers.*", ("norm", "output")),
         attention=("layers.*.attention",),
+        sequence=True,
         # Nothing with tp > 1: a compiled block fails in backward, and a compiled attention or feed-forward layer, which
         # takes a DTensor, has had silently wrong gradients (PyTorch 2.13).
     )

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 from mmm.errors import LayoutError
 from mmm.models.vit import ViTConfig
 from mmm.parallel.mesh import Layout
-from mmm.parallel.plan import Plan
+from mmm.parallel.plan import Plan, axis_problems
 from mmm.parallel.uncut import Uncut
 
 
@@ -55,6 +55,7 @@ def vit_plan() -> Plan:
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
         stages=("embedding", "layers.*", ("norm", "head")),
+        refused={"cp": "the ViT's sequence is not cut", "ep": "the ViT has no experts"},
     )
 
 
@@ -65,8 +66,7 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
     wrong = config.problems()
-    if layout.cp > 1:
-        wrong.append(f"cp {layout.cp}: the ViT's sequence is not cut; use cp 1")
+    wrong += axis_problems(vit_plan(), layout)
     if not wrong and layout.tp > 1:
         for flag, size, what in (
             ("n_heads", config.n_heads, "each rank takes whole heads"),

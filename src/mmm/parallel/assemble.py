@@ -1,0 +1,229 @@
+"""Any model on any layout: the pieces of this folder put together, in one place.
+
+::
+
+    model on meta ──► stages (pp) ──► each: apply (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
+                        one, if pp is 1                                                             step(inputs, …)
+
+An example that teaches one technique calls its pieces itself; what takes any layout starts here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.apply import apply, check_compile, materialize
+from mmm.parallel.clip import clip_grad_norm
+from mmm.parallel.context import positions_of
+from mmm.parallel.copies import Copies
+from mmm.parallel.data import check_data_parallel, sync_gradients
+from mmm.parallel.loss import cross_entropy, local_value
+from mmm.parallel.mesh import Layout, has_axis
+from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel.plan import Plan, check_axes
+from mmm.parallel.stages import Part, cut, part_costs, parts_of, take_stage
+from mmm.runtime.device import Precision
+
+Loss = Callable[[Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Techniques:
+    """What the sizes of a layout leave open.
+
+    Attributes:
+        data_parallel, cp_style, checkpointing, compile: as `mmm.parallel.apply` takes them.
+        schedule: of a pipeline. stages_per_rank: None for the fewest that the schedule takes.
+        microbatches: parts that a batch goes through in. None: with pp what the schedule needs at least, else 1.
+    """
+
+    data_parallel: str = "fsdp"
+    cp_style: str = "ring"
+    schedule: ScheduleName = "1F1B"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    checkpointing: str = "none"
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a model is divided into pipeline stages; one stage where there is no pipeline.
+
+    Attributes:
+        parts: of the model, in the order of forward. costs: floating-point operations of each.
+        stages: the numbers of the parts in each stage. microbatches: as settled.
+    """
+
+    parts: list[Part]
+    costs: list[int]
+    stages: list[range]
+    microbatches: int
+
+    def names(self) -> list[list[str]]:
+        """The modules of each stage."""
+        return [[name for number in held for name in self.parts[number]] for held in self.stages]
+
+    def shares(self) -> list[float]:
+        """Each stage's part of the work."""
+        return [sum(self.costs[held.start : held.stop]) / sum(self.costs) for held in self.stages]
+
+
+def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs: Tensor, dtype: str = "") -> Division:
+    """Check how a model goes onto a layout, and divide it into stages; needs no process group.
+
+    Args:
+        model: on the meta device. layout: fitted.
+        inputs: of a step, of one data-parallel coordinate: (batch, …), on the meta device.
+        dtype: the flag's, where there is one: what a pipeline cannot train with is refused.
+
+    Raises:
+        UserError: it does not go; with what to change.
+    """
+    check_axes(plan, layout)
+    check_data_parallel(how.data_parallel, layout)
+    batch = len(inputs)
+    if layout.pp == 1:
+        if how.compile:
+            check_compile(plan, layout)
+        microbatches = 1 if how.microbatches is None else how.microbatches
+        if microbatches < 1 or batch % microbatches:
+            raise LayoutError(f"--microbatches {microbatches}: a batch of {batch} a data-parallel coordinate cannot be "
+                              f"cut into {microbatches} equal parts")  # fmt: skip
+        return Division([], [], [], microbatches)
+    if how.schedule not in SCHEDULES:
+        raise ConfigError(f"--schedule {how.schedule!r} is not one of {', '.join(SCHEDULES)}")
+    least = SCHEDULES[how.schedule].microbatches(layout.pp)[0]
+    microbatches = least if how.microbatches is None else how.microbatches
+    parts = parts_of(model, plan)
+    each = check_pipeline(layout, how.schedule, microbatches, batch, len(parts), how.stages_per_rank, dtype=dtype,
+                          compile=plan if how.compile else None)  # fmt: skip
+    costs = part_costs(model, parts, inputs)
+    return Division(parts, costs, cut(costs, layout.pp * each), microbatches)
+
+
+class ParallelModel:
+    """This rank's part of a model on a mesh: what to call, step after step, whatever the layout.
+
+    Attributes:
+        modules: this rank's stages by number; number 0 alone is the whole model where there is no pipeline.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        layout: Layout,
+        mesh: DeviceMesh,
+        precision: Precision,
+        how: Techniques,
+        division: Division,
+        *,
+        device: torch.device,
+        seed: int,
+        loss: Loss = cross_entropy,
+        lap: Lap | None = None,
+    ) -> None:
+        """
+        Args:
+            model: on the meta device; it is used up. mesh: of `build_mesh`. division: of `divide`.
+            seed: of the initial weights.
+            loss: (output, targets, count) → this rank's share, its sum over `count`.
+            lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
+        """
+        self.layout, self.mesh, self.device, self._loss, self._lap = layout, mesh, device, loss, lap
+        self.microbatches, self._count, self._positions = division.microbatches, 0, plan.sequence
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self.at = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
+        self.modules: dict[int, nn.Module] = {}
+        if layout.pp == 1:
+            numbers = [0]
+        else:
+            each = len(division.stages) // layout.pp
+            numbers = stages_of(self.at["pp"], layout.pp, how.schedule, each)
+        for number in numbers:
+            held = take_stage(model, division.parts, division.stages[number]) if division.stages else model
+            self.modules[number] = apply(held, mesh, plan, precision, data_parallel=how.data_parallel,
+                                         cp_style=how.cp_style, checkpointing=how.checkpointing,
+                                         compile=how.compile)  # fmt: skip
+            materialize(self.modules[number], device, seed)
+        self.pipeline: Pipeline | None = None
+        if layout.pp > 1:
+            self.pipeline = Pipeline(self.modules, len(division.stages), mesh, schedule=how.schedule,
+                                     microbatches=division.microbatches, device=device, lap=lap,
+                                     loss=lambda output, targets: loss(output, targets, self._count))  # fmt: skip
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that this rank holds, or holds a part of, by their names in the whole model."""
+        inner = (module.module if isinstance(module, Copies) else module for module in self.modules.values())
+        return chain.from_iterable(module.named_parameters() for module in inner)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def train(self, mode: bool = True) -> None:
+        for module in self.modules.values():
+            module.train(mode)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Cut the norm of the whole gradient, over all stages and ranks, down to `max_norm`. A collective."""
+        return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
+
+    def step(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
+        """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
+
+        Args:
+            inputs, targets: (batch, …), whole sequences also under cp. count: targets in the global batch.
+
+        Returns:
+            This rank's share of the loss, scalar, without a graph: `Layout.loss_ranks` add up to the global loss.
+        """
+        inputs, targets, whole = self._own(inputs, targets)
+        self._count = count
+        with loss_parallel():
+            if self.pipeline is not None:
+                return self.pipeline.step(inputs, targets, **whole)
+            share, (model,) = 0.0, self.modules.values()
+            pieces = list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
+            for number, (some, wanted) in enumerate(pieces):
+                sync_gradients(model, number == len(pieces) - 1)
+                loss = self._loss(model(some, **whole), wanted, count)
+                self._timed("dtf")
+                loss.backward()
+                self._timed("dtb")
+                share += local_value(loss)
+        return torch.tensor(share, dtype=torch.float64)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
+        """The share of the loss as `step` returns it, by forward alone. A collective."""
+        inputs, targets, whole = self._own(inputs, targets)
+        self._count = count
+        with loss_parallel():
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(inputs, targets, **whole)
+            (model,) = self.modules.values()
+            return torch.tensor(local_value(self._loss(model(inputs, **whole), targets, count)), dtype=torch.float64)
+
+    def _own(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The tokens of this cp coordinate, and for models of sequences where those stand in the whole."""
+        if not self._positions:
+            return inputs, targets, {}
+        cp = self.mesh["cp"].size() if has_axis(self.mesh, "cp") else 1
+        positions = positions_of(self.at.get("cp", 0), cp, inputs.shape[1]).to(inputs.device)
+        if cp > 1:
+            inputs, targets = inputs[:, positions], targets[:, positions]
+        return inputs, targets, {"positions": positions}
+
+    def _timed(self, part: str) -> None:
+        if self._lap is not None:
+            self._lap(part)

@@ -1,0 +1,129 @@
+"""Whole models on products of axes, put together by `ParallelModel`: losses and gradients as on one process."""
+
+import pytest
+import torch
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.models.transformer import Transformer
+from mmm.models.weights import canonical_name
+from mmm.parallel import Layout, build_mesh
+from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.vit import vit_plan
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_floats
+from support import reference, vision
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+PLANS = {"transformer": transformer_plan, "cnn": cnn_plan, "vit": vit_plan}
+STEPS = 3
+
+
+def on_meta(model: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return Transformer(reference.CONFIG) if model == "transformer" else vision.build(model)
+
+
+def batch(model: str, layout: Layout, coordinate: int, step: int):
+    """Inputs, targets and global count of a data-parallel coordinate."""
+    if model == "transformer":
+        size = reference.GLOBAL_BATCH // layout.dp
+        part = reference.tokens().batch(step, reference.GLOBAL_BATCH, coordinate * size, size)
+        return part.inputs, part.targets, part.count
+    size = vision.GLOBAL_BATCH // layout.dp
+    images, classes = (whole[coordinate * size : (coordinate + 1) * size] for whole in vision.batch(model, step))
+    return images, classes, vision.GLOBAL_BATCH
+
+
+def divided(model: str, layout: Layout, how: Techniques):
+    whole, plan = on_meta(model), PLANS[model]()
+    inputs = batch(model, layout, 0, 0)[0]
+    inputs = inputs.to("meta", torch.int64 if model == "transformer" else torch.float32)
+    return whole, plan, divide(whole, plan, layout, how, inputs)
+
+
+def train(rank, model: str, layout: Layout, how: Techniques):
+    """Losses of each step, the gradients of the first that are here, and the loss of an evaluation before step 1."""
+    whole, plan, division = divided(model, layout, how)
+    mesh = build_mesh(layout, "cpu", 30)
+    made = ParallelModel(whole, plan, layout, mesh, FP64, how, division, device=CPU, seed=reference.SEED)
+    rate = (reference.RATE if model == "transformer" else vision.RATE)["sgd"]
+    optimizer = torch.optim.SGD(made.parameters(), lr=rate)
+    losses, first, judged = [], {}, 0.0
+    for step in range(STEPS):
+        some = batch(model, layout, layout.dp_coordinate(rank.rank), step)
+        if step == 1:
+            judged = made.evaluate(*some).item()
+        share = made.step(*some).item()
+        if step == 1:
+            assert share == pytest.approx(judged, rel=1e-12)
+        if step == 0:
+            for name, parameter in made.named_parameters():
+                gradient = parameter.grad
+                whole_of = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                first[canonical_name(name)] = whole_of.clone()
+        if model != "transformer":
+            made.clip(vision.MAX_NORM[model])
+        optimizer.step()
+        optimizer.zero_grad()
+        shares = gather_floats([share], CPU)
+        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
+    return losses, first
+
+
+CASES = [
+    ("transformer", Layout(dp_shard=1), Techniques(microbatches=2)),
+    ("transformer", Layout(pp=2, cp=2, dp_shard=1), Techniques()),
+    ("transformer", Layout(pp=2, dp_shard=2), Techniques(schedule="ZBVZeroBubble", microbatches=2)),
+    ("transformer", Layout(dp_shard=2), Techniques(data_parallel="ddp", microbatches=2)),
+    ("vit", Layout(pp=2, dp_shard=1, tp=2), Techniques()),
+    ("cnn", Layout(dp_replicate=2, dp_shard=2), Techniques(data_parallel="hsdp")),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in [
+            ("transformer", Layout(pp=2, cp=2, dp_shard=1, tp=2), Techniques()),
+            ("transformer", Layout(pp=2, cp=2, dp_shard=2), Techniques(cp_style="ulysses")),
+            ("transformer", Layout(dp_shard=2, cp=2, tp=2), Techniques(microbatches=2)),
+            ("transformer", Layout(pp=2, dp_shard=2, tp=2), Techniques(schedule="Interleaved1F1B")),
+            ("vit", Layout(pp=2, dp_shard=2, tp=2), Techniques(schedule="GPipe", microbatches=3)),
+            ("cnn", Layout(pp=2, dp_shard=2, tp=2), Techniques()),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "how"), CASES, ids=lambda value: str(getattr(value, "schedule", value)))
+def test_products_of_axes(pool, model, layout, how):
+    if model == "transformer":
+        losses, gradients = reference.train("sgd", torch.float64, 10)
+    else:
+        losses, _, gradients = vision.train(model, "sgd")
+    ranks = pool.run(train, layout.ranks, model, layout, how)
+    assert set().union(*(first for _, first in ranks)) == gradients.keys()
+    for got, first in ranks:
+        assert got == pytest.approx(losses[:STEPS], rel=1e-9)
+        for name, gradient in first.items():
+            off = ((gradient - gradients[name]).abs().max() / gradients[name].abs().max()).item()
+            assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "how", "message"),
+    [
+        ("cnn", Layout(cp=2, dp_shard=1), Techniques(), "cp 2: an image has no sequence to cut; use cp 1"),
+        ("vit", Layout(cp=2, dp_shard=1), Techniques(), "use cp 1"),
+        ("cnn", Layout(dp_shard=2), Techniques(microbatches=4), "a batch of 6 .* into 4 equal parts"),
+        ("cnn", Layout(pp=2, dp_shard=2), Techniques(data_parallel="ddp"), "use fsdp, or pp 1"),
+        ("cnn", Layout(pp=8, dp_shard=1), Techniques(), "8 stages, and the model has 4 parts"),
+    ],
+)
+def test_refused_before_any_process_group(model, layout, how, message):
+    with pytest.raises(LayoutError, match=message):
+        divided(model, layout, how)
+
+
+def test_unknown_schedule():
+    with pytest.raises(ConfigError, match="is not one of GPipe"):
+        divided("cnn", Layout(pp=2, dp_shard=1), Techniques(schedule="gpipe"))
