@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mmm.errors import LaunchError, UserError
-from mmm.launch import local, target, wire
-from mmm.launch.started import process_start, started
+from mmm.launch import local, started, target, wire
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 MAX_RANKS = 4096
@@ -68,8 +67,7 @@ def _main(words: list[str], begin: float) -> int:
     target.check(what)
     plan = local.plan(what, nproc=nproc, device=args.device, prefork=not args.no_prefork)
     plan.shared[wire.LINE_VARIABLE] = shlex.join(["launch", *words])
-    plan.shared[wire.BEGAN_VARIABLE] = repr(process_start() or begin)
-    started({**os.environ, **plan.shared}, begin)    # a MMM_STARTED_AT that is no time is refused here, once
+    plan.shared.update(started.variables(os.environ, begin))
     for note in plan.notes:
         print(f"launch: {note}", file=sys.stderr)
     if args.dry_run:

@@ -39,6 +39,14 @@ def started(environ: Mapping[str, str], otherwise: float) -> tuple[float, str]:
     return process_start() or otherwise, "process"
 
 
+def variables(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:
+    """What `launch` tells its ranks of when it was started, and the job. Raises `LaunchError` as `started` does."""
+    told = {name: environ[name] for name in (STARTED_VARIABLE,) if environ.get(name)}
+    told[BEGAN_VARIABLE] = repr(process_start() or otherwise)
+    started(told, otherwise)
+    return told
+
+
 def _time(name: str, text: str) -> float:
     try:
         at = float(text)

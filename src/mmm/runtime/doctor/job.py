@@ -4,48 +4,53 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from mmm.errors import LaunchError
 
 
 @dataclass(frozen=True)
 class Job:
-    """scheduler: ``PBS``, ``Slurm`` or None. hosts: in order, each once. source: where they came from. problem: what
-    is wrong with that."""
+    """scheduler: ``slurm``, ``pbs`` or ``none``. hosts: in order, each once. why: where "hosts" came from."""
 
-    scheduler: str | None = None
+    scheduler: str = "none"
     hosts: tuple[str, ...] = ()
-    source: str = ""
-    problem: str = ""
+    why: dict[str, str] = field(default_factory=dict)
 
 
 def detect(environ: Mapping[str, str]) -> Job:
-    """The job by its environment. One that says PBS and Slurm is the one that has a list of hosts, PBS first."""
-    if "PBS_JOBID" in environ or "PBS_NODEFILE" in environ:
-        path = environ.get("PBS_NODEFILE")
-        if path is None:
-            return Job("PBS", problem="PBS_JOBID is set, but PBS_NODEFILE is not: hosts unknown")
+    """The job by its environment: Slurm's, which a job of PBS may have submitted; else that of PBS.
+
+    Raises:
+        LaunchError: the list of hosts cannot be read, or names none.
+    """
+    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_JOB_NODELIST"):
+        text = environ["SLURM_JOB_NODELIST"]
+        return _job("slurm", expand(text), f"SLURM_JOB_NODELIST={text}")
+    if environ.get("PBS_JOBID") and environ.get("PBS_NODEFILE"):
+        path = environ["PBS_NODEFILE"]
         try:
-            hosts = tuple(dict.fromkeys(line.strip() for line in Path(path).read_text().splitlines() if line.strip()))
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not text"
-            return Job("PBS", (), f"PBS_NODEFILE={path}", f"PBS_NODEFILE={path} cannot be read: {why}")
-        return Job("PBS", hosts, f"PBS_NODEFILE={path}", "" if hosts else f"PBS_NODEFILE={path} names no host")
-    if "SLURM_JOB_ID" in environ:
-        text = environ.get("SLURM_JOB_NODELIST", "")
-        hosts = tuple(dict.fromkeys(expand(text)))
-        problem = "" if hosts else f"SLURM_JOB_NODELIST={text!r} names no host"
-        return Job("Slurm", hosts, f"SLURM_JOB_NODELIST={text}", problem)
+            lines = Path(path).read_text().splitlines()
+        except OSError as error:
+            raise LaunchError(f"PBS_NODEFILE={path} cannot be read: {error.strerror}") from None
+        return _job("pbs", [line.strip() for line in lines], f"PBS_NODEFILE={path}")
     return Job()
+
+
+def _job(scheduler: str, names: list[str], source: str) -> Job:
+    hosts = tuple(dict.fromkeys(name for name in names if name))
+    if not hosts:
+        raise LaunchError(f"{source} names no host")
+    return Job(scheduler, hosts, {"hosts": source})
 
 
 def expand(text: str) -> list[str]:
     """Slurm's short form of a list of hosts: ``a[1-2,07]b,c`` → a1b, a2b, a07b, c."""
     names = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        parts = re.split(r"\[([^\]]*)\]", item)                      # text, range, text, range, …, text
         made = [""]
-        for i, part in enumerate(parts):
+        for i, part in enumerate(re.split(r"\[([^\]]*)\]", item)):   # text, range, text, range, …, text
             made = [name + each for name in made for each in (_range(part) if i % 2 else [part])]
         names += [name for name in made if name]
     return names

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mmm.errors import LaunchError
 from mmm.runtime.doctor.finding import Finding, Place
 from mmm.runtime.doctor.job import detect
 
 SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915       # asks for an interface's IPv4 address
 FAST = ("hsn", "ib", "bond")                     # names of the networks between a cluster's nodes
+NAMES = {"pbs": "PBS", "slurm": "Slurm"}
 SHOWN = 6
 Lookup = Callable[[str], list[str]]
 
@@ -31,16 +33,16 @@ def addresses_of(name: str) -> list[str]:
 
 def check_job(place: Place, lookup: Lookup = addresses_of) -> Iterator[Finding]:
     """The scheduler, its host file, and whether every host's name is known here."""
-    job = detect(place.environ)
-    if job.scheduler is None:
+    try:
+        job = detect(place.environ)
+    except LaunchError as error:
+        yield Finding("scheduler", "fail", str(error), "start a new job, or unset what another job has left")
+        return
+    if job.scheduler == "none":
         yield Finding("scheduler", "ok", "none: no job of PBS or Slurm, so `launch` starts ranks on this host")
         return
-    if job.problem:
-        yield Finding("scheduler", "fail", f"{job.scheduler}: {job.problem}",
-                      "ask for the job's hosts again (a new job), or unset what another job has left")  # fmt: skip
-        return
     shown = ", ".join(job.hosts[:SHOWN]) + (f" and {len(job.hosts) - SHOWN} more" if len(job.hosts) > SHOWN else "")
-    yield Finding("scheduler", "ok", f"{job.scheduler}, {len(job.hosts)} hosts: {shown} ({job.source})")
+    yield Finding("scheduler", "ok", f"{NAMES[job.scheduler]}, {len(job.hosts)} hosts: {shown} ({job.why['hosts']})")
     unknown = [host for host in job.hosts if not lookup(host)]
     if unknown:
         yield Finding("hosts", "fail" if unknown[0] == job.hosts[0] else "warn",
@@ -48,6 +50,13 @@ def check_job(place: Place, lookup: Lookup = addresses_of) -> Iterator[Finding]:
                       "set MASTER_ADDR to an address of the first host that the others can reach")  # fmt: skip
     else:
         yield Finding("hosts", "ok", "every host's name is known here")
+
+
+def _several_hosts(place: Place) -> bool:
+    try:
+        return len(detect(place.environ).hosts) > 1
+    except LaunchError:
+        return True                              # `check_job` says what is wrong; take the stricter case
 
 
 def interfaces(root: Path = Path("/")) -> dict[str, str]:
@@ -78,7 +87,7 @@ def check_interfaces(place: Place, found: dict[str, str] | None = None) -> Itera
     found = interfaces(place.root) if found is None else found
     usable = {name: address for name, address in found.items() if address}
     seen = ", ".join(f"{name} {address}" for name, address in usable.items()) or "none has an address"
-    several = len(detect(place.environ).hosts) > 1
+    several = _several_hosts(place)
     outside = [name for name, address in usable.items() if not ipaddress.ip_address(address).is_loopback]
     chosen = place.environ.get("GLOO_SOCKET_IFNAME")
     wrong = [name for name in (chosen or "").split(",") if name and name not in usable]
@@ -105,7 +114,7 @@ def check_host_name(place: Place, lookup: Lookup = addresses_of, name: str | Non
     """
     name = socket.gethostname() if name is None else name
     found = interfaces(place.root) if found is None else found
-    several = len(detect(place.environ).hosts) > 1
+    several = _several_hosts(place)
     outside = [each for each, address in found.items() if address and not ipaddress.ip_address(address).is_loopback]
     cure = (f"export GLOO_SOCKET_IFNAME={outside[0]} on every host, or mend /etc/hosts" if outside
             else "give the host an address in /etc/hosts or DNS")  # fmt: skip
