@@ -43,7 +43,11 @@ def main(argv: list[str]) -> int:
             starts.append(_of_record(path, config, args.model))
             tables.append(f"{path}\n{startup.table(config['startup'], [about['host'] for about in config['ranks']])}")
         else:
-            starts += read_log(path, args.model, args.ranks)
+            log = read_log(path, args.model, args.ranks)
+            starts += log.starts
+            if log.without:
+                print(f"{path}: {log.without} of {log.without + len(log.starts)} jobs had no first step: left out",
+                      file=sys.stderr)  # fmt: skip
     starts.sort(key=lambda start: (start.model, start.ranks, start.start))
     print(table(starts))
     if args.parts or len(starts) == len(tables) == 1:

@@ -61,6 +61,7 @@ def _answer(parent: int, fd: int, name: str, check: Callable[[], Iterable[Findin
         silence = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(silence, stream)
+        sys.stdout = sys.stderr = open(os.devnull, "w")      # noqa: SIM115 (these may not have been the ones above)
         try:
             for finding in check():
                 _line(fd, json.dumps(asdict(finding)))

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from mmm.errors import DataError
 
@@ -36,8 +37,15 @@ class Start:
         return (self.stop - self.start).total_seconds()
 
 
-def read_log(path: Path, model: str | None = None, ranks: int | None = None) -> list[Start]:
-    """Every start in a log; a job that ended before its first step is none.
+class Log(NamedTuple):
+    """starts: of the jobs in a log. without: how many more jobs began, and ended before their first step."""
+
+    starts: list[Start]
+    without: int
+
+
+def read_log(path: Path, model: str | None = None, ranks: int | None = None) -> Log:
+    """Every start in a log.
 
     Both times are taken in whole seconds, as the first is written. A step's time without a date is the next one after
     the start: of the day after where the clock shows less.
@@ -66,7 +74,7 @@ def read_log(path: Path, model: str | None = None, ranks: int | None = None) -> 
     if not found:
         raise DataError(f"{path}: a job began ({_job(path, lines[jobs[0]])}), but no line after it holds both a time "
                         f"(HH:MM:SS) and a step (`iter=0`, `step: 1`, …): it may have ended before")  # fmt: skip
-    return found
+    return Log(found, len(jobs) - len(found))
 
 
 def _job(path: Path, line: str) -> datetime:
