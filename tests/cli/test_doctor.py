@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -63,3 +65,18 @@ def test_warnings_are_no_failure(tmp_path):
     done = doctor(tmp_path, HOME="/no/such/home")
     assert done.returncode == 0, done.stdout
     assert "warn  home" in done.stdout
+
+
+def test_ctrl_c_leaves_nothing(tmp_path):
+    text = "import os, time\nopen('torch_pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    (tmp_path / "torch.py").write_text(text)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
+    process = subprocess.Popen(COMMAND, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "torch_pid").exists() or not (tmp_path / "torch_pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == "mmm: interrupted\n"
+    assert process.returncode == 130
+    assert not os.path.exists(f"/proc/{(tmp_path / 'torch_pid').read_text()}")

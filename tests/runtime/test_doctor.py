@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmm.runtime.doctor import Place, as_json, checks, compute, examine, network, python, storage, table
+from mmm.runtime.doctor import Place, as_json, checks, compute, examine, lines, network, python, storage, summary
 from mmm.runtime.doctor.child import isolated
 from mmm.runtime.doctor.finding import Finding
 from mmm.runtime.doctor.job import detect, expand
@@ -339,13 +339,15 @@ def test_home(tmp_path, monkeypatch):
 # The table.
 
 
-def test_table_fits_and_counts():
+def test_lines_fit_and_are_counted():
     warned = Finding("longer name", "warn", "y", "do " * 80)
     findings = [Finding("a", "ok", "x " * 200), warned, Finding("b", "fail", "")]
-    text = table(findings)
-    assert max(map(len, text.splitlines())) <= 100
-    assert text.splitlines()[-1] == "1 ok, 1 warn, 1 fail"
-    assert "→ do do" in text
+    text = [line for finding in findings for line in lines(finding).splitlines()]
+    assert max(map(len, text)) <= 100
+    assert text[0].startswith("ok    a    ")
+    assert summary(findings) == "1 ok, 1 warn, 1 fail"
+    assert "→ do do" in "\n".join(text)
+    assert text[-1].startswith("FAIL  b")
     assert '"status": "fail"' in as_json(findings)
 
 

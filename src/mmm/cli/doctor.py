@@ -27,15 +27,18 @@ def main(argv: list[str]) -> int:
     from mmm.runtime import doctor
 
     place = doctor.Place(outdir=args.outdir, timeout=args.timeout, import_timeout=4 * args.timeout)
-    try:
-        findings = list(doctor.examine(place))
-    except KeyboardInterrupt:
-        print("mmm doctor: interrupted", file=sys.stderr)
-        return 130
-    text = doctor.as_json(findings) if args.json else doctor.table(findings)
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))
+    findings = []
+    for finding in doctor.examine(place):
+        findings.append(finding)
+        if not args.json:
+            _print(doctor.lines(finding))
+    _print(doctor.as_json(findings) if args.json else f"\n{doctor.summary(findings)}")
     return int(any(each.status == "fail" for each in findings))
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), flush=True)  # an ASCII terminal gets question marks
 
 
 if __name__ == "__main__":

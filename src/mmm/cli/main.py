@@ -56,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"mmm: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("mmm: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

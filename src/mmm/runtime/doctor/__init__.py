@@ -5,6 +5,6 @@ hangs becomes a finding. Nothing here imports torch but the child whose check it
 """
 
 from mmm.runtime.doctor.checks import CHECKS, examine
-from mmm.runtime.doctor.finding import Finding, Place, as_json, table
+from mmm.runtime.doctor.finding import Finding, Place, as_json, lines, summary
 
-__all__ = ["CHECKS", "Finding", "Place", "as_json", "examine", "table"]
+__all__ = ["CHECKS", "Finding", "Place", "as_json", "examine", "lines", "summary"]

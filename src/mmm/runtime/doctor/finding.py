@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 STATES = ("ok", "warn", "fail")
-WIDTH = 100
+WIDTH = 100              # columns
+NAME_WIDTH = 15
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,22 @@ def as_json(findings: Sequence[Finding]) -> str:
     return json.dumps([asdict(each) for each in findings], indent=2, ensure_ascii=False)
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """A line a finding, its fix below it, and how many there are of each status; at most 100 columns."""
-    name_width = max(len(each.name) for each in findings) + 2
-    lines = []
-    for each in findings:
-        head = f"{each.status.upper() if each.status == 'fail' else each.status:<6}{each.name:<{name_width}}"
-        lines += _wrapped(head, each.seen)
-        if each.fix:
-            lines += _wrapped(" " * len(head) + ("→ " if each.status != "ok" else ""), each.fix)
+def lines(finding: Finding) -> str:
+    """A finding for people: a line or more of at most 100 columns, the fix below."""
+    status = finding.status.upper() if finding.status == "fail" else finding.status
+    head = f"{status:<6}{finding.name:<{NAME_WIDTH}} "
+    rows = _wrapped(head, finding.seen)
+    if finding.fix:
+        rows += _wrapped(" " * len(head) + ("→ " if finding.status != "ok" else ""), finding.fix)
+    return "\n".join(rows)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many there are of each status."""
     counts = {status: sum(each.status == status for each in findings) for status in STATES}
-    return "\n".join([*lines, "", ", ".join(f"{count} {status}" for status, count in counts.items())])
+    return ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
 def _wrapped(head: str, text: str) -> list[str]:
-    rows = [row for line in text.splitlines() or [""] for row in textwrap.wrap(line, WIDTH - len(head)) or [""]]
+    rows = textwrap.wrap(text, WIDTH - len(head)) or [""]
     return [(head if i == 0 else " " * len(head)) + row for i, row in enumerate(rows)]
