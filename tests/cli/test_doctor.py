@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -67,7 +68,8 @@ def test_warnings_are_no_failure(tmp_path):
     assert "warn  home" in done.stdout
 
 
-def test_ctrl_c_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(("number", "says", "code"), [(signal.SIGINT, "mmm: interrupted\n", 130), (signal.SIGKILL, "", -9)])
+def test_interrupted_or_killed_it_leaves_nothing(tmp_path, number, says, code):
     text = "import os, time\nopen('torch_pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     (tmp_path / "torch.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
@@ -76,7 +78,9 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     while not (tmp_path / "torch_pid").exists() or not (tmp_path / "torch_pid").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[1] == "mmm: interrupted\n"
-    assert process.returncode == 130
-    assert not os.path.exists(f"/proc/{(tmp_path / 'torch_pid').read_text()}")
+    process.send_signal(number)
+    assert (process.communicate(timeout=20)[1], process.returncode) == (says, code)
+    status = Path(f"/proc/{(tmp_path / 'torch_pid').read_text()}/stat")
+    while status.exists() and " Z " not in status.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -153,11 +153,13 @@ def test_marks_are_in_the_order_of_the_names():
 
 
 RANK = """
+import time
+own = time.time()
 import json, os, sys
 import numpy
 from mmm.runtime import startup
 times = startup.ready()
-json.dump({"marks": times.marks()[:3], "imports": times.imports, "source": times.source,
+json.dump({"own": own, "marks": times.marks()[:3], "imports": times.imports, "source": times.source,
            "shared": startup.process.shared, "left": len(sys.meta_path)}, open(os.environ["RANK"] + ".json", "w"))
 """
 
@@ -173,6 +175,8 @@ def test_ranks_know_when_launch_began(tmp_path, how):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
         begin, began, ready = said["marks"]
         assert before - 0.05 <= begin < began < ready <= after
+        assert began <= said["own"] < began + 1
+        assert begin + sum(said["shared"].values()) < began  # the imports in common come before
         assert said["source"] == "launch"
         assert ("numpy" in said["shared"]) == (not how)  # forked: imported once, before
         assert "numpy" not in said["imports"]  # a user's program has no timer of ours in it
