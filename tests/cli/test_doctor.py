@@ -68,7 +68,9 @@ def test_warnings_are_no_failure(tmp_path):
     assert "warn  home" in done.stdout
 
 
-@pytest.mark.parametrize(("number", "says", "code"), [(signal.SIGINT, "mmm: interrupted\n", 130), (signal.SIGKILL, "", -9)])
+@pytest.mark.parametrize(
+    ("number", "says", "code"), [(signal.SIGINT, "mmm: interrupted\n", 130), (signal.SIGKILL, "", -9)]
+)
 def test_interrupted_or_killed_it_leaves_nothing(tmp_path, number, says, code):
     text = "import os, time\nopen('torch_pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     (tmp_path / "torch.py").write_text(text)
