@@ -2,14 +2,16 @@
 
 import argparse
 import difflib
+import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from mmm.errors import LaunchError, UserError
-from mmm.launch import local, target, wire
+from mmm.launch import local, started, target, wire
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 MAX_RANKS = 4096
@@ -44,9 +46,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch` with these words (default: the command line's) and return its exit code."""
+    begin = time.time()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(words)
+        return _main(words, begin)
     except UserError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return 2
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _main(words: list[str]) -> int:
+def _main(words: list[str], begin: float) -> int:
     options, command = split(words)
     args = parser().parse_args(options)
     nproc = None if args.nproc is None else _ranks(args.nproc)
@@ -64,6 +67,7 @@ def _main(words: list[str]) -> int:
     target.check(what)
     plan = local.plan(what, nproc=nproc, device=args.device, prefork=not args.no_prefork)
     plan.shared[wire.LINE_VARIABLE] = shlex.join(["launch", *words])
+    plan.shared.update(started.variables(os.environ, begin))
     for note in plan.notes:
         print(f"launch: {note}", file=sys.stderr)
     if args.dry_run:

@@ -13,6 +13,8 @@ FAILURE_VARIABLE = "MMM_FAILURE_FD"      # an exec'd rank's failure socket; take
 MARKER_VARIABLE = "MMM_LAUNCH_ID"        # the same in every process of one launch, and in no other
 DEVICE_VARIABLE = "MMM_DEVICE"           # the device type chosen or detected
 LINE_VARIABLE = "MMM_LAUNCH_LINE"        # the command line as typed, for a run's record
+BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"      # when launch itself was started, seconds since 1970
+STARTED_VARIABLE = "MMM_STARTED_AT"      # the same of the job, where its script says so: then this one counts
 
 MAX_TEXT = 60_000                        # characters of a report kept; a datagram has to fit in the socket's buffer
 SOCKET_BUFFER = 1 << 20

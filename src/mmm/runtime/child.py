@@ -24,7 +24,7 @@ from mmm.launch import imports
 from mmm.launch import target as targets
 from mmm.launch.target import Target
 from mmm.launch.wire import FAILURE_VARIABLE
-from mmm.runtime import failure, lifeline
+from mmm.runtime import failure, lifeline, startup
 
 INTERRUPTED = 128 + signal.SIGINT
 EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")   # profilers write at exit
@@ -68,6 +68,7 @@ def _run(target: Target) -> None:
     first = target.first_path()
     if first is not None:
         sys.path.insert(0, first)
+    startup.begin()
     if target.kind == "script" and not target.name.endswith(".py"):
         runpy.run_path(target.name, run_name="__main__")         # a folder, a zip file, compiled code, any other name
         return

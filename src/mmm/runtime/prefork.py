@@ -22,7 +22,7 @@ from mmm.launch import imports, processes
 from mmm.launch import target as targets
 from mmm.launch.target import Target
 from mmm.launch.wire import AGENT_VARIABLE, FAILURE_VARIABLE, MARKER_VARIABLE, Instructions, Status
-from mmm.runtime import child, failure, lifeline
+from mmm.runtime import child, failure, lifeline, startup
 
 # What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
 TORCH_LATER = ("torch._dynamo",)
@@ -64,6 +64,7 @@ def preload(target: Target, todo: Instructions) -> None:
     process in which it was never tried, and raise it themselves.
     """
     gc.disable()
+    startup.time_imports()
     wanted = [] if "*" in todo.skip else [w for w in imports.preloads(target) if w.module not in todo.skip]
     for each in wanted:
         if each.module in NOT_BEFORE_FORK or each.module.partition(".")[0] in NOT_BEFORE_FORK:
@@ -83,6 +84,7 @@ def preload(target: Target, todo: Instructions) -> None:
                 __import__(name)
     if _shadowed(target.first_path()):
         start_anew(todo, "*")
+    startup.keep_shared()
     gc.freeze()                                  # not collected first: that takes longer than what it would free
     gc.enable()
 
