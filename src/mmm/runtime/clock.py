@@ -8,6 +8,9 @@ import torch
 
 from mmm.runtime.device import synchronize
 
+PARTS = ("dtd", "dtf", "dtb", "dto")
+PIPELINE_PARTS = ("dtd", "dtf", "dtb", "dtw", "dto")  # with a pipeline, a rank also waits
+
 
 class StepClock:
     """Stopwatch of one step.
@@ -16,7 +19,7 @@ class StepClock:
     step (micro-batches): its seconds add up. The parts add up to ``dt`` because ``dt`` is their sum.
     """
 
-    def __init__(self, device: torch.device, parts: tuple[str, ...] = ("dtd", "dtf", "dtb", "dto")) -> None:
+    def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
         self.device = device
         self.parts = parts
         self._mark = 0.0

@@ -67,6 +67,12 @@ def sharded_model(model: nn.Module) -> str:
     return f"{_as_text(table)}\nheld here: {held:,} of {whole_count:,} parameters ({held / whole_count:.1%})"
 
 
+def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
+    """A line a stage: its part of the work, and its modules."""
+    return "\n".join(f"stage {number}, {share:.0%} of the work: {' '.join(held)}"
+                     for number, (held, share) in enumerate(zip(names, shares, strict=True)))  # fmt: skip
+
+
 def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
     """Ranks with host and place on the mesh; above 32 ranks, the first and last 16."""
     axes = [key for key in ranks[0] if key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
