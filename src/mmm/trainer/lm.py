@@ -18,6 +18,7 @@ from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.place import place
+from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import warmup_cosine
@@ -47,7 +48,7 @@ def train(config: Config) -> None:
     setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=config.cp_style)
     division = divide(setting.model, plan, setting.layout, how, setting.sample, config.dtype)
     if config.summary:
-        setting.print_summary()
+        print_once(setting.summary())
         return
 
     with start_run("lm", config, setting.layout) as run:

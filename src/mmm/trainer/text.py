@@ -13,7 +13,6 @@ from mmm.data import Tokens
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes
 from mmm.parallel.plans.transformer import check_transformer
-from mmm.runtime.ranks import whoami
 from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions
 from mmm.trainer.report import model_summary
 
@@ -48,11 +47,6 @@ class Setting:
     def summary(self) -> str:
         """The model, whole, before it is cut."""
         return model_summary(self.model, self.sample)
-
-    def print_summary(self) -> None:
-        """On rank 0: what --summary asks for."""
-        if whoami().is_main:
-            print(self.summary())
 
     def describe(self) -> dict[str, Any]:
         """What the record keeps."""

@@ -26,7 +26,7 @@ from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.place import place
-from mmm.trainer.report import model_summary
+from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import warmup_cosine
@@ -85,8 +85,7 @@ def train(config: Config) -> None:
     division = divide(model, plan, layout, how, sample, config.dtype)
     summary = model_summary(model, sample)
     if data is None:
-        if rank.is_main:
-            print(summary)
+        print_once(summary)
         return
 
     with start_run("vit", config, layout) as run:
