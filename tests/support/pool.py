@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
@@ -115,6 +115,14 @@ def _load(file: str, qualname: str) -> Callable[..., Any]:
     return getattr(sys.modules[name], qualname)
 
 
+def _forget_meshes() -> None:
+    """DTensor keeps what it has worked out for a mesh, with the names of groups that are gone after a call."""
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # PyTorch 2.8
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+
+
 def _serve(rank: int, end: connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -127,8 +135,7 @@ def _serve(rank: int, end: connection.Connection) -> None:
             me = Rank(rank, world_size, rank, world_size, "pool", "127.0.0.1", port)
             with process_group(me, torch.device("cpu"), timeout):
                 result = _load(*where)(me, *args)
-            # DTensor keeps what it has worked out for a mesh, with the names of groups that are gone now.
-            _clear_sharding_prop_cache()
+            _forget_meshes()
             end.send((True, result))
         except BaseException:
             end.send((False, traceback.format_exc()))

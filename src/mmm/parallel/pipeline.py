@@ -110,6 +110,9 @@ def check_pipeline(
         raise ConfigError(f"--schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
     if not hasattr(schedules, f"Schedule{schedule}"):
         raise ConfigError(f"--schedule {schedule}: PyTorch {torch.__version__} lacks it; use 1F1B, or a newer PyTorch")
+    if not hasattr(schedules._PipelineSchedule, "eval"):
+        raise ConfigError(f"pp {layout.pp}: the pipelines of PyTorch {torch.__version__} train only, and cannot be "
+                          f"evaluated; use a newer PyTorch, or pp 1")  # fmt: skip
     kind, pp, wrong = SCHEDULES[schedule], layout.pp, []
     each = kind.least if stages_per_rank is None else stages_per_rank
     if pp < 2:
