@@ -50,6 +50,8 @@ def alone(tmp_path_factory):
         {"cp": 2, "dp_shard": 1},
         pytest.param({"pp": 2, "tpsize": 2, "schedule": "DualPipeV"}, marks=pytest.mark.long),
         pytest.param({"parallel": "hsdp", "microbatches": 2}, marks=pytest.mark.long),
+        pytest.param({"pp": 2, "parallel": "hsdp"}, marks=pytest.mark.long),
+        pytest.param({"cp": 2, "dp_replicate": 2, "activation_checkpointing": "full"}, marks=pytest.mark.long),
         pytest.param({"pp": 2, "cp": 2, "cp_style": "ulysses"}, marks=pytest.mark.long),
     ],
     ids=str,
