@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmm.models.sizes import below_one
 from mmm.models.weights import Init
 
 
@@ -49,10 +50,7 @@ class TransformerConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = []
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        found = below_one(self, ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"))
         if found:
             return found
         if self.dim % self.n_heads:

@@ -8,6 +8,9 @@ import torch
 
 from mmm.runtime.device import synchronize
 
+PARTS = ("dtd", "dtf", "dtb", "dto")
+PIPELINE_PARTS = ("dtd", "dtf", "dtb", "dtw", "dto")  # with a pipeline, a rank also waits
+
 
 class StepClock:
     """Stopwatch of one step.
@@ -19,7 +22,7 @@ class StepClock:
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
     """
 
-    def __init__(self, device: torch.device, parts: tuple[str, ...] = ("dtd", "dtf", "dtb", "dto")) -> None:
+    def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
         self.device = device
         self.parts = parts
         self._mark = 0.0

@@ -32,7 +32,7 @@ from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
-from mmm.runtime.clock import StepClock
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
@@ -210,8 +210,8 @@ def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]
             "ranks": ranks,
             "notes": [],
         }
-        run = Run(options, rank, layout, device, precision, StepClock(device), log, outdir, ranks, config=config,
-                  startup=times)  # fmt: skip
+        clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
+        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, config=config, startup=times)
         run.describe()
         log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
                  precision.name, precision.reason, rank_table(ranks))  # fmt: skip
