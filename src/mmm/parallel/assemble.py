@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +89,8 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     """
     check_axes(plan, layout)
     check_data_parallel(how.data_parallel, layout)
+    if plan.check is not None:
+        plan.check(model, layout, inputs, how.cp_style)
     batch = len(inputs)
     if layout.pp == 1:
         if how.compile:
@@ -163,9 +164,10 @@ class ParallelModel:
                                      loss=lambda output, targets: loss(output, targets, self._count))  # fmt: skip
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that this rank holds, or holds a part of, by their names in the whole model."""
-        inner = (module.module if isinstance(module, Copies) else module for module in self.modules.values())
-        return chain.from_iterable(module.named_parameters() for module in inner)
+        """What an optimizer updates on this rank: parameters, or parts of them, by their names in the whole model."""
+        for module in self.modules.values():
+            added = "module." if isinstance(module, Copies) else ""  # of ZeRO the wrapper alone knows the parts
+            yield from ((name.removeprefix(added), parameter) for name, parameter in module.named_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
