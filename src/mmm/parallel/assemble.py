@@ -96,6 +96,8 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     check_axes(plan, layout)
     check_data_parallel(how.data_parallel, layout)
     check_checkpointing(plan, how.checkpointing)
+    if plan.check is not None:
+        plan.check(model, layout, inputs, how.cp_style)
     batch = len(inputs)
     if layout.pp == 1:
         if how.compile:

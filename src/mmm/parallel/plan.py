@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import LayoutError
@@ -28,6 +29,8 @@ class Plan:
             in none (and has no parameters) is in every stage.
         sequence: whether the model takes (batch, seq) tokens and ``positions`` of them.
         refused: axes that the model has nothing to be cut by, and why.
+        check: (model, layout, inputs of a step, cp_style) → nothing; raises LayoutError where the model's sizes do not
+            go onto the layout. None: any go.
     """
 
     tensor: Mapping[str, ParallelStyle]
@@ -39,6 +42,7 @@ class Plan:
     attention: tuple[str, ...] = ()
     sequence: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Any, Layout, Tensor, str], None] | None = None
 
 
 def axis_problems(plan: Plan, layout: Layout) -> list[str]:

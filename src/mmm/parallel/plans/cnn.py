@@ -34,6 +34,7 @@ def cnn_plan() -> Plan:
         units=("fc1",),
         stages=("conv1", "conv2", "fc1", "fc2"),
         refused={"cp": "an image has no sequence to cut", "ep": "the CNN has no experts"},
+        check=lambda model, layout, inputs, cp_style: check_cnn(model.config, layout),
     )
 
 

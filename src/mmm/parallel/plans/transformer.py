@@ -64,6 +64,7 @@ def transformer_plan() -> Plan:
         stages=("tok_embeddings", "layers.*", ("norm", "output")),
         attention=("layers.*.attention",),
         sequence=True,
+        check=lambda model, layout, inputs, style: check_transformer(model.config, layout, inputs.shape[1], style),
         # Nothing with tp > 1: a compiled block fails in backward, and a compiled attention or feed-forward layer, which
         # takes a DTensor, has had silently wrong gradients (PyTorch 2.13).
     )

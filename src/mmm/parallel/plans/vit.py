@@ -56,6 +56,7 @@ def vit_plan() -> Plan:
         checkpointed=("layers.*",),
         stages=("embedding", "layers.*", ("norm", "head")),
         refused={"cp": "the ViT's sequence is not cut", "ep": "the ViT has no experts"},
+        check=lambda model, layout, inputs, cp_style: check_vit(model.config, layout),
     )
 
 

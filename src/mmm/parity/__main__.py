@@ -1,0 +1,184 @@
+"""Train models on every layout, and hold each against plain PyTorch on one device.
+
+    python3 -m mmm.parity                                         # the whole matrix
+    python3 -m mmm.parity --ranks 1..4 --model vit                # of one model, on up to 4 ranks
+    python3 -m mmm.parity --model cnn --layout pp2.dp2.tp2        # one layout; also a model of your own
+
+It starts the CPU ranks itself. A layout passes where the losses of all steps and every gradient of step 1 are those of
+one device, to rounding. The exit code is 0 if all passed, 1 if not, 2 for wrong flags.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
+from mmm.parity import models
+from mmm.parity.layouts import AXES, Case, canonical, matrix, optimizers_for, ranks_of
+from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error, said_once
+from mmm.runtime.ranks import whoami
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to train, and how long."""
+
+    model: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """transformer, vit, cnn, or your own (docs/models.md); repeatable. Default: all."""
+    layout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp alone means FSDP.
+    Default: the matrix of docs/parity.md."""
+    ranks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Only layouts of that many ranks: 4, or 1..8; repeatable."""
+    dtype: Literal["fp64", "fp32"] = "fp64"
+    steps: int = 10
+    seed: int = 0
+    """Of initial weights and data."""
+    json: Path | None = None
+    """Write the table there, as a list of mappings."""
+    optimizer: Annotated[tuple[Literal["sgd", "adamw"], ...], tyro.conf.UseAppendAction] = ()
+    """Repeatable. Default: both where one technique stands alone, sgd for products."""
+    data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
+    """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
+                      "DualPipeV"] | None = None  # fmt: skip
+    """For --layout with pp. Default: 1F1B."""
+    stages_per_rank: int | None = None
+    """For --layout with pp. Default: the fewest that the schedule takes."""
+    cp_style: Literal["ring", "ulysses"] | None = None
+    """For --layout with cp. Default: ring."""
+    microbatches: int | None = None
+    """For --layout. Default: 2, or with pp what the schedule needs at least."""
+    activation_checkpointing: Literal["none", "full", "selective"] | None = None
+    """For --layout. Default: none."""
+    timeout: float = 300.0
+    """Seconds that a layout may take before it counts as hanging."""
+    outdir: Path | None = None
+    """Folder of the record. Default: outputs/parity/<time>."""
+    overwrite: bool = False
+    """Replace a record that is already in --outdir."""
+    dry_run: bool = False
+    """Print what would be trained, and leave."""
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value that is wrong by itself."""
+        for name in ("steps", "microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} {value}: it must be at least 1")
+        if not self.timeout > 0:
+            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0")
+        if not self.layout and (given := self.techniques()):
+            raise ConfigError(f"--{next(iter(given))} goes with --layout: the matrix has its own")
+
+    def techniques(self) -> dict[str, object]:
+        """The flags that go with --layout and were given."""
+        names = ("data_parallel", "schedule", "stages_per_rank", "cp_style", "microbatches", "activation_checkpointing")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def cases(self) -> list[Case]:
+        """What was asked for, still to be checked against the models.
+
+        Raises:
+            UserError: no such layout or model, or nothing is left.
+        """
+        named = list(dict.fromkeys(self.model or models.names()))
+        if unknown := [name for name in named if "." not in name and name not in models.names()]:
+            models.find(unknown[0])  # raises
+        if self.layout:
+            layouts = dict.fromkeys(map(canonical, self.layout))
+            found = [self._picked(model, layout) for model in named for layout in layouts]
+            for flag, axes in (("data_parallel", AXES[1:3]), ("schedule", ("pp",)), ("stages_per_rank", ("pp",)),
+                               ("cp_style", ("cp",))):  # fmt: skip
+                if flag in self.techniques() and not any(set(axes) & case.sizes.keys() for case in found):
+                    raise LayoutError(f"--{flag} {getattr(self, flag)}, and no --layout has {' or '.join(axes)}")
+        else:
+            found = [case for model in named for case in matrix(model)]
+        if self.optimizer:
+            found = [replace(case, optimizers=tuple(dict.fromkeys(self.optimizer))) for case in found]
+        if self.ranks:
+            wanted = ranks_of(self.ranks)
+            there = ", ".join(map(str, sorted({case.ranks for case in found})))
+            found = [case for case in found if case.ranks in wanted]
+            if not found:
+                raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {there} ranks")
+        return found
+
+    def _picked(self, model: str, layout: str) -> Case:
+        given = self.techniques()
+        given["checkpointing"] = given.pop("activation_checkpointing", "none")
+        case = Case(model=model, layout=layout, **given)  # type: ignore[arg-type]
+        return replace(case, optimizers=optimizers_for(case))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        with said_once():
+            options = tyro.cli(Options, prog="python3 -m mmm.parity", description=__doc__, args=argv,
+                               use_underscores=True)  # fmt: skip
+        return compare(options)
+    except UserError as error:
+        report_user_error(error)
+        return USER_ERROR_EXIT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def compare(options: Options) -> int:
+    """Train, compare, report; the exit code."""
+    if (me := whoami()).world_size > 1:
+        raise LaunchError(f"this is one of {me.world_size} ranks (of {me.source}), and mmm.parity starts ranks itself: "
+                          f"run it alone, python3 -m mmm.parity")  # fmt: skip
+    options.check()
+    cases = options.cases()
+    if options.dry_run:
+        print("\n".join(f"{case.ranks} ranks  {case}: {', '.join(case.optimizers)}" for case in cases))
+        return 0
+
+    from mmm.history import prepare, versions, write_config  # torch and all else: a wrong flag has not waited for it
+    from mmm.parity import report, run
+    from mmm.parity.reference import Training
+
+    began = time.perf_counter()
+    training = Training(options.steps, options.seed, options.dtype)
+    ready, refused = run.ready_cases(cases, training)
+    if refused and (options.model or not ready):
+        raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))
+    for case, why in refused:
+        print(f"left out: {case.model}: {why}", flush=True)
+    folder = prepare(options.outdir, "parity", options.overwrite)
+    (folder / report.ERRORS).unlink(missing_ok=True)
+    about = {"options": asdict(options), "versions": versions(), "command": sys.argv}
+    write_config(folder, about)
+    rows = list(run.compare(ready, training, options.timeout, folder, lambda text: print(text, flush=True)))
+    written = report.write(rows, training, folder, {"versions": versions(), "command": sys.argv})
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        report.write_atomically(options.json, report.json_rows(rows))
+        written.append(options.json)
+    print(f"\n{report.table(rows)}\n")
+    print("record: " + " ".join(map(str, written)))
+    bad = sum(not row.passed for row in rows)
+    layouts = {(row.model, row.layout, row.technique) for row in rows}
+    print(f"{len(rows) - bad} of {len(rows)} trainings on {len(layouts)} layouts passed, "
+          f"in {time.perf_counter() - began:.0f} s; limits: loss {report.LOSS_LIMIT[options.dtype]:.0e}, gradient "
+          f"{report.GRADIENT_LIMIT[options.dtype]:.0e}")  # fmt: skip
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

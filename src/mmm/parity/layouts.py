@@ -1,0 +1,198 @@
+"""Layouts by name, such as ``pp2.dp2.tp2``, and the matrix of those that are held against one device.
+
+Imports no torch: a wrong name costs no import.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mmm.errors import ConfigError, LayoutError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # as in parallel/mesh.py
+NAMES = (*AXES[:3], "dp", *AXES[3:], "ep")
+OPTIMIZERS = ("sgd", "adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on a layout by certain techniques. What the techniques mean: `mmm.parallel.assemble.Techniques`.
+
+    Attributes:
+        model: its name (`mmm.parity.models`). layout: the name as `canonical` writes it.
+        optimizers: one training each.
+    """
+
+    model: str
+    layout: str
+    data_parallel: str = "fsdp"
+    cp_style: str = "ring"
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    checkpointing: str = "none"
+    optimizers: tuple[str, ...] = OPTIMIZERS
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return sizes_of(self.layout)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for axis, size in self.sizes.items() if axis != "ep")  # ep re-uses ranks of dp_shard
+
+    @property
+    def technique(self) -> str:
+        """What the sizes of the layout leave open, such as ``1F1B, fsdp``."""
+        sizes = self.sizes
+        dp = "hsdp" if self.data_parallel == "fsdp" and sizes.get("dp_replicate", 1) > 1 else self.data_parallel
+        said = {
+            self.schedule: "pp" in sizes,
+            dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()),
+            self.cp_style: "cp" in sizes,
+            f"{self.checkpointing} checkpointing": self.checkpointing != "none",
+        }
+        return ", ".join(name for name, needed in said.items() if needed)
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.layout}" + (f" ({self.technique})" if self.technique else "")
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    """The axes of a layout's name and their sizes, outermost first, those of one rank left out.
+
+    Args:
+        name: axes in any order with a dot (. or ·) between them; ``1`` for one rank; ``dp`` for dp_shard.
+
+    Raises:
+        LayoutError: it is no such name.
+    """
+    found: dict[str, int] = {}
+    for word in re.split(r"[.·]", name.strip()):
+        match = re.fullmatch(r"([a-z_]+)(\d+)", word.strip())
+        if word.strip() == "1":
+            continue
+        if match is None or match[1] not in NAMES:
+            raise LayoutError(f"layout {name!r}: {word.strip()!r} is not an axis with its size; the axes are "
+                              f"{', '.join(NAMES)}, as in pp2.dp2.tp2; 1 is a single rank")  # fmt: skip
+        if int(match[2]) < 1:
+            raise LayoutError(f"layout {name!r}: {match[1]} {match[2]}: an axis has at least 1 rank")
+        if match[1] in found:
+            raise LayoutError(f"layout {name!r} has {match[1]} twice: give each axis once")
+        found[match[1]] = int(match[2])
+    if "dp" in found and found.keys() & {"dp_replicate", "dp_shard"}:
+        raise LayoutError(f"layout {name!r}: dp alone means dp_shard (FSDP); beside dp_replicate write dp_shard")
+    if "dp" in found:
+        found["dp_shard"] = found.pop("dp")
+    return {axis: found[axis] for axis in (*AXES, "ep") if found.get(axis, 1) > 1}
+
+
+def canonical(name: str) -> str:
+    """A layout's name with its axes outermost first and a middle dot between them: as `str(Layout)` has it."""
+    sizes = sizes_of(name)
+    short = {} if "dp_replicate" in sizes else {"dp_shard": "dp"}
+    return "·".join(f"{short.get(axis, axis)}{size}" for axis, size in sizes.items()) or "1"
+
+
+def ranks_of(texts: Sequence[str]) -> set[int]:
+    """Numbers of ranks from ``4``, ``1..8``, ``2,4``.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found: set[int] = set()
+    for word in ",".join(texts).split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", word)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(f"--ranks {word}: give a number of ranks from 1, or a range such as 1..8")
+        found.update(range(first, last + 1))
+    return found
+
+
+def optimizers_for(case: Case) -> tuple[str, ...]:
+    """Both where one technique stands alone; SGD, which shows a gradient that is wrong by a factor, for products."""
+    alone = len(case.sizes) < 2 or case.sizes.keys() == {"dp_replicate", "dp_shard"}
+    return OPTIMIZERS if alone and case.checkpointing == "none" else ("sgd",)
+
+
+# Layout -> techniques, each a case of its own; + joins two in one case, - is the defaults: FSDP, ring, 1F1B.
+_ALL_DP = "fsdp ddp zero1 zero2"
+_SCHEDULES = "GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV"
+_IMAGES = {
+    "1": "-",
+    "dp2": _ALL_DP,
+    "dp4": _ALL_DP,
+    "dp8": "fsdp",
+    "dp_replicate2": "ddp",
+    "dp_replicate2·dp_shard2": "fsdp",
+    "tp2": "-",
+    "tp4": "-",
+    "tp8": "-",
+    "pp2": "GPipe 1F1B Interleaved1F1B ZBVZeroBubble",
+    "pp4": "GPipe 1F1B",
+    "dp2·tp2": "-",
+    "pp2·dp2": "-",
+    "pp2·tp2": "-",
+    "dp_replicate2·dp_shard2·tp2": "-",
+    "pp2·dp2·tp2": "-",
+}
+MATRIX: dict[str, dict[str, str]] = {
+    "transformer": {
+        "1": "- full selective",
+        "dp2": _ALL_DP,
+        "dp4": _ALL_DP,
+        "dp8": "fsdp",
+        "dp_replicate2": "fsdp ddp",
+        "dp_replicate2·dp_shard2": "fsdp",
+        "tp2": "-",
+        "tp4": "-",
+        "tp8": "-",
+        "cp2": "ring ulysses",
+        "cp4": "ring ulysses",
+        "cp8": "ring",
+        "pp2": _SCHEDULES,
+        "pp4": _SCHEDULES,
+        "dp2·tp2": "- full",
+        "dp4·tp2": "-",
+        "dp2·tp4": "-",
+        "dp2·cp2": "ring ulysses",
+        "cp2·tp2": "ring ulysses",
+        "cp2·tp4": "-",
+        "dp_replicate2·tp2": "-",
+        "dp_replicate2·cp2": "-",
+        "pp2·dp2": _SCHEDULES,
+        "pp4·dp2": "-",
+        "pp2·dp_replicate2": "-",
+        "pp2·tp2": "1F1B ZBVZeroBubble",
+        "pp4·tp2": "-",
+        "pp2·cp2": "ring ulysses",
+        "dp_replicate2·dp_shard2·tp2": "-",
+        "dp_replicate2·dp_shard2·cp2": "-",
+        "pp2·dp_replicate2·dp_shard2": "-",
+        "dp2·cp2·tp2": "ring ulysses",
+        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble",
+        "pp2·cp2·tp2": "-",
+        "pp2·dp2·cp2": "-",
+    },
+    "vit": {**_IMAGES, "pp4": _SCHEDULES},
+    "cnn": _IMAGES,
+}
+FIELDS = {
+    **dict.fromkeys(("fsdp", "ddp", "zero1", "zero2"), "data_parallel"),
+    **dict.fromkeys(_SCHEDULES.split(), "schedule"),
+    **dict.fromkeys(("ring", "ulysses"), "cp_style"),
+    **dict.fromkeys(("full", "selective"), "checkpointing"),
+}
+
+
+def matrix(model: str) -> Iterator[Case]:
+    """The cases of a model; of one that the matrix does not name, those of images."""
+    for layout, words in MATRIX.get(model, _IMAGES).items():
+        for word in words.split():
+            named = {FIELDS[name]: name for name in word.split("+") if name != "-"}
+            case = Case(model=model, layout=canonical(layout), **named)  # type: ignore[arg-type]
+            yield replace(case, optimizers=optimizers_for(case))

@@ -1,0 +1,227 @@
+"""The verdict on each layout, and what is left of it: a table, JSON, a dataset, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mmm.history import figures
+from mmm.history.dataset import plain_attrs, write_dataset
+from mmm.history.record import write_atomically
+from mmm.parity.layouts import Case
+from mmm.parity.reference import Reference, Training
+from mmm.parity.train import Curve
+
+if TYPE_CHECKING:
+    import xarray
+
+LOSS_LIMIT = {"fp64": 1e-9, "fp32": 1e-4}  # relative
+GRADIENT_LIMIT = {"fp64": 1e-8, "fp32": 1e-3}  # of the largest element of the parameter's gradient
+JSON, DATASET, PICTURE, ERRORS = "parity.json", "parity.h5", "curves", "errors.txt"
+NOT_IN_JSON = ("losses", "expected_losses", "axes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training of a model on a layout, against the reference.
+
+    Attributes:
+        max_rel_loss_diff: the largest |l - l₀| / |l₀| of all steps. max_grad_diff: the largest max|g - g₀| / max|g₀| of
+            all parameters and ranks, at step 1. None where there is no number.
+        reason: why it did not pass; empty where it did. seconds: of training, without starting the ranks.
+        losses, expected_losses: of each step, here and by the reference; empty where the ranks failed.
+    """
+
+    layout: str
+    ranks: int
+    max_rel_loss_diff: float | None
+    max_grad_diff: float | None
+    passed: bool
+    model: str
+    technique: str
+    optimizer: str
+    steps: int
+    seconds: float | None = None
+    reason: str = ""
+    losses: list[float] = field(default_factory=list)
+    expected_losses: list[float] = field(default_factory=list)
+    axes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def result(self) -> str:
+        return "pass" if self.passed else "FAIL" if self.losses else "error"
+
+
+def judge(case: Case, optimizer: str, training: Training, expected: Reference, curves: Sequence[Curve]) -> Row:
+    """What every rank found, against the limits of the dtype. A number that is not finite does not pass."""
+    loss_limit, gradient_limit = LOSS_LIMIT[training.dtype], GRADIENT_LIMIT[training.dtype]
+    wrong = []
+    loss_diff, step = max(
+        (_relative(got, wanted), step)
+        for curve in curves
+        for step, (got, wanted) in enumerate(zip(curve.losses, expected.losses, strict=True))
+    )
+    if not loss_diff <= loss_limit:
+        wrong.append(f"the loss of step {step + 1} differs by {loss_diff:.1e}, more than {loss_limit:.0e}")
+    held = set().union(*(curve.differences for curve in curves))
+    if missing := sorted(expected.gradients.keys() - held):
+        wrong.append(f"no rank has {len(missing)} of the parameters ({missing[0]} first)")
+    grad_diff, rank, name = max(
+        (off, rank, name) for rank, curve in enumerate(curves) for name, off in curve.differences.items()
+    )
+    if not grad_diff <= gradient_limit:
+        wrong.append(f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than "
+                     f"{gradient_limit:.0e}")  # fmt: skip
+    return Row(
+        **_about(case, optimizer, training), max_rel_loss_diff=loss_diff, max_grad_diff=grad_diff, passed=not wrong,
+        seconds=max(curve.seconds for curve in curves), reason="; ".join(wrong), losses=curves[0].losses,
+        expected_losses=expected.losses,
+    )  # fmt: skip
+
+
+def failed(case: Case, optimizer: str, training: Training, reason: str) -> Row:
+    """A layout whose ranks gave no answer."""
+    return Row(**_about(case, optimizer, training), max_rel_loss_diff=None, max_grad_diff=None, passed=False,
+               reason=reason)  # fmt: skip
+
+
+def _about(case: Case, optimizer: str, training: Training) -> dict[str, Any]:
+    return {"layout": case.layout, "ranks": case.ranks, "model": case.model, "technique": case.technique,
+            "optimizer": optimizer, "steps": training.steps, "axes": case.sizes}  # fmt: skip
+
+
+def _relative(got: float, wanted: float) -> float:
+    """Infinite, so that `max` finds it, where a number is none."""
+    off = abs(got - wanted) / abs(wanted) if wanted else abs(got - wanted)
+    return off if math.isfinite(off) else math.inf
+
+
+def table(rows: Sequence[Row], width: int = 118) -> str:
+    """One line a training; below it, why those that did not pass did not."""
+    columns = Table(box=None, pad_edge=False)
+    for heading in ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "s", ""):
+        right = heading in ("ranks", "loss", "gradient", "s")
+        columns.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
+        columns.add_row(row.model, row.layout, str(row.ranks), row.technique, row.optimizer,
+                        _short(row.max_rel_loss_diff), _short(row.max_grad_diff), seconds, row.result)  # fmt: skip
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(columns)
+    lines = [line.rstrip() for line in capture.get().rstrip().splitlines()]
+    lines += [f"{row.result}: {row.model} {row.layout} {row.technique} {row.optimizer}: {row.reason}"
+              for row in rows if not row.passed]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}" if value else "0"
+
+
+def json_rows(rows: Sequence[Row]) -> bytes:
+    """A list of mappings; what is no finite number is null."""
+    plain = []
+    for row in rows:
+        values = {key: value for key, value in asdict(row).items() if key not in NOT_IN_JSON}
+        plain.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()})
+    return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def dataset(rows: Sequence[Row], training: Training, attrs: Mapping[str, Any]) -> xarray.Dataset:
+    """The table and the curves: dimensions ``case`` and ``step``; each axis' size as a coordinate ``axis_<name>``."""
+    import xarray
+
+    def curves(name: str) -> np.ndarray:
+        return np.array([getattr(row, name) or [math.nan] * training.steps for row in rows])
+
+    def column(name: str) -> np.ndarray:
+        return np.array([math.nan if getattr(row, name) is None else getattr(row, name) for row in rows], dtype=float)
+
+    variables = {
+        "loss": (("case", "step"), curves("losses"), {"long_name": "training loss"}),
+        "reference_loss": (("case", "step"), curves("expected_losses"), {"long_name": "training loss on one device"}),
+        "max_rel_loss_diff": ("case", column("max_rel_loss_diff"), {"long_name": "largest relative loss difference"}),
+        "max_grad_diff": ("case", column("max_grad_diff"), {
+            "long_name": "largest gradient difference at step 1, over the gradient's largest element"}),
+        "passed": ("case", np.array([int(row.passed) for row in rows])),
+        "seconds": ("case", column("seconds"), {"long_name": "time of training", "units": "s"}),
+        "ranks": ("case", np.array([row.ranks for row in rows])),
+    }  # fmt: skip
+    names = ("model", "layout", "technique", "optimizer", "reason")
+    coordinates: dict[str, Any] = {name: ("case", np.array([getattr(row, name) for row in rows])) for name in names}
+    axes = dict.fromkeys(axis for row in rows for axis in row.axes)
+    coordinates |= {f"axis_{axis}": ("case", np.array([row.axes.get(axis, 1) for row in rows])) for axis in axes}
+    coordinates["step"] = np.arange(1, training.steps + 1)
+    return xarray.Dataset(variables, coordinates, plain_attrs({**asdict(training), **attrs}))
+
+
+def picture(rows: Sequence[Row], training: Training) -> Any:
+    """All curves of a model on top of each other, and below how far they are from the reference: a column a model.
+
+    Returns:
+        A matplotlib figure; None where no training came to an end.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    drawn = [row for row in rows if row.losses]
+    models = list(dict.fromkeys(row.model for row in drawn))
+    optimizers = list(dict.fromkeys(row.optimizer for row in drawn))
+    if not drawn:
+        return None
+    steps = np.arange(1, training.steps + 1)
+    height = 0.9 + 4.3 * len(optimizers)
+    figure = figures.new_figure(1.2 + 4.2 * len(models), height)
+    figure.subplots_adjust(left=0.11 if len(models) > 1 else 0.17, right=0.975, bottom=0.55 / height,
+                           top=1 - 0.5 / height, wspace=0.22, hspace=0.5)  # fmt: skip
+    grid = figure.subplots(2 * len(optimizers), len(models), squeeze=False, sharex=True)
+    for column, model in enumerate(models):
+        for number, optimizer in enumerate(optimizers):
+            above, below = grid[2 * number][column], grid[2 * number + 1][column]
+            some = [row for row in drawn if (row.model, row.optimizer) == (model, optimizer)]
+            above.set_title(f"{model}, {optimizer}: {len(some)} layouts")
+            if not some:
+                continue
+            above.plot(steps, some[0].expected_losses, color=figures.PALE, lw=7, label="plain PyTorch, one device")
+            for i, row in enumerate(some):
+                label = "each layout" if i == 0 else None
+                above.plot(steps, row.losses, color=figures.BLUE if row.passed else figures.ORANGE, lw=0.8, label=label)
+                off = np.abs(np.array(row.losses) / np.array(row.expected_losses) - 1)
+                below.plot(steps, np.maximum(off, 1e-17), ".-", ms=3, lw=0.6, alpha=0.5,
+                           color=figures.BLUE if row.passed else figures.ORANGE)  # fmt: skip
+            limit = LOSS_LIMIT[training.dtype]
+            below.axhline(limit, color=figures.INK, lw=1, ls="--")
+            below.annotate(f"limit {limit:.0e}", (0.99, limit), xycoords=("axes fraction", "data"), xytext=(0, -10),
+                           textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+            below.set_yscale("log")
+            below.set_ylim(5e-18, max(limit * 10, below.get_ylim()[1]))
+            above.legend(loc="upper right")
+            if column == 0:
+                above.set_ylabel("loss")
+                below.set_ylabel("relative difference")
+            above.tick_params(labelbottom=False)
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def write(rows: Sequence[Row], training: Training, folder: Path, attrs: Mapping[str, Any]) -> list[Path]:
+    """The record of all rows: JSON, dataset, picture; the paths that were written."""
+    write_atomically(folder / JSON, json_rows(rows))
+    write_dataset(dataset(rows, training, attrs), folder / DATASET)
+    written = [folder / JSON, folder / DATASET]
+    with figures.style():
+        if (figure := picture(rows, training)) is not None:
+            for ending, how in (("png", {}), ("svg", {"metadata": {"Date": None}})):
+                figure.savefig(folder / f"{PICTURE}.{ending}", **how)
+                written.append(folder / f"{PICTURE}.{ending}")
+    return written

@@ -1,0 +1,88 @@
+"""One case after the other: ready, reference, ranks, verdict. This process starts them and computes nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch._dynamo  # what DTensor and optimizers import at their first use, and each rank would pay for
+
+from mmm.errors import UserError
+from mmm.parity import models, reference
+from mmm.parity.layouts import Case
+from mmm.parity.ranks import RanksFailed, run
+from mmm.parity.reference import Reference, Training
+from mmm.parity.report import ERRORS, Row, failed, judge
+from mmm.parity.train import Ready, make_ready, train
+from mmm.runtime.ranks import Rank
+
+
+def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready], list[tuple[Case, str]]]:
+    """The cases that go, and those that do not with the reason."""
+    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
+    good: list[Ready] = []
+    refused: list[tuple[Case, str]] = []
+    for case in cases:
+        try:
+            good.append(make_ready(models.find(case.model), case, training))
+        except UserError as error:
+            refused.append((case, str(error)))
+    return good, refused
+
+
+def compare(
+    ready: Sequence[Ready], training: Training, timeout: float, folder: Path, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """Train every case and hold it against the reference of its model and optimizer, which is trained once.
+
+    Args:
+        timeout: seconds that a case may take. folder: for the tracebacks of ranks that failed.
+    """
+    references: dict[str, dict[str, Reference | RanksFailed]] = {}
+    for number, each in enumerate(ready):
+        case = each.case
+        model = models.find(case.model)
+        known = references.setdefault(case.model, {})
+        for optimizer in case.optimizers:
+            if optimizer not in known:
+                known[optimizer] = _reference(model.source, training, optimizer, timeout)
+        rows = list(_compare_one(model, each, training, known, timeout, folder))
+        what = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
+        say(f"[{number + 1}/{len(ready)}] {case}: {what}")
+        yield from rows
+
+
+def _compare_one(
+    model: models.Model, each: Ready, training: Training, known: Mapping[str, Reference | RanksFailed], timeout: float,
+    folder: Path,
+) -> Iterator[Row]:  # fmt: skip
+    case = each.case
+    good: dict[str, Reference] = {}
+    try:
+        for optimizer in case.optimizers:
+            expected = known[optimizer]
+            if isinstance(expected, RanksFailed):
+                raise expected
+            good[optimizer] = expected
+        answers = run(train, case.ranks, model, each, training, good, timeout, timeout=timeout)
+    except RanksFailed as error:
+        with open(folder / ERRORS, "a", encoding="utf-8") as file:
+            file.write(f"{case}: {error}\n{error.details}\n")
+        yield from (failed(case, optimizer, training, str(error)) for optimizer in case.optimizers)
+        return
+    for number, optimizer in enumerate(case.optimizers):
+        yield judge(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
+
+
+def _reference(source: ModuleType, training: Training, optimizer: str, timeout: float) -> Reference | RanksFailed:
+    try:
+        return run(_train_alone, 1, source, training, optimizer, timeout=timeout)[0]
+    except RanksFailed as error:
+        return RanksFailed(f"the reference: {error}", error.details)
+
+
+def _train_alone(rank: Rank, source: ModuleType, training: Training, optimizer: str) -> Reference:
+    torch.set_num_threads(1)
+    return reference.train(source, training, optimizer)

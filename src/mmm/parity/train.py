@@ -1,0 +1,139 @@
+"""What one rank does: train a model on a layout, and hold it against the reference."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mmm.errors import LayoutError
+from mmm.models.weights import canonical_name
+from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
+from mmm.parallel.mesh import Layout, build_mesh
+from mmm.parallel.pipeline import SCHEDULES
+from mmm.parity.layouts import Case
+from mmm.parity.models import Model
+from mmm.parity.reference import DTYPES, GLOBAL_BATCH, Reference, Training, batch, make_optimizer
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.ranks import Rank
+
+CPU = torch.device("cpu")
+LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A case that has been checked, before any rank is started."""
+
+    case: Case
+    layout: Layout
+    how: Techniques
+    division: Division
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of one training: each step's loss, and the gradients of step 1 that this rank holds, or holds a part of.
+
+    Attributes:
+        differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
+    """
+
+    losses: list[float]
+    differences: dict[str, float]
+    seconds: float
+
+
+def make_ready(model: Model, case: Case, training: Training) -> Ready:
+    """Check that a model goes onto a layout; needs no process group.
+
+    Raises:
+        UserError: it does not; with the reason.
+    """
+    sizes = case.sizes
+    if sizes.pop("ep", 1) > 1:
+        raise LayoutError(f"layout {case.layout}: ep cuts experts, and the model {case.model} has none; use ep 1")
+    layout = Layout(**{"dp_shard": 1, **sizes})
+    if GLOBAL_BATCH % layout.dp:
+        raise LayoutError(f"layout {case.layout}: the global batch of {GLOBAL_BATCH} samples does not divide over "
+                          f"{layout.dp} data-parallel coordinates: use 1, 2, 4, 8 or 16")  # fmt: skip
+    microbatches = case.microbatches
+    if microbatches is None and layout.pp == 1:
+        microbatches = min(LEAST_MICROBATCHES, GLOBAL_BATCH // layout.dp)
+    elif microbatches is None and case.schedule in SCHEDULES:
+        microbatches = max(LEAST_MICROBATCHES, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
+    how = Techniques(
+        data_parallel=case.data_parallel, cp_style=case.cp_style, schedule=case.schedule,  # type: ignore[arg-type]
+        microbatches=microbatches, stages_per_rank=case.stages_per_rank, checkpointing=case.checkpointing,
+    )  # fmt: skip
+    inputs = batch(model.source, training, 0)[0][: GLOBAL_BATCH // layout.dp]
+    meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
+    with torch.device("meta"):
+        whole = model.source.parity_model()
+    return Ready(case, layout, how, divide(whole, model.plan(), layout, how, meta))
+
+
+def train(
+    rank: Rank, model: Model, ready: Ready, training: Training, references: Mapping[str, Reference], timeout: float
+) -> list[Curve]:
+    """Train once for each optimizer of the case, in one process group. A collective."""
+    torch.set_num_threads(1)
+    with process_group(rank, CPU, timeout):
+        mesh = build_mesh(ready.layout, "cpu", timeout)
+        curves = [_train(rank, model, ready, training, mesh, name, references[name]) for name in ready.case.optimizers]
+    return curves
+
+
+def _train(
+    rank: Rank, model: Model, ready: Ready, training: Training, mesh: DeviceMesh, optimizer: str, reference: Reference
+) -> Curve:
+    began = time.perf_counter()
+    layout, dtype = ready.layout, DTYPES[training.dtype]
+    with torch.device("meta"):
+        whole = model.source.parity_model()
+    precision = Precision(training.dtype, dtype, dtype)
+    made = ParallelModel(whole, model.plan(), layout, mesh, precision, ready.how, ready.division, device=CPU,
+                         seed=training.seed)  # fmt: skip
+    update = make_optimizer(optimizer, made.parameters())
+    size = GLOBAL_BATCH // layout.dp
+    first = layout.dp_coordinate(rank.rank) * size
+    losses: list[float] = []
+    differences: dict[str, float] = {}
+    for step in range(training.steps):
+        inputs, targets = batch(model.source, training, step)
+        share = made.step(inputs[first : first + size], targets[first : first + size], targets.numel())
+        if step == 0:
+            differences = gradient_differences(made, reference.gradients)
+        update.step()
+        update.zero_grad()
+        shares = gather_floats([share.item()], CPU)
+        losses.append(sum(shares[loss_rank][0] for loss_rank in layout.loss_ranks()))
+    return Curve(losses, differences, time.perf_counter() - began)
+
+
+def gradient_differences(made: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """max|g - g₀| / max|g₀| of each gradient that is here, put together where it is cut. A collective.
+
+    A gradient that is missing, and one of a parameter that the reference does not have, are infinitely far off.
+    """
+    # It warns that what FSDP has cut over tp's cut takes two collectives to put together: so it does, once.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    found = {}
+    for full_name, parameter in made.named_parameters():
+        name, gradient = canonical_name(full_name), parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        if gradient is None or name not in expected or gradient.shape != expected[name].shape:
+            found[name] = math.inf
+            continue
+        off, size = (gradient - expected[name]).abs().max().item(), expected[name].abs().max().item()
+        found[name] = off / size if size else (0.0 if off == 0 else math.inf)
+    return found
