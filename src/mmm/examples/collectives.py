@@ -15,8 +15,8 @@ With S the bytes of the whole buffer, and N ranks on links of bandwidth B in eac
 
 so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
 
-The factors are those that bytes are counted with: `mmm.parallel.collective_bytes`. ``mmm.examples.traffic`` counts whole
-training steps.
+Bytes of whole training steps are counted with the same factors: `mmm.parallel.collective_bytes`,
+``mmm.examples.traffic``.
 
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 """
@@ -136,9 +136,9 @@ def train(config: Config) -> None:
             size = 4 * ranks * (part := max(asked // 4 // ranks, 1))  # bytes, and numbers of a part
             row, lines = {"bytes": float(size)}, [HEAD]
             for name, collective in COLLECTIVES.items():
-                bytes_sent, took = factor(name, ranks) * size, seconds(collective, part, config.repeats, run.device)
-                row |= {f"{name}_seconds": took, f"{name}_gbps": bytes_sent / took / 1e9}
-                lines.append(f"{name:16}{size:12,}{factor(name, ranks):8.2f}{took:12.6f}{bytes_sent / took / 1e9:10.3f}")
+                times, took = factor(name, ranks), seconds(collective, part, config.repeats, run.device)
+                row |= {f"{name}_seconds": took, f"{name}_gbps": times * size / took / 1e9}
+                lines.append(f"{name:16}{size:12,}{times:8.2f}{took:12.6f}{times * size / took / 1e9:10.3f}")
             run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))
             if run.record is not None:
                 run.record.update(row)

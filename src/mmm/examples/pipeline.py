@@ -13,7 +13,7 @@ wait; cut into micro-batches, they work on different ones. By 1F1B (F: forward, 
 
 The cuts make the slowest stage as cheap as can be. pp talks least of all axes, and so is the outermost: between hosts.
 --tpsize cuts each layer's matrices within a stage, and the ranks that are left are data parallel (FSDP within a stage).
-``dtw`` is what a rank waits. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
+``dtw`` is what a rank waits, and --timeline draws it. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
+from mmm.errors import ConfigError
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, materialize
+from mmm.parallel.bubble import Recorder, gather
 from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
@@ -38,6 +40,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.timeline import report_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class Config(TransformerOptions, TextOptions, RunOptions):
     """Parts that a batch goes through the pipeline in."""
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
+    timeline: bool = False
+    """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
     eval_every: int = 50
     """Steps between two validations; one more at the end."""
     eval_batches: int = 4
@@ -70,6 +75,9 @@ def train(config: Config) -> None:
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))
+    if config.timeline and steps < 2:
+        raise ConfigError(f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in it; "
+                          f"use --max_iters 2 or more")  # fmt: skip
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
         model = Transformer(model_config)
         sample = torch.zeros(batch, config.seq_length, dtype=torch.int64)
@@ -110,7 +118,10 @@ def train(config: Config) -> None:
         first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         positions = torch.arange(config.seq_length, device=run.device)
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
+        recorder = Recorder(run.device, mesh["pp"].get_group())
         for step in range(steps):
+            if config.timeline and step == 1:
+                pipeline.record_to(recorder)
             run.clock.start()
             part = tokens.batch(step, global_batch, first, batch).to(run.device)
             run.clock.lap("dtd")
@@ -125,6 +136,8 @@ def train(config: Config) -> None:
             if last or step % config.eval_every == config.eval_every - 1:
                 more["val_loss"] = validate(pipeline, validation, run, config.eval_batches, global_batch, first, batch)
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+        if config.timeline:
+            report_timeline(run, gather(recorder), config.schedule, config.microbatches, each)
 
 
 def validate(

@@ -35,7 +35,7 @@ from mmm.parallel.context import cut_batch
 from mmm.parallel.pipeline import Pipeline, check_pipeline, stages_of
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.stages import cut, parts_of, take_stage
-from mmm.parallel.traffic import Traffic, count_traffic
+from mmm.parallel.traffic import count_traffic
 from mmm.parallel.traffic_theory import expected_traffic
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -117,7 +117,7 @@ def make_step(
     held: Mapping[int, nn.Module] = {0: model}
     if case.schedule:
         parts = parts_of(model, plan)
-        cuts = cut([1.0] * len(parts), layout.pp)
+        cuts = cut([1] * len(parts), layout.pp)
         stages = len(cuts)
         numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, case.schedule, 1)
         held = {number: take_stage(model, parts, cuts[number]) for number in numbers}
@@ -169,13 +169,9 @@ def measure(run: Run, case: Case, sizes: TransformerConfig, tokens: Tokens, glob
         dist.barrier()  # nothing is on its way after it; it has sent something itself
     sockets = socket_bytes() - before - end.wire if by_gloo else 0
     everyone: list[Step] = [None] * run.rank.world_size  # type: ignore[list-item]
-    dist.all_gather_object(everyone, tuple(Step(traffic.by_axis, formula, traffic.wire, sockets)))
-    run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, _table_of(traffic))
-    return [Step(*about) for about in everyone]
-
-
-def _table_of(traffic: Traffic) -> str:
-    return traffic.table() if traffic.entries else "nothing"
+    dist.all_gather_object(everyone, Step(traffic.by_axis, formula, traffic.wire, sockets))
+    run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, traffic.table())
+    return everyone
 
 
 def apart(step: Step) -> float:
@@ -186,16 +182,16 @@ def apart(step: Step) -> float:
 
 
 def table(found: Mapping[Case, list[Step]]) -> str:
-    """A line a layout and axis, of the rank that sends most; gloo and sockets for all axes, on the first of its lines."""
-    lines = [f"{'':18}{'layout':>16}  {'axis':<14}{'counted':>12}{'formula':>12}{'differ':>8}{'gloo':>12}{'sockets':>12}"]
+    """A line a layout and axis, of the rank that sends most; gloo and sockets for all axes, on the first line."""
+    lines = [f"{'':18}{'layout':<24}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}{'gloo':>12}{'sockets':>12}"]
     for case, by_rank in found.items():
         most = max(by_rank, key=lambda step: sum(step.counted.values()))
-        head = f"{case.name:18}{case.layout!s:>16}"
+        head = f"{case.name:18}{case.layout!s:<24}"
         wire = f"{most.gloo:12,}{most.sockets:12,}"
         for axis, formula in most.formula.items():
             counted = most.counted.get(axis, 0)
-            lines.append(f"{head}  {axis:<14}{counted:12,}{formula:12,.0f}{counted / formula - 1:8.2%}{wire}")
-            head, wire = " " * 34, ""
+            lines.append(f"{head}{axis:<13}{counted:12,}{formula:12,.0f}{counted / formula - 1:8.2%}{wire}")
+            head, wire = " " * 42, ""
     return "\n".join(lines)
 
 
@@ -207,7 +203,7 @@ def train(config: Config) -> bool:
     if ranks == 1:
         raise LayoutError("1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m "
                           "mmm.examples.traffic`")  # fmt: skip
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
+    _, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
     check_transformer(sizes, Layout().fit(ranks), config.seq_length)
     tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
     asked = cases(ranks)

@@ -19,8 +19,8 @@ It is the data flow of this package's plans, each operation by the algorithm tha
 
 The axes' shares simply add up, with three things to know. FSDP cuts over dp_shard × cp together where there is cp, as
 an axis of its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has its part of the parameters
-and heads, and A is cut where the plan cuts it. Under pp the terms are those of the stages that are here, and each
-micro-batch sums the norms' gradients.
+and heads, and A is cut where the plan cuts it. Under pp the terms are those of the stages that are here. However many
+the micro-batches, what is a gradient of parameters is summed once.
 
 Not in it: activation checkpointing, which repeats what layers send forward; gradient clipping and the record, which
 send a few numbers a step; a pipeline's first step, which sends shapes as well.
@@ -79,7 +79,7 @@ def expected_traffic(
     held = dict(model) if isinstance(model, Mapping) else {0: model}
     found = _data_parallel(held, plan, layout, precision, data_parallel, microbatches)
     if layout.tp > 1:
-        found["tp"] = sum(_tensor(stage, layout, batch, seq_length, precision, microbatches) for stage in held.values())
+        found["tp"] = sum(_tensor(stage, layout, batch, seq_length, precision) for stage in held.values())
     if layout.cp > 1:
         ways = sum(_context(stage, layout, batch, seq_length, precision, cp_style) for stage in held.values())
         found["cp"] = found.get("cp", 0.0) + ways
@@ -150,9 +150,7 @@ def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, 
     raise ValueError(f"no formula for what passes between the stages of {type(model).__name__}")
 
 
-def _tensor(
-    model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, microbatches: int
-) -> float:
+def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision) -> float:
     part, size = factor("all_gather", layout.tp), _size(precision.compute)
     if isinstance(model, Transformer):
         tokens, dim, layers = batch * seq_length // layout.cp, model.config.dim, len(model.layers)
@@ -162,7 +160,7 @@ def _tensor(
         norms = 2 * layers + last  # each rank has the gradient from its own tokens
         wide = max(_size(precision.compute), 4)
         loss = 3 * tokens * wide * last  # the largest logit, the sum of exponentials, the target's own logit
-        summed = norms * dim * size * microbatches + loss
+        summed = norms * dim * size + loss
         return part * (gathers_and_scatters * tokens * dim * size + 2 * summed)
     if isinstance(model, ViT):
         return 4 * len(model.layers) * 2 * part * batch * model.config.patches * model.config.dim * size
