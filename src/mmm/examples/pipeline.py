@@ -13,7 +13,8 @@ wait; cut into micro-batches, they work on different ones. By 1F1B (F: forward, 
 
 The cuts make the slowest stage as cheap as can be. pp talks least of all axes, and so is the outermost: between hosts.
 --tpsize cuts each layer's matrices within a stage, and the ranks that are left are data parallel (FSDP within a stage).
-``dtw`` is what a rank waits, and --timeline draws it. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
+``dtw`` is what a rank waits, and --timeline draws it: each rank's forwards, backwards and idling. Same seed and same
+global batch give the losses of ``mmm.examples.fsdp_tp``.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def train(config: Config) -> None:
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))
     if config.timeline and steps < 2:
-        raise ConfigError(f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in it; "
-                          f"use --max_iters 2 or more")  # fmt: skip
+        raise ConfigError(f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
+                          f"it; use --max_iters 2 or more")  # fmt: skip
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
         model = Transformer(model_config)
         sample = torch.zeros(batch, config.seq_length, dtype=torch.int64)

@@ -52,8 +52,11 @@ def timeline_text(panel: Panel, width: int = 100) -> str:
     return "\n".join([*lines, ruler])
 
 
-def legend_text(kinds: Sequence[str]) -> str:
-    return ", ".join([*(f"{kind} {NAMES[kind]}" for kind in NAMES if kind in kinds), "· idle"])
+def legend_text(panel: Panel) -> str:
+    spans = [span for row in panel.rows for span in row]
+    said = [f"{kind} {name}" for kind, name in NAMES.items() if any(span.kind == kind for span in spans)]
+    small = ["small letters: a rank's later stages"] if any(span.turn for span in spans) else []
+    return ", ".join([*said, *small, "· idle"])
 
 
 def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
@@ -64,7 +67,7 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
 
     ranks = len(panels[0].rows)
     each = 0.42 * ranks + 0.85  # inches
-    height = 0.75 + each * len(panels)
+    height = 1.05 + each * len(panels)
     figure = new_figure(11.0, height)
     figure.text(0.02, 1 - 0.10 / height, title, fontsize=13, fontweight="bold", va="top")
     spans = [span for panel in panels for row in panel.rows for span in row]
@@ -73,19 +76,21 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
     if any(span.turn for span in spans):
         patches.append(Patch(facecolor=faded(COLORS["F"]), edgecolor="none", label="paler: a rank's later stage"))
     patches.append(Patch(color=IDLE, label="idle"))
-    figure.legend(handles=patches, ncols=len(patches), loc="upper right", bbox_to_anchor=(0.985, 1 - 0.05 / height),
-                  fontsize=9, borderpad=0, columnspacing=1.1, handlelength=1.2)  # fmt: skip
-    figure.subplots_adjust(left=0.07, right=0.985, top=1 - 0.75 / height, bottom=0.5 / height, hspace=0.85 / (each - 0.85))
+    figure.legend(handles=patches, ncols=len(patches), loc="upper left", bbox_to_anchor=(0.02, 1 - 0.42 / height),
+                  fontsize=9, borderpad=0, borderaxespad=0, columnspacing=1.3, handlelength=1.2)  # fmt: skip
+    between = 0.85 / (each - 0.85)
+    figure.subplots_adjust(left=0.07, right=0.985, top=1 - 1.05 / height, bottom=0.5 / height, hspace=between)
     for number, panel in enumerate(panels):
         _draw(figure.add_subplot(len(panels), 1, number + 1), panel)
     return figure
 
 
-def faded(color: str) -> tuple[float, ...]:
+def faded(color: str) -> tuple[float, float, float]:
     """Half way to white."""
     from matplotlib.colors import to_rgb
 
-    return tuple((part + 1) / 2 for part in to_rgb(color))
+    red, green, blue = to_rgb(color)
+    return (red + 1) / 2, (green + 1) / 2, (blue + 1) / 2
 
 
 def _draw(axes: "Axes", panel: Panel) -> None:

@@ -31,15 +31,13 @@ def report_timeline(run: Run, recorded: Recorded, schedule: str, microbatches: i
     replayed, pp = replay(recorded.lists, recorded.seconds), len(recorded.lists)
     formula = bubble_formula(schedule, pp, microbatches, stages_per_rank)
     run.describe(bubble={"replayed": replayed.bubble, "formula": formula, "wall": recorded.wall.bubble})
-    spent = "CPU seconds" if run.device.type == "cpu" else "seconds"
+    spent = "CPU time" if run.device.type == "cpu" else "time"
     panels = [
-        panel(f"replayed: each action takes its median {spent}; it begins when its rank and its input are there",
-              replayed),
-        panel("wall clock, last step", recorded.wall),
-    ]  # fmt: skip
-    kinds = sorted({action.kind for action in recorded.seconds})
+        panel(f"Replayed: each action takes its median {spent}, as soon as its rank and its input are there", replayed),
+        panel("Wall clock, last step", recorded.wall),
+    ]
     charts = "\n\n".join(timeline_text(p) for p in panels)
-    run.log.info("%s, %d micro-batches: %s\n%s\n\n%s", schedule, microbatches, legend_text(kinds), charts,
+    run.log.info("%s, %d micro-batches: %s\n%s\n\n%s", schedule, microbatches, legend_text(panels[0]), charts,
                  bubble_table(replayed, recorded.wall, formula))  # fmt: skip
     if run.outdir is not None and run.options.plots:
         title = f"{schedule}, {pp} ranks, {microbatches} micro-batches"
