@@ -6,11 +6,11 @@ import os
 import socket
 import struct
 
-BYTES_SENT = 200  # offset in struct tcp_info (linux/tcp.h, since 4.19): __u64 tcpi_bytes_sent
+BYTES_SENT = 200  # offset in struct tcp_info (linux/tcp.h, since 4.19): __u64 tcpi_bytes_sent, tcpi_bytes_retrans
 
 
 def socket_bytes() -> int:
-    """Payload bytes sent by all TCP sockets that are open here, what was sent again included. Linux only.
+    """Payload bytes sent by all TCP sockets that are open here; what was sent again counts once. Linux only.
 
     Raises:
         OSError: no Linux, or one before 4.19, which does not count them.
@@ -26,7 +26,8 @@ def socket_bytes() -> int:
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except FileNotFoundError:
             continue  # closed since the list was made
-        if len(info) < BYTES_SENT + 8:
+        if len(info) < BYTES_SENT + 16:
             raise OSError("this kernel does not count what a TCP socket sends (Linux does since 4.19)")
-        total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+        sent, again = struct.unpack_from("QQ", info, BYTES_SENT)
+        total += sent - again
     return total
