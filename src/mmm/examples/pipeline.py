@@ -13,7 +13,8 @@ wait; cut into micro-batches, they work on different ones. By 1F1B (F: forward, 
 
 The cuts make the slowest stage as cheap as can be. pp talks least of all axes, and so is the outermost: between hosts.
 --tpsize cuts each layer's matrices within a stage, and the ranks that are left are data parallel (FSDP within a stage).
-``dtw`` is what a rank waits. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
+``dtw`` is what a rank waits, and --timeline draws it: each rank's forwards, backwards and idling. Same seed and same
+global batch give the losses of ``mmm.examples.fsdp_tp``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
+from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.bubble import Recorder, gather
 from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
@@ -37,6 +40,7 @@ from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.timeline import report_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class Config(TextProgramOptions):
     """Parts that a batch goes through the pipeline in."""
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
+    timeline: bool = False
+    """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
     eval_every: int = 50
     """Steps between two validations; one more at the end."""
     eval_batches: int = 4
@@ -64,6 +70,9 @@ def train(config: Config) -> None:
     layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
     setting, plan = settle(config, layout, default_batch=16), transformer_plan()
     model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
+    if config.timeline and steps < 2:
+        raise ConfigError(f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
+                          f"it; use --max_iters 2 or more")  # fmt: skip
     parts = parts_of(model, plan)
     each = check_pipeline(layout, config.schedule, config.microbatches, batch, len(parts), config.stages_per_rank,
                           dtype=config.dtype, compile=plan if config.compile else None)  # fmt: skip
@@ -97,7 +106,10 @@ def train(config: Config) -> None:
         first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         positions = torch.arange(config.seq_length, device=run.device)
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
+        recorder = Recorder(run.device, mesh["pp"].get_group())
         for step in range(steps):
+            if config.timeline and step == 1:
+                pipeline.record_to(recorder)
             run.clock.start()
             part = setting.tokens.batch(step, global_batch, first, batch).to(run.device)
             run.clock.lap("dtd")
@@ -113,6 +125,8 @@ def train(config: Config) -> None:
                 more["val_loss"] = validate(pipeline, setting.validation, run, config.eval_batches, global_batch,
                                             first, batch)  # fmt: skip
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+        if config.timeline:
+            report_timeline(run, gather(recorder), config.schedule, config.microbatches, each)
 
 
 def validate(
