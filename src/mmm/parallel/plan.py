@@ -21,6 +21,7 @@ class Plan:
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
         attention: modules whose ``attend`` is where tokens of a sequence meet: what cp replaces.
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
+        experts: mixtures of experts (`mmm.models.experts`), whose experts ep cuts.
         stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
             in none (and has no parameters) is in every stage.
     """
@@ -32,6 +33,7 @@ class Plan:
     checkpointed: tuple[str, ...] = ()
     stages: tuple[str | tuple[str, ...], ...] = ()
     attention: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
 
 def matches(pattern: str, name: str) -> bool:
