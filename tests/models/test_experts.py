@@ -1,5 +1,7 @@
 """The routed feed-forward layer by itself: against a loop over tokens, what it counts, and sizes that do not fit."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,8 +90,11 @@ def test_counted_once_for_each_backward():
     x = torch.randn(9, 8, dtype=torch.float64)
     with torch.no_grad():
         moe(x)
-    moe(x)  # no backward: an evaluation
+    moe(x)  # no backward
+    x.requires_grad_()
+    torch.autograd.grad(moe(x).sum(), x)  # of the input alone: nothing is trained
     assert moe.counts is None
+    copy.deepcopy(moe)
     for times in (1, 2):
         moe(x).sum().backward()
         assert moe.counts.sum() == times * 18
@@ -99,12 +104,12 @@ def test_counted_once_for_each_backward():
 def test_checkpointing_does_not_count_twice(mode):
     tokens = torch.randint(0, 32, (2, 10), generator=torch.Generator().manual_seed(0))
     seen = []
-    for mode in ("none", mode):
+    for way in ("none", mode):
         model = Transformer(SMALL).double()
         weights.initialize(model, 0)
         forwards = []
         model.layers["1"].moe.router.register_forward_hook(lambda *_, log=forwards: log.append(1))
-        apply_checkpointing(model, transformer_plan(), mode)
+        apply_checkpointing(model, transformer_plan(), way)
         model(tokens).square().sum().backward()
         counts = [block.moe.counts.tolist() for block in model.layers.values()]
         seen.append((counts, [p.grad for p in model.parameters()], len(forwards)))

@@ -66,17 +66,23 @@ def work_out(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> T
 
 class Router(nn.Module):
     """(tokens, dim) to scores (tokens, n_experts) in (0, 1), float32 or wider: in half precision the order of close
-    scores would be left to rounding, and so to the mesh."""
+    scores would be left to rounding, and so to the mesh.
+
+    Attributes:
+        used: the weight as the last forward used it, through which its gradient passes.
+    """
 
     def __init__(self, dim: int, n_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(n_experts, dim), std=0.02))
+        self.used: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         wide, kind = torch.promote_types(x.dtype, torch.float32), x.device.type
         no_cast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        self.used = self.weight.view_as(self.weight)
         with no_cast:
-            return F.linear(x.to(wide), self.weight.to(wide)).sigmoid()
+            return F.linear(x.to(wide), self.used.to(wide)).sigmoid()
 
 
 class Experts(nn.Module):
@@ -103,7 +109,7 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         expert_bias: (n_experts,), added to the scores for the choice alone; saved with the model.
         counts: (n_experts,) int64, how often each expert was chosen by the tokens held here, in all forwards that have
-            had their backward since it was set to None; None where there were none.
+            had their backward since this was set to None; None where there were none.
     """
 
     expert_bias: Tensor
@@ -127,18 +133,20 @@ class MixtureOfExperts(nn.Module):
             weight = weight / weight.sum(1, keepdim=True)
         flat = chosen.flatten()  # (tokens · top_k): expert of each choice
         counts = torch.zeros_like(self.expert_bias, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
-        self._count_in_backward(counts, weight)
+        self._count_in_backward(counts)
         order = flat.argsort(stable=True)  # the choices, by expert
         rows = self.experts(tokens.index_select(0, order // self.top_k), counts)  # (tokens · top_k, dim)
         back = rows.index_select(0, order.argsort()).view(-1, self.top_k, x.shape[-1])  # (tokens, top_k, dim)
         return (weight.unsqueeze(-1) * back).sum(1).to(x.dtype).view_as(x)
 
-    def _count_in_backward(self, counts: Tensor, weight: Tensor) -> None:
-        """Count once for each backward: not in an evaluation, nor again where activation checkpointing repeats the
-        forward (what it builds then has no backward of its own)."""
+    def _count_in_backward(self, counts: Tensor) -> None:
+        """Count when the router's weight gets its gradient of this forward. That is once for each token trained on: not
+        in an evaluation, not again where activation checkpointing repeats the forward (what it builds then has no
+        backward of its own), and not where a pipeline tries out what shapes pass between its stages."""
 
         def add(_: Tensor) -> None:
             self.counts = counts if self.counts is None else self.counts + counts
 
-        if weight.requires_grad:
+        weight, self.router.used = self.router.used, None
+        if weight is not None and weight.requires_grad:
             weight.register_hook(add)
