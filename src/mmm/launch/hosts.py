@@ -23,7 +23,7 @@ def parse_list(text: str, what: str = "--hosts") -> Hosts:
 def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
     """A host file: a name a line, repeated once a slot (PBS), or with `slots=4` (Open MPI) or `:4` (MPICH) behind it.
 
-    Empty lines and `#` comments are skipped. Raises `LaunchError`: it cannot be read, names no host, or a line is wrong.
+    Empty lines and `#` comments are skipped. Raises `LaunchError`: no such file, no host in it, or a wrong line.
     """
     try:
         text = Path(path).read_text()

@@ -53,7 +53,7 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
     Raises:
         LaunchError: `scheduler` was asked for and has left no job here, or its variables or files cannot be read.
     """
-    from mmm.launch import pbs, slurm            # they make Jobs
+    from mmm.launch import pbs, slurm  # here, because they import this file
 
     if scheduler == "none":
         return Job(why={"scheduler": "--scheduler none"})

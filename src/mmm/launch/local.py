@@ -71,7 +71,7 @@ def plan(target: Target, *, nproc: int | None, device: str | None, prefork: bool
     if build in ("cuda", "hip"):
         shared["PYTORCH_NVML_BASED_CUDA_CHECK"] = environ.get("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
-    fork, why["start"] = _start(target, prefork, device, build)
+    fork, why["start"] = start_how(target, prefork, device, build)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return LaunchPlan(target, shared, ranks, device, fork, why, tuple(notes))
 
@@ -126,7 +126,9 @@ def _device(device: str | None, environ: Mapping[str, str], found: accelerators.
     return found.device, f"found {found.why}" if found.device else ""
 
 
-def _start(target: Target, prefork: bool, device: str | None, build: str) -> tuple[bool, str]:
+def start_how(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
+    """Whether this host's ranks can be forked from one process, and why, or why not."""
+    build = accelerators.torch_build() if build is None else build
     if not target.is_python:
         return False, "spawn: the command is not `python3 -m MODULE`, `python3 SCRIPT` or `python3 -c CODE`"
     if not prefork:

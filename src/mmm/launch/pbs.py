@@ -10,8 +10,8 @@ from mmm.launch.job import Job
 def detect(environ: Mapping[str, str]) -> Job | None:
     """The PBS job this process is in, or None. Raises `LaunchError`: in a job whose node file cannot be used.
 
-    PBS_JOBID alone is not enough: login shells at some sites carry it. The node file is what a job has. Each host stands
-    in it as often as the chunk's `mpiprocs` says, once by default; the order of first appearance is kept.
+    PBS_JOBID alone is not enough: only a job has the node file too. Each host stands in it as often as the chunk's
+    `mpiprocs` says, once by default; the order of first appearance is kept.
     """
     if not environ.get("PBS_JOBID") or not environ.get("PBS_NODEFILE"):
         return None
@@ -19,11 +19,11 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     try:
         listed = hosts.parse_file(path, "PBS_NODEFILE")
     except LaunchError as error:
-        raise LaunchError(f"{error}\n  Name the hosts (--hosts a,b), or run on this host alone: --scheduler none") from None
+        fix = "Without PBS: --scheduler none, with --hosts a,b or on this host alone."
+        raise LaunchError(f"{error}\n  {fix}") from None
     why = {"scheduler": f"PBS_JOBID={environ['PBS_JOBID']}", "hosts": f"PBS_NODEFILE={path}"}
     tasks = max(listed.values())
     if tasks > 1:
         why["tasks_per_host"] = f"PBS_NODEFILE names a host up to {tasks} times"
-    whole = tasks == 1 and path or None
     return Job("pbs", environ["PBS_JOBID"], tuple(listed), why, tasks_per_host=tasks if tasks > 1 else None,
-               hostfile=whole)
+               hostfile=path if tasks == 1 else None)

@@ -1,11 +1,12 @@
 """Slurm: what a job finds in its environment, and the `srun` line."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mmm.errors import LaunchError
 from mmm.launch import hosts
 from mmm.launch.job import Job
+from mmm.launch.mpi import Request
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:
@@ -49,3 +50,16 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...], why: dict[str, st
             why[key] = f"{name}={text}"
             return int(text)
     return None
+
+
+def line(request: Request, words: Sequence[str]) -> list[str]:
+    """`srun` and its words before the command. `words`: the site's own, or how tasks share a host.
+
+    srun hands its own environment on (--export=ALL); launch puts `--env` there.
+    """
+    made = ["srun", "-N", str(len(request.hosts)), "-n", str(request.processes)]
+    if request.subset:
+        made.append(f"--nodelist={','.join(request.hosts)}")
+    if request.env:
+        made.append("--export=ALL")
+    return [*made, *words, *request.bind, *request.more]
