@@ -13,7 +13,7 @@ from mmm.launch.cluster import Wishes
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 MAX_RANKS = 4096                         # on one host
-SYNONYMS = {"-np": "-n", "--np": "-n", "--nproc-per-node": "-ppn", "--nnodes": "-N", "--host": "--hosts"}
+SYNONYMS = {"-np": "-n", "--np": "-n", "--nnodes": "-N", "--host": "--hosts"}
 EPILOG = """\
 CMD is started once per rank, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 OMP_NUM_THREADS set. `python` and `python3` mean the interpreter that launch is installed in; it imports torch once
