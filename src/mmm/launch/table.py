@@ -21,7 +21,7 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
     started = "each by it" if plan.by == "rank" else "one process a host, which forks its ranks"
     backend = f", {site.backend}" if site is not None and site.backend and plan.device == site.device else ""
     rows = [
-        ("machine", f"{site.name}: {site.about}" if site is not None else f"{platform.node()}'s ({platform.machine()})",
+        ("machine", f"{site.name}: {site.about}" if site is not None else f"not a known site ({platform.machine()})",
          why["machine"]),
         ("scheduler", f"{job.scheduler} job {job.job_id}" if job.job_id else "none", why["scheduler"]),
         ("hosts", f"{len(plan.hosts)}: {some}", why["hosts"]),
