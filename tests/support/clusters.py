@@ -98,7 +98,7 @@ class Slurm:
                                              stdout=log, stderr=log, start_new_session=True))
 
     def run(self, *words, **more):
-        return subprocess.run(words, env=os.environ | self.variables, capture_output=True, text=True, timeout=120, **more)
+        return subprocess.run(words, env=os.environ | self.variables, capture_output=True, text=True, timeout=99, **more)
 
     def wait(self, check, what, timeout=30):
         deadline = time.monotonic() + timeout

@@ -213,6 +213,9 @@ class Head(Run):
 
     def on_lost(self, member: Member, how: str) -> None:
         """A member is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
+        if not self.under_way:
+            del self.roll[member.index]                      # the starter will say more, or the roll is never complete
+            return
         ranks = [rank for rank in member.ranks if rank not in self.ended]
         which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
         text = f"lost {which} on {member.host}: the connection to launch broke ({how})"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmm.errors import LaunchError
+from mmm.launch.link import VARIABLE as ENTRY_VARIABLE
 
 FLAVOURS = ("hydra", "pals", "openmpi")
 VERSION_TIMEOUT = 20.0                   # s; an mpiexec on a busy file system
@@ -94,7 +95,7 @@ def _openmpi(request: Request) -> list[str]:
     for name, value in request.env.items():
         words += ["-x", f"{name}={value}"]
     if len(request.hosts) > 1:
-        for name in sorted(request.environ):
+        for name in sorted({*request.environ, ENTRY_VARIABLE}):
             if name.startswith(CARRIED) and name not in request.env:
                 words += ["-x", name]
     return words
