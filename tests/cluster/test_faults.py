@@ -25,6 +25,8 @@ if rank == "3":
     if fault == "exit": sys.exit(3)
     if fault == "raise": raise RuntimeError("rank 3 has had enough")
     if fault == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        while True: time.sleep(1)
 time.sleep(100)
 """
 HEEDING = FAULTY.replace("for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n", "")
@@ -99,10 +101,13 @@ def test_a_rank_fails(launcher, way, by, fault, code, says):
 
 
 def test_a_run_hangs(launcher, way, by):
-    process = start(launcher, way, *by, "--timeout", "2", "python3", "faulty.py", "none")
+    process = start(launcher, way, *by, "--timeout", "2", "python3", "faulty.py", "hang")
+    launcher.write("go", "")
     found, err = end(launcher, process)
     assert found == 124, err
     assert "launch: no output from any rank for 2 s (--timeout): ending 4 ranks" in err
+    assert f"launch: rank 3 on {way.host} is not where the others are, but at:\n  File \"faulty.py\", line 14" in err
+    assert "launch: the other 3, such as rank 0 on " in err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

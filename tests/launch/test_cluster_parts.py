@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch import binding, head, hosts, link, main, walltime
+from mmm.launch import binding, head, hosts, link, main, stacks, walltime
 from mmm.launch.failures import Failure
 from mmm.launch.head import Member
 from mmm.launch.job import Job
@@ -42,8 +42,8 @@ def test_binding_gives_whole_cores(two_threads):
 
 @pytest.mark.parametrize(("bind", "ranks_here", "says"), [
     ("cores", 5, "5 ranks on this host, but 4 cores"), ("list:0:1", 3, "CPUs for 2 ranks, but there are 3"),
-    ("list:0:9", 2, "local rank 1 is to have CPUs 9, but this process may use 0-7 only"), ("depth", 1, "knows none, cores"),
-    ("list:a", 1, "knows none, cores")])
+    ("list:0:9", 2, "local rank 1 is to have CPUs 9, but this process may use 0-7 only"),
+    ("depth", 1, "knows none, cores"), ("list:a", 1, "knows none, cores")])
 def test_binding_that_cannot_be(two_threads, bind, ranks_here, says):
     with pytest.raises(LaunchError, match=says):
         binding.split(bind, ranks_here, range(8), two_threads)
@@ -59,11 +59,13 @@ def test_a_rank_is_bound(launcher, how):
 @pytest.mark.parametrize(("options", "says"), [
     ("-ppn x", "-ppn x: it has to be a whole number, at least 1"), ("-N 0", "-N 0: it has to be a whole number"),
     ("-N 2", "-N 2: this is one host"), ("-n 2 -ppn 3", "on one host they are the same"),
-    ("--ranks-by host", "ranks on this host alone are started by launch itself"), ("--mpi hydra", "--mpi hydra: ranks on"),
+    ("--ranks-by host", "ranks on this host alone are started by launch itself"),
+    ("--mpi hydra", "--mpi hydra: ranks on"),
     ("--env A", "--env A: write NAME=VALUE"), ("--env RANK=1", "RANK is what launch works out: use -n and -ppn"),
     ("--timeout 0", "--timeout 0: it has to be a number of seconds"), ("--retries -1", "--retries -1: it has to be"),
     ("--signal USR1", "--signal USR1: write NAME@SECONDS"), ("--signal USR1@60", "when this job ends is not known"),
-    ("--walltime 60", "it is what --signal counts from"), ("--hostfile no", "--hostfile no cannot be read: No such file"),
+    ("--walltime 60", "it is what --signal counts from"),
+    ("--hostfile no", "--hostfile no cannot be read: No such file"),
     ("--signal USR1@60 --walltime soon", "--walltime soon: write"), ("--scheduler pbs", "not inside a job of it"),
     ("--hosts a,,b", "'' is not a host name"), ("--cpu-bind list:0:0 -n 3", "CPUs for 2 ranks"),
     ("--launcher-args '", "No closing quotation")])
@@ -112,14 +114,39 @@ def test_a_signal_for_the_program_is_passed_on(launcher, how):
 
 
 def test_a_run_that_prints_nothing(launcher):
-    launcher.write("t.py", "import time\nfor _ in range(4): time.sleep(0.4); print('x', flush=True)\ntime.sleep(30)")
-    done = launcher.run("-n", "1", "--timeout", "1", "python3", "t.py")
-    assert (done.returncode, done.stdout) == (124, "x\n" * 4)
-    assert done.stderr == "launch: no output from any rank for 1 s (--timeout): ending 1 rank\n"
+    launcher.write("t.py", """
+import os, time
+for _ in range(4): time.sleep(0.4); print('x', flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(30)
+time.sleep(30)
+""")
+    done = launcher.run("-n", "3", "--timeout", "1", "python3", "t.py")
+    assert (done.returncode, done.stdout) == (124, "x\n" * 12)
+    host = socket.gethostname()
+    assert done.stderr == (
+        "launch: no output from any rank for 1 s (--timeout): ending 3 ranks\n"
+        f'launch: rank 1 on {host} is not where the others are, but at:\n  File "t.py", line 5 in <module>\n'
+        + done.stderr[done.stderr.index("  File", 160):])
+    assert f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "t.py", line 6 in <module>\n' in done.stderr
+
+
+def test_which_ranks_hang():
+    wait = ('File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce', 'File "/me/t.py", line 3 in step')
+    data = ('File "/me/data.py", line 7 in load', 'File "/me/t.py", line 2 in step')
+    names = {rank: f"h{rank}" for rank in range(4)}
+    text = stacks.explain({0: wait, 1: data, 2: data, 3: data}, names)         # few wait, but those are not to blame
+    assert text.startswith("launch: rank 1 on h1, rank 2 on h2, rank 3 on h3 are not where the others are")
+    assert "the other 1, such as rank 0 on h0, are at:\n  File" in text
+    other = (wait[0], 'File "/me/t.py", line 4 in step')
+    assert stacks.explain({0: wait, 1: wait, 2: other}, names).startswith("launch: rank 2 on h2 is not where")
+    assert stacks.explain({0: wait, 1: wait}, names).startswith("launch: all 2 ranks are at the same place:\n")
+    assert stacks.explain({}, names) == ""
+    assert stacks.read("Stack (most recent call first):\n  File \"a\", line 1 in f\nx\n") == ('File "a", line 1 in f',)
 
 
 def test_retries(launcher):
-    launcher.write("t.py", "import os, sys\nprint(os.environ['MMM_ATTEMPT'])\nsys.exit(os.environ['MMM_ATTEMPT'] != '1')")
+    launcher.write("t.py", "import os, sys\nn = os.environ['MMM_ATTEMPT']\nprint(n)\nsys.exit(n != '1')")
     done = launcher.run("-n", "1", "--retries", "3", "python3", "t.py")
     assert (done.returncode, done.stdout) == (0, "0\n1\n")
     assert "launch: exit code 1: starting again (--retries; 3 left)" in done.stderr
@@ -149,12 +176,15 @@ def member(index, host, cpus="0-7", local_rank=None):
     class NoLink:
         def fileno(self):
             return index
-    return Member(NoLink(), "", index, host, {"cpus": cpus, "cores": 8 if cpus == "0-7" else 2, "local_rank": local_rank})
+    cores = 8 if cpus == "0-7" else 2
+    return Member(NoLink(), "", index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
 
 
 class Plan:
     by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, None
-    shared = {"WORLD_SIZE": "3"}
+
+    def __init__(self):
+        self.shared = {"WORLD_SIZE": "3"}
 
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():

@@ -128,8 +128,8 @@ def test_a_program_that_is_no_python():
 
 @pytest.mark.parametrize(("wishes", "ranks", "per_host", "used"), [
     ({"nproc": 4}, 4, 2, 2), ({"nproc": 5}, 5, 3, 2), ({"nproc": 1}, 1, 1, 1), ({"per_host": 3}, 6, 3, 2),
-    ({"nproc": 3, "per_host": 4}, 3, 4, 1), ({"nhosts": 1, "nproc": 4}, 4, 4, 1), ({"nhosts": 2, "per_host": 1}, 2, 1, 2),
-    ({}, 2, 1, 2)])
+    ({"nproc": 3, "per_host": 4}, 3, 4, 1), ({"nhosts": 1, "nproc": 4}, 4, 4, 1),
+    ({"nhosts": 2, "per_host": 1}, 2, 1, 2), ({}, 2, 1, 2)])
 def test_how_many_ranks(wishes, ranks, per_host, used):
     made = plan({}, hosts="a,b", **wishes)
     assert (made.ranks, made.per_host, len(made.hosts)) == (ranks, per_host, used)
@@ -183,7 +183,8 @@ def test_slurm_inside_pbs(pbs, scheduler, given, starter, hosts):
 
 
 def test_an_sbatch_script_may_launch():
-    assert plan(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"})
+    its = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert plan(SLURM | its).ranks == 2
 
 
 def test_threads(pbs):
@@ -238,8 +239,8 @@ def test_a_list_of_hosts_that_is_too_long(tmp_path):
 def test_the_table_says_where_each_value_came_from(pbs):
     made = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS)
     text = table(made, explain=True)
-    for part in ("Polaris", "(PBS_O_HOST=polaris-login-01)", "pbs job 123.cluster   (PBS_JOBID=123.cluster)", "2: x1 x2",
-                 "4 a host, cuda   (Polaris)", "8, 4 a host   (one per accelerator: Polaris, × 2 hosts)",
+    for part in ("Polaris", "(PBS_O_HOST=polaris-login-01)", "pbs job 123.cluster   (PBS_JOBID=123.cluster)",
+                 "2: x1 x2", "4 a host, cuda   (Polaris)", "8, 4 a host   (one per accelerator: Polaris, × 2 hosts)",
                  "pals, each by it   (mpiexec --version: PALS version 1.3.4)", "--cpu-bind depth -d 16   (Polaris)",
                  "3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)"):
         assert part in text
@@ -276,15 +277,17 @@ def test_a_new_site_needs_no_code(tmp_path, pbs):
     assert made.shared["NCCL_SOCKET_IFNAME"] == "ib0"
     home = tmp_path / "home/.config/mmm/sites"
     home.mkdir(parents=True)
-    (home / "polaris.json").write_text(json.dumps({"name": "Polaris", "match": {"PBS_O_HOST": "^polaris"}, "mpi": "pals",
-                                                   "ranks_per_host": 3}))
+    own = {"name": "Polaris", "match": {"PBS_O_HOST": "^polaris"}, "mpi": "pals", "ranks_per_host": 3}
+    (home / "polaris.json").write_text(json.dumps(own))
     assert plan(pbs("x", PBS_O_HOST="polaris-1", HOME=str(tmp_path / "home")), "?").ranks == 3     # replaces ours
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("{", "cannot be read"), ("[]", 'one JSON object with a "name"'), ('{"name": "A", "rank_per_host": 2}', "Did you mean"),
-    ('{"name": "A", "ranks_per_host": "2"}', "it has to be a whole number"), ('{"name": "A", "env": {"a": 1}}', "strings"),
-    ('{"name": "A", "match": {"X": "("}}', "is no regular expression"), ('{"name": "A", "mpi": "lam"}', "not one of pals"),
+    ("{", "cannot be read"), ("[]", 'one JSON object with a "name"'),
+    ('{"name": "A", "rank_per_host": 2}', "Did you mean"), ('{"name": "A", "env": {"a": 1}}', "strings"),
+    ('{"name": "A", "ranks_per_host": "2"}', "it has to be a whole number"),
+    ('{"name": "A", "match": {"X": "("}}', "is no regular expression"),
+    ('{"name": "A", "mpi": "lam"}', "not one of pals"),
     ('{"name": "A", "srun": ["-c{cores}"]}', "only {per_host}, {cpus} and {gpus}"),
     ('{"name": "A", "ranks_per_host": 0}', "at least 1")])
 def test_a_site_file_that_is_wrong(tmp_path, text, says):

@@ -97,8 +97,9 @@ class Slurm:
         self.daemons.append(subprocess.Popen([path, *words], env=os.environ | self.variables, stdin=subprocess.DEVNULL,
                                              stdout=log, stderr=log, start_new_session=True))
 
-    def run(self, *words, **more):
-        return subprocess.run(words, env=os.environ | self.variables, capture_output=True, text=True, timeout=99, **more)
+    def run(self, *words, variables=None, cwd=None):
+        return subprocess.run(words, env=os.environ | self.variables | (variables or {}), cwd=cwd, capture_output=True,
+                              text=True, timeout=120)
 
     def wait(self, check, what, timeout=30):
         deadline = time.monotonic() + timeout

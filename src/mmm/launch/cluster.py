@@ -196,7 +196,7 @@ def _device(wishes: Wishes, site: Site | None, its_job: Job, listed: hosts.Hosts
         device, why = "", "not known here: each rank looks on its host"
     if device == "cpu":
         return "cpu", why, 0, "CPU was chosen"
-    if site is not None and site.ranks_per_host and device == site.device:
+    if site is not None and site.ranks_per_host and site.device in (None, device):
         return device, why, site.ranks_per_host, site.name
     if its_job.gpus_per_host:
         return device or None, why, its_job.gpus_per_host, its_job.why["gpus_per_host"]

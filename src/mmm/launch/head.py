@@ -25,11 +25,13 @@ from mmm.launch.failures import Failure, say, signal_name
 from mmm.launch.link import Link, Lost, Message
 from mmm.launch.output import Output
 from mmm.launch.run import GRACE, Limits, Run
+from mmm.launch.stacks import Stack
 from mmm.launch.wire import Report
 
 START_TIMEOUT = 300.0    # s until every process has connected
 LAST_WORDS = 3.0         # s beyond the grace that hosts have to say that their ranks are gone
 STARTER_END = 1.5        # s that mpiexec or srun has to end once its processes have
+LOCATE = 2.0             # s for the hosts to say where their ranks are
 STARTER_LINGERS = 20.0   # s that it has after a run that went well: others of its processes may still write
 SPARE_FILES = 64
 
@@ -59,6 +61,10 @@ class Head(Run):
         self.roll_call_ends: float | None = None
         self.starter_ended: float | None = None
         self.stop_starter_at: float | None = None
+        self.pending: list[int] = []                         # signals for ranks that are not there yet
+        self.stacks: dict[int, Stack] = {}                   # of a run that hangs
+        self.silent: set[int] = set()                        # members that have not sent theirs
+        self.locate_until: float | None = None
         self.starter: subprocess.Popen | None = None
         self.server: socket.socket | None = None
 
@@ -100,7 +106,7 @@ class Head(Run):
 
     def deadlines(self) -> list[float | None]:
         waiting = self.starter_ended + STARTER_END if self.starter_ended is not None else None
-        return [*super().deadlines(), self.roll_call_ends, self.stop_starter_at, waiting]
+        return [*super().deadlines(), self.roll_call_ends, self.stop_starter_at, self.locate_until, waiting]
 
     def serve(self) -> bool:
         """Take in what has happened. False once the starter has ended and nobody is connected."""
@@ -113,6 +119,9 @@ class Head(Run):
         if self.roll_call_ends is not None and now >= self.roll_call_ends and self.exit_code is None:
             self.roll_call_ends = None
             self.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
+        if self.locate_until is not None and now >= self.locate_until:
+            self.locate_until = None
+            self.located(self.stacks, {rank: member.host for member in self.roll.values() for rank in member.ranks})
         if self.stop_starter_at is not None and now >= self.stop_starter_at:
             self.stop_starter_at = None
             self.stop_starter()
@@ -195,6 +204,8 @@ class Head(Run):
                 member.link.send({"go": message})
             except Lost as lost:
                 self.on_lost(member, str(lost))
+        for number in self.pending:
+            self.send(number)
 
     def on_message(self, member: Member, message: Message) -> None:
         now = time.monotonic()
@@ -208,6 +219,11 @@ class Head(Run):
                     f"{self.plan.starter}, ends the run")
             first = Failure(min(member.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True)
             self.failures.append(first)
+        elif "stacks" in message:
+            self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
+            self.silent.discard(member.index)
+            if not self.silent and self.locate_until is not None:
+                self.locate_until = now
         elif "bye" in message:
             member.done = True
 
@@ -248,10 +264,19 @@ class Head(Run):
         self.tell({"signal": number})
         return True
 
+    def pass_on(self, number: int) -> None:
+        if not self.send(number):
+            self.pending.append(number)
+
     def tell(self, message: Message) -> None:
         for member in [m for m in self.members.values() if not m.done]:
             with contextlib.suppress(Lost):                  # `hear` will see it too
                 member.link.send(message)
+
+    def locate(self) -> None:
+        self.silent = {member.index for member in self.members.values() if not member.done}
+        self.locate_until = time.monotonic() + LOCATE
+        self.tell({"where": True})
 
     def end(self, number: int) -> None:
         """The hosts see to the grace of their ranks; launch waits for them a little longer."""

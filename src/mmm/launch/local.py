@@ -83,10 +83,12 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
         given = ", ".join(f"{name}={environ[name]}" for name in own)
         raise LaunchError(f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
                           f"  Start CMD itself here, or outside of another launcher: unset {' '.join(own)}")
-    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-                       ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-        if rank in environ and environ.get(size, "1").isdigit() and int(environ.get(size, "1")) > 1:
-            raise LaunchError(f"already a rank ({rank}={environ[rank]}, {size}={environ[size]} in the environment): "
+    for rank, size, unsaid in (("PMI_RANK", "PMI_SIZE", "1"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "1"),
+                               ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "1"),
+                               ("PALS_RANKID", "PMI_SIZE", "more than 1")):           # PALS does not always say
+        count = environ.get(size, unsaid)
+        if rank in environ and count not in ("0", "1"):
+            raise LaunchError(f"already a rank ({rank}={environ[rank]}, {size}={count} in the environment): "
                               "each rank would start ranks of its own.\n  Start one launch, not one a rank.")
 
 

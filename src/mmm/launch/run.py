@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mmm.launch import failures
+from mmm.launch import failures, stacks
 from mmm.launch.failures import Failure, say, signal_name
 from mmm.launch.output import Output
 
@@ -57,6 +57,10 @@ class Run:
 
     def send(self, number: int) -> bool:
         """Send every rank signal `number`. False if there is none yet."""
+        raise NotImplementedError
+
+    def pass_on(self, number: int) -> None:
+        """Send every rank a signal that is the program's to handle, once there are ranks."""
         raise NotImplementedError
 
     def kill(self) -> None:
@@ -139,6 +143,16 @@ class Run:
         """Nothing has come from any rank for too long."""
         self.exit_code, self.again = failures.WATCHDOG_EXIT, True
         say(f"launch: no output from any rank for {self.limits.timeout:g} s (--timeout): ending {self.left()}")
+        self.locate()
+
+    def locate(self) -> None:
+        """Find out where the ranks are, and give that to `located`."""
+        raise NotImplementedError
+
+    def located(self, found: dict[int, stacks.Stack], hosts: dict[int, str]) -> None:
+        """Say which ranks hang, and end all."""
+        if text := stacks.explain(found, hosts):
+            say(text)
         self.end(signal.SIGTERM)
 
     def signal_due(self) -> float | None:
@@ -152,7 +166,10 @@ class Run:
         number = self.limits.signal or 0
         left = (self.limits.job_end or time.time()) - time.time()
         say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
-        self.send(number)
+        if number in ENDING:
+            self.send(number)
+        else:
+            self.pass_on(number)
 
     def left(self) -> str:
         left = self.total - len(self.ended)
@@ -174,7 +191,7 @@ class Run:
         if number == signal.SIGTSTP:
             self.stop()
         if number in PASSED_ON:
-            self.send(number)
+            self.pass_on(number)
         if number not in ENDING:
             return
         now = time.monotonic()

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 
-from mmm.launch import processes, wire
+from mmm.launch import processes, stacks, wire
 from mmm.launch.failures import Failure, say, signal_name
 from mmm.launch.local import LaunchPlan
 from mmm.launch.output import Output
@@ -103,11 +103,20 @@ class Supervisor(Run):
             self.failures.append(Failure.ended(status, self.host))
 
     def send(self, number: int) -> bool:
-        if not self.pids:
-            return False
+        if self.pids:
+            self.pass_on(number)
+        return bool(self.pids)
+
+    def pass_on(self, number: int) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.control, bytes([number]))
-        return True
+            os.write(self.control, bytes([number]))          # the agent reads it when all ranks have been started
+
+    def stacks(self) -> dict[int, stacks.Stack]:
+        """Where the ranks are that have not ended."""
+        return stacks.ask({rank: pid for rank, pid in self.pids.items() if rank not in self.ended})
+
+    def locate(self) -> None:
+        self.located(self.stacks(), dict.fromkeys(self.pids, socket.gethostname()))
 
     def passed_fds(self) -> tuple[int, ...]:
         """Further file descriptors that the ranks inherit."""

@@ -72,8 +72,10 @@ class Entry(Supervisor):
         elif message.get("signal") in ENDING:
             self.exit_code = 0
             self.end(message["signal"])
+        elif "where" in message:
+            self.tell({"stacks": self.stacks()})
         elif "signal" in message:
-            self.send(message["signal"])
+            self.pass_on(message["signal"])
 
     def on_status(self, status: Status) -> None:
         super().on_status(status)
