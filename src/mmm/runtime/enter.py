@@ -23,7 +23,7 @@ from mmm.launch import target as targets
 from mmm.launch.failures import Failure, say
 from mmm.launch.link import Link, Lost
 from mmm.launch.local import LaunchPlan
-from mmm.launch.run import ENDING
+from mmm.launch.run import ENDING, PASSED_ON
 from mmm.launch.supervise import Supervisor
 from mmm.launch.target import Target
 from mmm.launch.wire import CPUS_VARIABLE, Report, Status
@@ -39,8 +39,9 @@ class Entry(Supervisor):
 
     shielded = True
 
-    def __init__(self, plan: LaunchPlan, link: Link, inherit: tuple[int, ...]) -> None:
+    def __init__(self, plan: LaunchPlan, link: Link, starter: str, inherit: tuple[int, ...]) -> None:
         super().__init__(plan)
+        self.starter = starter
         self.link: Link | None = link
         self.inherit = inherit
         self.told = 0                                        # failures that launch knows of
@@ -114,6 +115,11 @@ class Entry(Supervisor):
     def fail(self) -> None:
         self.tell_failures()
 
+    def on_signal(self, number: int) -> None:
+        if number in PASSED_ON and self.starter == "srun":
+            return                                           # Slurm signals every process, the ranks too
+        super().on_signal(number)
+
     def interrupted(self, number: int) -> None:
         """mpiexec, srun or the scheduler ends this process: so it does the ranks."""
         if self.exit_code is None:
@@ -168,7 +174,7 @@ def main() -> int:
         for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
             del os.environ[name]
         inherit = ()
-    return Entry(plan, link, inherit).run()
+    return Entry(plan, link, entry["starter"], inherit).run()
 
 
 def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
