@@ -12,7 +12,6 @@ import pytest
 from mmm.runtime.doctor import Place, as_json, checks, compute, examine, lines, network, python, storage, summary
 from mmm.runtime.doctor.child import isolated
 from mmm.runtime.doctor.finding import Finding
-from mmm.runtime.doctor.job import detect, expand
 
 
 def one(findings):
@@ -191,19 +190,13 @@ def test_scheduler(tmp_path):
     ("environ", "words"),
     [
         ({"PBS_JOBID": "7", "PBS_NODEFILE": "/no/such/file"}, "No such file"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[]"}, "names no host"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[]"}, "not a list of numbers"),
     ],
 )
 def test_a_scheduler_whose_hosts_are_unknown(environ, words):
     failed = one(network.check_job(Place(environ=environ)))
     assert failed.status == "fail"
     assert words in failed.seen
-
-
-def test_slurm():
-    assert expand("a[1-2,07]b,c") == ["a1b", "a2b", "a07b", "c"]
-    assert expand("n[08-11]") == ["n08", "n09", "n10", "n11"]
-    assert detect({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}).hosts == ("n1", "n2")
 
 
 SEVERAL = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
