@@ -69,6 +69,18 @@ def test_an_import_that_fails_fails_as_ever(packages):
         timer.stop()
 
 
+def test_two_timers(packages):
+    first, second = ImportTimer(), ImportTimer()
+    first.start()
+    second.start()
+    outer = importlib.import_module("outer_pkg")
+    second.stop()
+    first.stop()
+    assert set(first.seconds) == set(second.seconds) == {"outer_pkg", "inner_pkg"}
+    assert second.seconds["inner_pkg"] >= first.seconds["inner_pkg"] >= 0.15
+    assert "exec_module" not in vars(outer.__spec__.loader)
+
+
 def test_a_stopped_timer_counts_nothing(packages):
     timer = ImportTimer()
     timer.start()

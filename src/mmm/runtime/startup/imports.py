@@ -38,14 +38,14 @@ class ImportTimer:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The other finders' spec, its loader timed, where an import goes from one package into another; else None."""
+        """The next finders' spec, its loader timed, where an import goes from one package into another; else None."""
         package = name.partition(".")[0]
         if (self._inside and self._inside[-1] == package) or package in sys.stdlib_module_names:
             return None
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self not in sys.meta_path:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:    # type: ignore[arg-type]
+            spec = finder.find_spec(name, path, target)
             if spec is not None:
                 self._time(spec, package)
                 return spec
