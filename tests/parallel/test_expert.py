@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -253,6 +254,25 @@ def test_experts_that_their_ranks_do_not_divide(pool, n_experts):
     """3 experts, or 1, a rank, which 2 ranks cut: w2 by its rows; w1 and w3 have 23, and go by the expert."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": n_experts, "expert_dim": 23})
     check(pool, Layout(dp_shard=4, ep=2), 2, config=config)
+
+
+def saved(rank, layout, config):
+    with torch.device("meta"):
+        model = Transformer(config)
+    apply(model, build_mesh(layout, "cpu", 30, experts=True), transformer_plan(), FP64)
+    materialize(model, CPU, reference.SEED)
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=4, ep=2), Layout(dp_shard=2, tp=2, ep=2)], ids=str)
+def test_initial_weights_and_what_is_saved(pool, layout):
+    """Drawn by part, put together again: the very numbers of the model on one process, and its biases."""
+    config = TransformerConfig(**{**vars(CONFIG), "n_experts": 6, "expert_dim": 23})
+    expected = Transformer(config).double()
+    weights.initialize(expected, reference.SEED)
+    got = pool.run(saved, 4, layout, config)[0]
+    assert got.keys() == expected.state_dict().keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,34 @@ class TransformerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertOptions(TransformerOptions):
+    """Flags of a Transformer with routed experts."""
+
+    n_experts: int = 8
+    """Experts in each layer."""
+    top_k: int = 2
+    """Experts that each token goes through."""
+    expert_dim: int | None = None
+    """Width of one expert. Default: that of the preset's feed-forward layer."""
+    balance_rate: float = 0.01
+    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Runs of many
+    thousand steps take less: 0.001."""
+
+    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
+        """As `TransformerOptions.model_config`.
+
+        Raises:
+            ConfigError: no experts, or a rate below 0.
+        """
+        if self.n_experts < 1:
+            raise ConfigError(f"--n_experts {self.n_experts}: it must be at least 1")
+        if not self.balance_rate >= 0:
+            raise ConfigError(f"--balance_rate {self.balance_rate}: it must not be negative")
+        dense = super().model_config(default_vocab)
+        return replace(dense, n_experts=self.n_experts, top_k=self.top_k, expert_dim=self.expert_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """Flags of where tokens come from."""
 

@@ -1,0 +1,141 @@
+"""Mixture of experts: a Transformer whose tokens choose their feed-forward networks, and experts cut over the ranks.
+
+    launch python3 -m mmm.examples.moe --n_experts 8 --ep 2
+
+Every layer has --n_experts feed-forward networks; each token goes through the --top_k that its router scores highest:
+many parameters, little work a token. On 4 ranks with --ep 2 (``dp4·ep2``) each rank has samples of its own::
+
+       expert parallel, ep: neighbours        rank 0 ◄──── tokens ────► rank 1     experts 0–3 │ experts 4–7
+       share the experts out, whole             │                         │
+                                              FSDP: the same experts,   FSDP
+                                              gradients added up          │
+                                                │                         │
+                                              rank 2 ◄──── tokens ────► rank 3     experts 0–3 │ experts 4–7
+
+    in a layer    route: each token scores the experts        │ no communication
+                  send: tokens to the ranks of their experts  │ all-to-all in [0 1] and [2 3], each time of other sizes
+                  each expert works out what came to it       │ no communication
+                  send back, add up by the router's weights   │ all-to-all
+
+All other parameters are cut over all four ranks, as without ep. No token is dropped. ``imbalance`` is the load of the
+busiest expert over the mean: a bias on each expert's score, moved after every step, brings it down without a second
+loss. Same seed and same global batch give the same losses, loads and biases on every mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.data import Tokens
+from mmm.models.transformer import Transformer
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.parallel.expert import balance_experts, imbalance
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.runtime.failure import run_main
+from mmm.runtime.ranks import whoami
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import ExpertOptions, Preset, RunOptions, TextOptions, parse
+from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.run import Run, start_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ExpertOptions, TextOptions, RunOptions):
+    """A Transformer with routed experts, cut over --ep of the data-parallel ranks; × tensor parallel."""
+
+    ep: int | None = None
+    """Ranks that share the experts out: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is cut, but for the experts'."""
+    preset: Preset = "debug"
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    eval_every: int = 50
+    """Steps between two validations; one more at the end."""
+    eval_batches: int = 4
+    """Global batches in a validation."""
+
+    def layout(self, ranks: int) -> Layout:
+        """The mesh for that many ranks."""
+        ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
+        return Layout(tp=self.tpsize, ep=ep).fit(ranks)
+
+
+def train(config: Config) -> None:
+    # Does it fit? Everything here is checked before any rank talks to another.
+    config.check()
+    layout = config.layout(whoami().world_size)
+    model_config = config.model_config(config.default_vocab())
+    check_transformer(model_config, layout, config.seq_length)
+    if config.compile:
+        check_compile(transformer_plan(), layout)
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=4)
+    tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
+    steps = config.steps(tokens.steps_per_epoch(global_batch))
+    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
+        model = Transformer(model_config)
+    summary = model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta"))
+    if config.summary:
+        if whoami().is_main:
+            print(summary)
+        return
+
+    with start_run("moe", config, layout) as run:
+        run.log.info("model, whole:\n%s", summary)
+        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
+
+        mesh = build_mesh(layout, run.device.type, config.timeout, experts=True)
+        apply(model, mesh, transformer_plan(), run.precision, compile=config.compile)
+        materialize(model, run.device, config.seed)
+        run.log.info("%s\n%s", mesh, sharded_model(model))
+
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
+        for step in range(steps):
+            run.clock.start()
+            part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+            run.clock.lap("dtd")
+            with loss_parallel():  # under tp the logits stay cut over the vocabulary
+                loss = cross_entropy(model(part.inputs), part.targets, part.count)
+                run.clock.lap("dtf")
+                loss.backward()
+            run.clock.lap("dtb")
+            optimizer.step()
+            optimizer.zero_grad()
+            load = balance_experts(model, mesh, config.balance_rate)  # (layers, experts): tokens of all ranks
+            run.clock.lap("dto")
+
+            last = step == steps - 1
+            more = {"imbalance": imbalance(load)} if last or step % config.log_every == 0 else {}
+            if last or step % config.eval_every == config.eval_every - 1:
+                more["val_loss"] = validate(model, validation, run, config.eval_batches, global_batch, mine, batch)
+            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+        run.log.info("tokens of the last step, by layer and expert: %s", load.tolist())
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
+) -> float:
+    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
+    total = 0.0
+    batches = min(batches, tokens.steps_per_epoch(global_batch))
+    for step in range(batches):
+        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+        with loss_parallel():
+            total += local_value(cross_entropy(model(part.inputs), part.targets, part.count))
+    return run.global_sum(total) / batches
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)
