@@ -11,7 +11,7 @@ LINT   := $(VENV)/.installed-lint
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 
-.PHONY: demo test test-long lint install clean
+.PHONY: demo test test-long test-cluster lint install clean
 
 install: $(READY)
 
@@ -33,6 +33,10 @@ test: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(TEST_FLAGS)
+
+# Real MPICH, Open MPI, Slurm and two hosts on this machine, as root (docs/clusters.md says which packages).
+test-cluster: $(READY)
+	$(BIN)/python -m pytest -m cluster --numprocesses 0 --timeout 300 tests/cluster $(TEST_FLAGS)
 
 lint: $(LINT)
 	$(BIN)/ruff check .

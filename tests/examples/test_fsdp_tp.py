@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import h5py
@@ -18,6 +19,7 @@ import xarray
 import mmm.history
 from mmm.errors import UserError
 from mmm.examples.fsdp_tp import Config, train
+from mmm.runtime.startup import MARKS
 
 MODULE = ["python3", "-m", "mmm.examples.fsdp_tp"]
 TINY = ["--preset", "debug", "--seq_length", "16", "--global_batch_size", "4", "--eval_batches", "1"]
@@ -83,6 +85,46 @@ def test_config(finished):
     assert config["versions"]["torch"]
 
 
+def marks_of(outdir):
+    """Each rank's marks of its start, in their order."""
+    data = mmm.history.load(outdir)
+    marks = np.stack([data.coords[f"startup_{mark}"].values for mark in MARKS])
+    assert marks.shape == (6, data.sizes["rank"])
+    assert (np.diff(marks, axis=0) >= 0).all(), marks
+    return marks
+
+
+def test_startup(finished):
+    done, outdir = finished
+    marks = marks_of(outdir)
+    startup = json.loads((outdir / "config.json").read_text())["startup"]
+    assert startup["started_from"] == "launch"
+    assert marks.tolist() == [startup["marks"][mark] for mark in MARKS]
+    assert len(set(marks[0])) == 1  # one launch
+    shared = startup["imports"]["shared"]
+    assert shared["torch"] > 0.5
+    assert marks[1].min() - marks[0].max() > sum(shared.values())  # imported before the ranks began
+    assert all("torch" not in own for own in startup["imports"]["ranks"])
+    first_row = next(line for line in done.stdout.splitlines() if " - iter=0" in line)
+    logged = datetime.strptime(first_row[1:27], "%Y-%m-%d %H:%M:%S.%f").timestamp()
+    assert marks[5].max() <= logged < marks[5].max() + 30
+    assert "start-up: " in done.stdout
+    assert "once for all: torch" in done.stdout
+
+
+@pytest.mark.long
+def test_startup_of_spawned_ranks(tmp_path):
+    command = [LAUNCH, "-n", "2", "--no-prefork", "--device", "cpu", *MODULE, *TINY, "--outdir", str(tmp_path)]
+    done = subprocess.run([*command, "--max_iters", "1"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    marks = marks_of(tmp_path)
+    imports = json.loads((tmp_path / "config.json").read_text())["startup"]["imports"]
+    assert imports["shared"] == {}
+    for rank, own in enumerate(imports["ranks"]):
+        assert own["torch"] > 0.5
+        assert sum(own.values()) < marks[2, rank] - marks[1, rank]
+
+
 def test_same_losses_on_one_device_without_launch(finished, tmp_path):
     """A process that nothing started as a rank is one rank; the curve is that of dp2·tp2."""
     sizes = {"preset": "debug", "seq_length": 16, "global_batch_size": 4, "eval_batches": 1, "eval_every": 3}
@@ -90,7 +132,9 @@ def test_same_losses_on_one_device_without_launch(finished, tmp_path):
     one, four = (mmm.history.load(path) for path in (tmp_path / "one", finished[1]))
     np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
-    assert json.loads((tmp_path / "one" / "config.json").read_text())["started_by"] == "alone"
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert (config["started_by"], config["startup"]["started_from"]) == ("alone", "process")
+    marks_of(tmp_path / "one")
 
 
 @pytest.mark.long
@@ -102,6 +146,10 @@ def test_under_torchrun(finished, tmp_path):
     assert done.stdout.count(" - iter=") == 1
     two, four = (mmm.history.load(path) for path in (tmp_path / "out", finished[1]))
     np.testing.assert_allclose(two.loss, four.loss[:1], rtol=1e-9)
+    marks_of(tmp_path / "out")
+    startup = json.loads((tmp_path / "out" / "config.json").read_text())["startup"]
+    assert startup["started_from"] == "process"
+    assert all(own["torch"] > 0.5 for own in startup["imports"]["ranks"])
 
 
 def test_summary_costs_no_run(tmp_path, monkeypatch, capsys):

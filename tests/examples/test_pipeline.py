@@ -10,6 +10,7 @@ import pytest
 import xarray
 
 import mmm.history
+from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, pipeline
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -58,11 +59,33 @@ def test_same_losses_as_on_one_device(one_device, tmp_path, ranks, flags):
 
 
 @pytest.mark.long
+def test_timeline(tmp_path):
+    done = launch(2, tmp_path / "out", "--schedule", "ZBVZeroBubble", "--timeline", "--max_iters", "3")
+    assert done.returncode == 0, done.stderr
+    assert "ZBVZeroBubble, 8 micro-batches: F forward, I backward: input, W backward: weights" in done.stdout
+    assert done.stdout.count("\nrank 1   ") == 2  # replayed, and by the clock
+    bubble = json.loads((tmp_path / "out" / "config.json").read_text())["bubble"]
+    assert bubble["formula"] == pytest.approx(1 / 49)
+    assert 0 < bubble["replayed"] < 1
+    assert 0 < bubble["wall"] < 1
+    assert (tmp_path / "out" / "plots" / "mplot" / "pngs" / "pipeline.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
 def test_refused_once_before_any_rank_talks(tmp_path):
     done = launch(2, tmp_path / "out", "--microbatches", "3")
     assert done.returncode == 2
     assert done.stderr.count("cannot be cut into 3 equal parts; use --microbatches 2 or 4 or 8") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_timeline_of_one_step_is_refused(monkeypatch, tmp_path):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"--timeline with 1 step: .* use --max_iters 2 or more"):
+        pipeline.train(pipeline.Config(**{**TINY, "max_iters": 1}, timeline=True))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_summary_costs_no_run(monkeypatch, tmp_path, capsys):

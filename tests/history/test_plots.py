@@ -168,3 +168,17 @@ def test_an_ascii_terminal_and_no_pyplot(tmp_path):
     assert done.returncode == 0, done.stderr.decode()
     assert b"loss       1.000000" in done.stdout
     assert b"pyplot False" in done.stdout
+
+
+def test_a_run_by_epochs_shows_its_losses_and_its_accuracy(tmp_path):
+    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
+        for epoch in range(1, 5):
+            row = {"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch, "test_acc": 90.0 + epoch}
+            history.update(row, {"dt": [3.0], "dtf": [1.0], "dtb": [2.0]})
+    with drawing.style():
+        figure = drawing.summary_figure(load(tmp_path / "run"), "run")
+    losses, accuracy, times = figure.axes
+    assert losses.get_title(loc="left") == "Training loss"
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["train_loss", "test_loss"]
+    assert accuracy.get_ylabel() == "test_acc [%]"
+    assert times.get_title(loc="left") == "Time of an epoch"

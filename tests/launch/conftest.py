@@ -1,82 +1,11 @@
-"""Launches small programs and says what they printed, how they ended, and which of their processes are left."""
+"""`launch` in a folder of its own, with ranks forked and spawned."""
 
 import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MMM_DEVICE",
-        "OMP_NUM_THREADS")
-START = [sys.executable, "-m", "mmm.launch"]
-
-
-@dataclass
-class Launcher:
-    """Runs `launch` in `folder`, with a variable in the environment by which its processes can be told."""
-
-    folder: Path
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def write(self, name: str, text: str) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    def environment(self, **variables: str) -> dict[str, str]:
-        made = {k: v for k, v in os.environ.items() if k not in OURS} | {"MMM_TEST_MARK": self.mark} | variables
-        places = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
-        return made | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
-
-    def start(self, *words: str, **variables: str) -> subprocess.Popen:
-        self.write("typed", "for launch's own stdin, not the ranks'")
-        with (self.folder / "typed").open() as stdin:
-            return subprocess.Popen([*START, *words], cwd=self.folder, env=self.environment(**variables), text=True,
-                                    stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def run(self, *words: str, timeout: float = 30, **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*words, **variables)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise AssertionError(f"launch hung: {process.communicate()}") from None
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-    def wait_for(self, *names: str, timeout: float = 20) -> None:
-        """Wait until the programs have made these files."""
-        deadline = time.monotonic() + timeout
-        while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < deadline, f"none of {names} after {timeout} s: {os.listdir(self.folder)}"
-            time.sleep(0.01)
-
-    def alive(self) -> list[int]:
-        """Living processes that have the mark."""
-        found = []
-        for path in Path("/proc").iterdir():
-            if path.name.isdigit():
-                try:
-                    if self.mark.encode() in (path / "environ").read_bytes() and \
-                            (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                        found.append(int(path.name))
-                except OSError:
-                    continue
-        return found
-
-    def gone(self, within: float) -> bool:
-        """True once nothing is left, False if something is after `within` seconds."""
-        deadline = time.monotonic() + within
-        while self.alive():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
+from support.launcher import Launcher
 
 
 @pytest.fixture

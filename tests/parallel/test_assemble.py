@@ -78,6 +78,7 @@ CASES = [
     ("transformer", Layout(pp=2, cp=2, dp_shard=1), Techniques()),
     ("transformer", Layout(pp=2, dp_shard=2), Techniques(schedule="ZBVZeroBubble", microbatches=2)),
     ("transformer", Layout(dp_shard=2), Techniques(data_parallel="ddp", microbatches=2)),
+    ("cnn", Layout(dp_shard=2), Techniques(data_parallel="zero2", microbatches=4)),
     ("vit", Layout(pp=2, dp_shard=1, tp=2), Techniques()),
     ("cnn", Layout(dp_replicate=2, dp_shard=2), Techniques(data_parallel="hsdp")),
     *(
@@ -114,7 +115,7 @@ def test_products_of_axes(pool, model, layout, how):
     [
         ("cnn", Layout(cp=2, dp_shard=1), Techniques(), "cp 2: an image has no sequence to cut; use cp 1"),
         ("vit", Layout(cp=2, dp_shard=1), Techniques(), "use cp 1"),
-        ("cnn", Layout(dp_shard=2), Techniques(microbatches=4), "a batch of 6 .* into 4 equal parts"),
+        ("cnn", Layout(dp_shard=2), Techniques(microbatches=7), "a batch of 6 .* into 1 to 6 parts"),
         ("cnn", Layout(pp=2, dp_shard=2), Techniques(data_parallel="ddp"), "use fsdp, or pp 1"),
         ("cnn", Layout(pp=8, dp_shard=1), Techniques(), "8 stages, and the model has 4 parts"),
     ],

@@ -1,5 +1,6 @@
 """The shared loop: micro-batches, clipping and schedules change nothing that they should not."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,8 @@ from mmm.data.datasets import load_images
 from mmm.data.image_batches import ImageBatches
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.parallel import Layout, apply, build_mesh, materialize
+from mmm.parallel import Layout, build_mesh
+from mmm.parallel.assemble import ParallelModel, Techniques, divide
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
@@ -36,23 +38,26 @@ class Rows:
         return ""
 
 
-def train(rank, data_parallel, how, by_epoch=False):
+def train(rank, data_parallel, accumulate, how, by_epoch=False):
     """Rows of a run of the loop in float64."""
     layout = Layout(dp_replicate=2 if data_parallel == "hsdp" else 1).fit(rank.world_size)
     mesh = build_mesh(layout, "cpu", 30)
     precision = Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
         model = CNN(CONFIG)
-    model = apply(model, mesh, cnn_plan(), precision, data_parallel=data_parallel)
-    materialize(model, CPU, 0)
-    record = Rows([])
-    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, StepClock(CPU), get_logger(), None, [], record)
+    techniques = Techniques(data_parallel=data_parallel, microbatches=accumulate)
+    division = divide(model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta"))
+    record, clock = Rows([]), StepClock(CPU)
+    model = ParallelModel(model, cnn_plan(), layout, mesh, precision, techniques, division, device=CPU, seed=0,
+                          lap=clock.lap)  # fmt: skip
+    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], record)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = load_images("digits", image_size=8)
     task = ImageTask(run, data, BATCH // layout.dp, BATCH)
     if by_epoch:
         task.steps_per_epoch = 4
-        task.batches = lambda epoch: (task.loader.batches.batch(s, task.loader.first, task.size) for s in range(4))
+        whole_epoch = task.batches
+        task.batches = lambda epoch: itertools.islice(whole_epoch(0), 4)
     judged = fit(run, model, optimizer, task, Fit(steps=STEPS, by_epoch=by_epoch, **how))
     return record.rows, judged
 
@@ -85,8 +90,9 @@ def halving(step):
 def test_micro_batches_clipping_and_schedule(pool, kind):
     """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
     ranks = 4 if kind == "hsdp" else 2
-    how = {"accumulate": 2 if kind == "hsdp" else 4, "max_norm": 0.05, "schedule": halving, "eval_every": 3}
-    rows, judged = pool.run(train, ranks, kind, how)[0]
+    accumulate = 2 if kind == "hsdp" else 4
+    how = {"max_norm": 0.05, "schedule": halving, "eval_every": 3}
+    rows, judged = pool.run(train, ranks, kind, accumulate, how)[0]
     assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
     assert [row["iter"] for row in rows] == list(range(STEPS))
     assert ["test_acc" in row for row in rows] == [False, False, True] * 2
@@ -95,7 +101,7 @@ def test_micro_batches_clipping_and_schedule(pool, kind):
 
 
 def test_one_row_an_epoch(pool):
-    rows, _ = pool.run(train, 2, "fsdp", {}, True)[0]
+    rows, _ = pool.run(train, 2, "fsdp", None, {}, True)[0]
     losses = reference()
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[0]["train_loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-9)

@@ -12,8 +12,10 @@ from mmm.errors import UserError
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
+    "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
     "examples": ("mmm.cli.examples", "list the runnable examples and trainers"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
+    "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
 }
 
 
@@ -54,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"mmm: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("mmm: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

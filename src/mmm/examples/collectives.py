@@ -15,6 +15,9 @@ With S the bytes of the whole buffer, and N ranks on links of bandwidth B in eac
 
 so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
 
+Bytes of whole training steps are counted with the same factors: `mmm.parallel.collective_bytes`,
+``mmm.examples.traffic``.
+
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 """
 
@@ -32,6 +35,7 @@ from torch import Tensor
 
 from mmm.errors import ConfigError
 from mmm.parallel import Layout
+from mmm.parallel.collective_bytes import factor
 from mmm.parallel.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
 from mmm.runtime.failure import run_main
@@ -57,7 +61,6 @@ class Collective(NamedTuple):
     """
 
     call: Callable[[Tensor, Tensor], object]
-    factor: Callable[[int], float]
     begins: str = "whole"
     ends: str = "whole"
     alone: str = ""
@@ -69,13 +72,13 @@ def scatter(before: Tensor, after: Tensor) -> None:
 
 HEAD = f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"
 COLLECTIVES = {
-    "all_reduce": Collective(lambda _, a: dist.all_reduce(a), lambda n: 2 * (n - 1) / n),
-    "reduce": Collective(lambda _, a: dist.reduce(a, dst=0), lambda n: float(n > 1), alone="ends"),
-    "broadcast": Collective(lambda _, a: dist.broadcast(a, src=0), lambda n: float(n > 1), alone="begins"),
-    "all_gather": Collective(lambda b, a: all_gather(a, b), lambda n: (n - 1) / n, begins="part"),
-    "scatter": Collective(scatter, lambda n: (n - 1) / n, ends="part", alone="begins"),
-    "reduce_scatter": Collective(lambda b, a: reduce_scatter(a, b), lambda n: (n - 1) / n, ends="part"),
-    "all_to_all": Collective(lambda b, a: dist.all_to_all_single(a, b), lambda n: (n - 1) / n),
+    "all_reduce": Collective(lambda _, a: dist.all_reduce(a)),
+    "reduce": Collective(lambda _, a: dist.reduce(a, dst=0), alone="ends"),
+    "broadcast": Collective(lambda _, a: dist.broadcast(a, src=0), alone="begins"),
+    "all_gather": Collective(lambda b, a: all_gather(a, b), begins="part"),
+    "scatter": Collective(scatter, ends="part", alone="begins"),
+    "reduce_scatter": Collective(lambda b, a: reduce_scatter(a, b), ends="part"),
+    "all_to_all": Collective(lambda b, a: dist.all_to_all_single(a, b)),
 }
 
 
@@ -133,9 +136,9 @@ def train(config: Config) -> None:
             size = 4 * ranks * (part := max(asked // 4 // ranks, 1))  # bytes, and numbers of a part
             row, lines = {"bytes": float(size)}, [HEAD]
             for name, collective in COLLECTIVES.items():
-                factor, took = collective.factor(ranks), seconds(collective, part, config.repeats, run.device)
-                row |= {f"{name}_seconds": took, f"{name}_gbps": factor * size / took / 1e9}
-                lines.append(f"{name:16}{size:12,}{factor:8.2f}{took:12.6f}{factor * size / took / 1e9:10.3f}")
+                times, took = factor(name, ranks), seconds(collective, part, config.repeats, run.device)
+                row |= {f"{name}_seconds": took, f"{name}_gbps": times * size / took / 1e9}
+                lines.append(f"{name:16}{size:12,}{times:8.2f}{took:12.6f}{times * size / took / 1e9:10.3f}")
             run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))
             if run.record is not None:
                 run.record.update(row)

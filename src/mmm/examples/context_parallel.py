@@ -27,20 +27,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, Tokens
-from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, local_value, materialize
 from mmm.parallel.context import cut_batch
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Preset, RunOptions, TextOptions, TransformerOptions, parse
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.options import Preset, parse
+from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TextProgramOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
     cp: int | None = None
@@ -66,26 +66,18 @@ class Config(TransformerOptions, TextOptions, RunOptions):
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    config.check()
     layout = config.layout(whoami().world_size)
-    model_config = config.model_config(config.default_vocab())
-    check_transformer(model_config, layout, config.seq_length, config.cp_style)
     if config.compile:
         check_compile(transformer_plan(), layout)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=1)
-    tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
-    steps = config.steps(tokens.steps_per_epoch(global_batch))
-    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
-        model = Transformer(model_config)
-    summary = model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta"))
+    setting = settle(config, layout, default_batch=1, cp_style=config.cp_style)
+    model, global_batch, steps = setting.model, setting.global_batch, setting.steps
     if config.summary:
-        if whoami().is_main:
-            print(summary)
+        print_once(setting.summary())
         return
 
     with start_run("context_parallel", config, layout) as run:
-        run.log.info("model, whole:\n%s", summary)
-        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
+        run.log.info("model, whole:\n%s", setting.summary())
+        run.describe(**setting.describe())
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
         apply(model, mesh, transformer_plan(), run.precision, cp_style=config.cp_style, compile=config.compile)
@@ -97,7 +89,7 @@ def train(config: Config) -> None:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            part, positions = own_part(tokens, run, step, global_batch)
+            part, positions = own_part(setting.tokens, run, step, global_batch)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
                 loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
@@ -112,7 +104,7 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, validation, run, config.eval_batches, global_batch)
+                more["val_loss"] = validate(model, setting.validation, run, config.eval_batches, global_batch)
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
 
 

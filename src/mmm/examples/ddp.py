@@ -36,20 +36,20 @@ from torch import nn
 
 from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, materialize, sync_gradients
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
 from mmm.parallel.copies import Copies
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
-from mmm.trainer.report import model_summary
+from mmm.trainer.options import parse
+from mmm.trainer.report import print_once
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TextProgramOptions):
     """DDP on a small Transformer."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
@@ -59,25 +59,19 @@ class Config(TransformerOptions, TextOptions, RunOptions):
 
 
 def train(config: Config) -> None:
-    config.check()
     layout = Layout().fit(whoami().world_size)
-    model_config = config.model_config(config.default_vocab())
-    check_transformer(model_config, layout, config.seq_length)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=8)
+    setting = settle(config, layout, default_batch=8)
+    batch, global_batch, steps, tokens = setting.batch, setting.global_batch, setting.steps, setting.tokens
+    model: nn.Module = setting.model
     if config.accumulate < 1 or batch % config.accumulate:
         raise ConfigError(f"--accumulate {config.accumulate} does not divide the batch of {batch} a rank into equal "
                           f"micro-batches: use a divisor of {batch}")  # fmt: skip
-    tokens, _, about_data = config.load(model_config.vocab_size, config.seed)
-    steps = config.steps(tokens.steps_per_epoch(global_batch))
-    with torch.device("meta"):
-        model: nn.Module = Transformer(model_config)
     if config.summary:
-        if whoami().is_main:
-            print(model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta")))
+        print_once(setting.summary())
         return
 
     with start_run("ddp", config, layout) as run:
-        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
+        run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
         model = apply(model, mesh, transformer_plan(), run.precision, data_parallel="ddp", compile=config.compile)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed

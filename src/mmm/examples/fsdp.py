@@ -32,6 +32,7 @@ from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.seed import seed_step
 from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions, parse
 from mmm.trainer.progress import epochs_bar
@@ -42,7 +43,7 @@ from mmm.trainer.tasks import judge_images, same_images
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, RunOptions):
+class Config(CNNOptions, DataParallelOptions, RunOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says."""
 
     lr: float = 1e-3
@@ -51,11 +52,11 @@ class Config(CNNOptions, RunOptions):
 
 
 def train(config: Config) -> None:
-    setting = settle(config, config, whoami())
+    setting = settle(config, config, config.layout(whoami().world_size), whoami())
     data, layout, batch = setting.data, setting.layout, setting.batch
     with torch.device("meta"):
         model: nn.Module = CNN(setting.model)
-    summary = model_summary(model, torch.zeros(batch, *data.shape, device="meta"))
+    summary = model_summary(model, setting.sample)
     if config.summary:
         if whoami().is_main:
             print(summary)

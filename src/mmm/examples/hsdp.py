@@ -35,21 +35,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.errors import LayoutError
-from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, held_elements, materialize
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, materialize
 from mmm.parallel.apply import local_part
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.options import parse
+from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
+from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TextProgramOptions):
     """HSDP on a small Transformer. Each copy is cut over the ranks that --replicas leaves."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
@@ -59,25 +59,18 @@ class Config(TransformerOptions, TextOptions, RunOptions):
 
 
 def train(config: Config) -> None:
-    config.check()
     if config.replicas < 2:
         raise LayoutError(f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or "
                           f"mmm.examples.fsdp")  # fmt: skip
     layout = Layout(dp_replicate=config.replicas).fit(whoami().world_size)
-    model_config = config.model_config(config.default_vocab())
-    check_transformer(model_config, layout, config.seq_length)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=8)
-    tokens, _, about_data = config.load(model_config.vocab_size, config.seed)
-    steps = config.steps(tokens.steps_per_epoch(global_batch))
-    with torch.device("meta"):
-        model: nn.Module = Transformer(model_config)
+    setting = settle(config, layout, default_batch=8)
+    model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
     if config.summary:
-        if whoami().is_main:
-            print(model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta")))
+        print_once(setting.summary())
         return
 
     with start_run("hsdp", config, layout) as run:
-        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
+        run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)  # ("dp_replicate", "dp_shard")
         everyone: list[Any] = [None] * run.rank.world_size
         dist.all_gather_object(everyone, groups_of(mesh))
@@ -93,7 +86,7 @@ def train(config: Config) -> None:
         mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         for step in range(steps):
             run.clock.start()
-            part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             loss = cross_entropy(model(part.inputs), part.targets, part.count)
             run.clock.lap("dtf")

@@ -13,7 +13,8 @@ wait; cut into micro-batches, they work on different ones. By 1F1B (F: forward, 
 
 The cuts make the slowest stage as cheap as can be. pp talks least of all axes, and so is the outermost: between hosts.
 --tpsize cuts each layer's matrices within a stage, and the ranks that are left are data parallel (FSDP within a stage).
-``dtw`` is what a rank waits. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
+``dtw`` is what a rank waits, and --timeline draws it: each rank's forwards, backwards and idling. Same seed and same
+global batch give the losses of ``mmm.examples.fsdp_tp``.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
-from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, materialize
+from mmm.errors import ConfigError
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.bubble import Recorder, gather
 from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
-from mmm.runtime.clock import StepClock
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.options import parse
+from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.timeline import report_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TextProgramOptions):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
     pp: int = 2
@@ -54,6 +57,8 @@ class Config(TransformerOptions, TextOptions, RunOptions):
     """Parts that a batch goes through the pipeline in."""
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
+    timeline: bool = False
+    """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
     eval_every: int = 50
     """Steps between two validations; one more at the end."""
     eval_batches: int = 4
@@ -62,35 +67,27 @@ class Config(TransformerOptions, TextOptions, RunOptions):
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    config.check()
     layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
-    model_config = config.model_config(config.default_vocab())
-    check_transformer(model_config, layout, config.seq_length)
-    plan = transformer_plan()
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
-    tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
-    steps = config.steps(tokens.steps_per_epoch(global_batch))
-    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
-        model = Transformer(model_config)
-        sample = torch.zeros(batch, config.seq_length, dtype=torch.int64)
+    setting, plan = settle(config, layout, default_batch=16), transformer_plan()
+    model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
+    if config.timeline and steps < 2:
+        raise ConfigError(f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
+                          f"it; use --max_iters 2 or more")  # fmt: skip
     parts = parts_of(model, plan)
     each = check_pipeline(layout, config.schedule, config.microbatches, batch, len(parts), config.stages_per_rank,
                           dtype=config.dtype, compile=plan if config.compile else None)  # fmt: skip
-    costs = part_costs(model, parts, sample)
+    costs = part_costs(model, parts, setting.sample)
     cuts = cut(costs, layout.pp * each)
-    summary = model_summary(model, sample)
     if config.summary:
-        if whoami().is_main:
-            print(summary)
+        print_once(setting.summary())
         return
 
     with start_run("pipeline", config, layout) as run:
-        run.log.info("model, whole:\n%s", summary)
+        run.log.info("model, whole:\n%s", setting.summary())
         stages = [[name for i in held for name in parts[i]] for held in cuts]
-        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps, stages=stages)
-        for i, held in enumerate(cuts):
-            run.log.info("stage %d, %.0f%% of the work: %s", i, 100 * sum(costs[held.start : held.stop]) / sum(costs),
-                         " ".join(stages[i]))  # fmt: skip
+        run.describe(**setting.describe(), stages=stages)
+        shares = [sum(costs[held.start : held.stop]) / sum(costs) for held in cuts]
+        run.log.info("the stages\n%s", stage_table(stages, shares))
 
         # Cut into stages first; each then goes the way of a whole model: mesh -> plan -> weights.
         mesh = build_mesh(layout, run.device.type, config.timeout)
@@ -101,7 +98,6 @@ def train(config: Config) -> None:
             materialize(stage, run.device, config.seed)
             run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
 
-        run.clock = StepClock(run.device, ("dtd", "dtf", "dtb", "dtw", "dto"))
         tokens_of_step = global_batch * config.seq_length  # micro-batches divide by it: their losses add up
         pipeline = Pipeline(mine, len(cuts), mesh, schedule=config.schedule, microbatches=config.microbatches,
                             loss=lambda logits, targets: cross_entropy(logits, targets, tokens_of_step),
@@ -110,9 +106,12 @@ def train(config: Config) -> None:
         first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         positions = torch.arange(config.seq_length, device=run.device)
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
+        recorder = Recorder(run.device, mesh["pp"].get_group())
         for step in range(steps):
+            if config.timeline and step == 1:
+                pipeline.record_to(recorder)
             run.clock.start()
-            part = tokens.batch(step, global_batch, first, batch).to(run.device)
+            part = setting.tokens.batch(step, global_batch, first, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # the logits stay cut over the vocabulary
                 loss = pipeline.step(part.inputs, part.targets, positions=positions)  # laps dtf, dtb, dtw
@@ -123,8 +122,11 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(pipeline, validation, run, config.eval_batches, global_batch, first, batch)
+                more["val_loss"] = validate(pipeline, setting.validation, run, config.eval_batches, global_batch,
+                                            first, batch)  # fmt: skip
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+        if config.timeline:
+            report_timeline(run, gather(recorder), config.schedule, config.microbatches, each)
 
 
 def validate(

@@ -29,18 +29,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.data import Tokens
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, held_elements, local_value, materialize
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, local_value, materialize
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
-from mmm.trainer.report import model_summary
+from mmm.trainer.options import parse
+from mmm.trainer.report import print_once
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.text import Setting, TextProgramOptions, settle
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
@@ -48,7 +48,7 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TextProgramOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
@@ -60,24 +60,18 @@ class Config(TransformerOptions, TextOptions, RunOptions):
 
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
-    config.check()
     layout = Layout().fit(whoami().world_size)
-    sizes = config.model_config(config.default_vocab())
-    check_transformer(sizes, layout, config.seq_length)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=2)
-    tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
-    with torch.device("meta"):
-        whole = parameter_count(model := Transformer(sizes))
+    setting = settle(config, layout, default_batch=2)
+    whole = parameter_count(setting.model)
     if config.summary:
-        if whoami().is_main:
-            print(model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta")))
+        print_once(setting.summary())
         return True
 
     with start_run("zero", config, layout) as run:
-        run.describe(model=sizes, data=about_data, global_batch_size=global_batch, parameters=whole)
+        run.describe(**setting.describe(), parameters=whole)
         mesh = build_mesh(layout, run.device.type, config.timeout)
         stages = range(len(TECHNIQUES))
-        held, losses = zip(*(train_stage(run, mesh, sizes, tokens, batch, stage) for stage in stages), strict=True)
+        held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in stages), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
         run.log.info("numbers kept, on the rank that keeps most\n%s", table(held, whole, layout.dp, width))
         apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
@@ -87,21 +81,20 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_stage(
-    run: Run, mesh: DeviceMesh, sizes: TransformerConfig, tokens: Tokens, batch: int, stage: int
-) -> tuple[dict[str, int], list[float]]:
+def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
-        model: nn.Module = Transformer(sizes)
+        model: nn.Module = Transformer(setting.sizes)
     options, technique = run.options, TECHNIQUES[stage]
     model = apply(model, mesh, transformer_plan(), run.precision, data_parallel=technique, compile=options.compile)
     materialize(model, run.device, options.seed)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
-    global_batch, mine = batch * run.layout.dp, batch * run.layout.dp_coordinate(run.rank.rank)
+    batch, global_batch = setting.batch, setting.global_batch
+    mine = batch * run.layout.dp_coordinate(run.rank.rank)
     losses = []
-    for step in range(options.steps(tokens.steps_per_epoch(global_batch))):
+    for step in range(setting.steps):
         run.clock.start()
-        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+        part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
         run.clock.lap("dtd")
         loss = cross_entropy(model(part.inputs), part.targets, part.count)
         run.clock.lap("dtf")

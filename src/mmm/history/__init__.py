@@ -9,9 +9,10 @@ Importing this package imports neither torch, xarray, matplotlib nor plotext: `l
 """
 
 from mmm.history.history import History
-from mmm.history.plots import plot_all
+from mmm.history.plots import plot_all, plot_timeline
 from mmm.history.reader import fold, load
 from mmm.history.record import prepare, versions, write_config
 from mmm.history.terminal import terminal_plot
 
-__all__ = ["History", "fold", "load", "plot_all", "prepare", "terminal_plot", "versions", "write_config"]
+__all__ = ["History", "fold", "load", "plot_all", "plot_timeline", "prepare", "terminal_plot", "versions",
+           "write_config"]  # fmt: skip

@@ -2,7 +2,8 @@
 
 Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coordinates ``host``, ``local_rank``,
 ``pid`` and, for each mesh axis, ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), so that
-``ds.dt.where(ds.axis_tp == 0, drop=True)`` reads as it should and no metric's name is taken.
+``ds.dt.where(ds.axis_tp == 0, drop=True)`` reads as it should and no metric's name is taken; and when each rank was
+started, ``startup_<mark>`` (`mmm.runtime.startup`).
 """
 
 import io
@@ -28,9 +29,12 @@ _ABOUT = {  # name: (what it is, its unit or "")
     "iter": ("optimizer step", ""),
     "epoch": ("epoch", ""),
     "loss": ("training loss", ""),
+    "train_loss": ("training loss", ""),
     "val_loss": ("validation loss", ""),
+    "test_loss": ("test loss", ""),
     "acc": ("accuracy", ""),
     "val_acc": ("validation accuracy", ""),
+    "test_acc": ("test accuracy", "%"),
     "dt": ("time of a step", "s"),
     "dtd": ("time for data", "s"),
     "dtf": ("forward time", "s"),
@@ -88,10 +92,15 @@ def _int_or_text(value: Any) -> int | str:
         return str(value)
 
 
-def to_dataset(header: Header, rows: Iterable[Row], extra_attrs: Mapping[str, Any]) -> "xarray.Dataset":
+def to_dataset(
+    header: Header,
+    rows: Iterable[Row],
+    extra_attrs: Mapping[str, Any],
+    times: Mapping[str, Sequence[float | None]] | None = None,
+) -> "xarray.Dataset":
     """One dataset of all `rows`. A value a row lacks is NaN; a column of nothing but ints is int64, any other float64.
 
-    A plain number in a column that other rows give by rank is rank 0's.
+    A plain number in a column that other rows give by rank is rank 0's. `times`: name: seconds since 1970 by rank.
     """
     import xarray
 
@@ -137,6 +146,9 @@ def to_dataset(header: Header, rows: Iterable[Row], extra_attrs: Mapping[str, An
         else:
             at = np.array([str(place.get(name, "")) for place in header.ranks])
         coordinates[name] = ("rank", at)
+    for name, given in (times or {}).items():
+        about_it = {"long_name": f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch", "units": "s"}
+        coordinates[f"startup_{name}"] = ("rank", np.array(given, dtype=np.float64), about_it)
     return xarray.Dataset(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
 
 

@@ -109,9 +109,10 @@ def _spread(axes: "Axes", s: Series, color: str) -> None:
 
 
 def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: Limits) -> float:
-    """A metric's validation twin, as markers over it. Returns its largest value."""
-    twin = f"val_{s.name}"
-    if twin not in metrics(ds):
+    """A metric's twin on held-out data, as markers over it. Returns its largest value."""
+    twins = (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}")
+    twin = next((name for name in twins if name in metrics(ds) and name != s.name), None)
+    if twin is None:
         return shown.high
     v = series(ds, twin)
     kept = np.isfinite(v.y)
@@ -177,11 +178,16 @@ def head(axes: "Axes", title: str, size: float = 12) -> None:
 
 
 def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
-    """The run on one page: loss, the step's time in its parts, throughput. None if it has none of the three."""
+    """The run on one page: loss, accuracy, the step's time in its parts, throughput. None if it has none of them."""
     known = metrics(ds)
     split = parts(ds)
-    rate = next((n for n in ("tps", "sps") if n in known), None)
-    panels = [p for p, there in (("loss", "loss" in known), ("time", split or "dt" in known), ("rate", rate)) if there]
+    names = {
+        "loss": next((n for n in ("loss", "train_loss") if n in known), None),
+        "accuracy": "test_acc" if "test_acc" in known else None,
+        "time": "dt" if split or "dt" in known else None,
+        "rate": next((n for n in ("tps", "sps") if n in known), None),
+    }
+    panels = {panel: n for panel, n in names.items() if n is not None}
     if not panels or not ds.sizes["draw"]:
         return None
     height = 0.95 + 2.5 * len(panels)
@@ -190,11 +196,11 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     figure.text(0.02, 1 - 0.40 / height, facts(ds), color=GREY, fontsize=9, va="top")
     figure.subplots_adjust(left=0.125, right=0.97, bottom=0.5 / height, top=1 - 0.95 / height, hspace=0.3)
     rows: Any = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, panel in zip(rows, panels, strict=True):
+    for axes, (panel, metric) in zip(rows, panels.items(), strict=True):
         if panel == "time" and split:
             _stack(axes, ds, split)
             continue
-        s = series(ds, {"loss": "loss", "time": "dt", "rate": rate or ""}[panel])
+        s = series(ds, metric)
         draw_series(axes, s, ds, color="#2f855a" if panel == "rate" else BLUE)
         head(axes, sentence(s.title), 10.5)
         axes.set_ylabel(s.label)
@@ -210,6 +216,7 @@ def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> 
     if "dt" in metrics(ds):
         first = series(ds, "dt")
         whole = mean_over_ranks(first)
+    span = "epoch" if x_name == "epoch" else "step"
     kept = np.isfinite(whole)
     total = Series("dt", "time of a step", "s", x[kept], x_name, np.maximum(whole, parts_sum)[kept])
     shown = limits(total)
@@ -224,7 +231,7 @@ def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> 
         else:
             axes.fill_between(at, base, base + part, color=PART_COLORS[name], lw=0, label=PART_NAMES[name])
         base = base + part
-    axes.plot(*thin(x[kept], whole[kept]), "_" if bars else "-", color=INK, lw=1.0, label="whole step")
+    axes.plot(*thin(x[kept], whole[kept]), "_" if bars else "-", color=INK, lw=1.0, label=f"whole {span}")
     set_limits(axes, total, shown)
     axes.set_ylim(0, shown.high * 1.06)
     over = (
@@ -234,7 +241,7 @@ def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> 
         if "dt" in ds or "dtf" in ds
         else ", median over ranks"
     )
-    head(axes, "Time of a step", 10.5)
+    head(axes, f"Time of {'an' if span == 'epoch' else 'a'} {span}", 10.5)
     axes.set_ylabel(f"dt [s]{over}")
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,8 @@ from mmm.history.series import metrics
 if TYPE_CHECKING:
     import xarray
     from matplotlib.figure import Figure
+
+    from mmm.history.timeline import Panel
 
 log = logging.getLogger("mmm")
 
@@ -43,6 +45,32 @@ def plot_all(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
             written += _attempt("summary", partial(_picture, draw, folder, "summary"))
     except Exception as error:  # matplotlib itself is missing or broken
         log.warning("no pictures in %s: %s: %s", folder / PLOTS, type(error).__name__, error)
+    _attempt("the list of plots", partial(_list, folder, written))
+    return written
+
+
+def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, name: str) -> list[Path]:
+    """Draw what ranks do when: ``plots/mplot/pngs/<name>.png``, the svg, ``plots/tplot/<name>.txt``; the files written.
+
+    As with `plot_all`, nothing is raised.
+    """
+    folder = Path(outdir)
+
+    def text() -> list[Path]:
+        from mmm.history.timeline import timeline_text
+
+        path = _parent(folder / PLOTS / "tplot" / f"{name}.txt")
+        path.write_text("\n\n".join(timeline_text(panel) for panel in panels) + "\n", encoding="utf-8")
+        return [path]
+
+    def picture() -> list[Path]:
+        from mmm.history import figures
+        from mmm.history.timeline import timeline_figure
+
+        with figures.style():
+            return _picture(lambda: timeline_figure(panels, title), folder, name)
+
+    written = _attempt(name, text) + _attempt(name, picture)
     _attempt("the list of plots", partial(_list, folder, written))
     return written
 

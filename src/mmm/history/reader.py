@@ -1,5 +1,6 @@
 """Read a run's record, whatever became of the run: finished, running or killed."""
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,8 @@ def load(outdir: Path | str) -> "xarray.Dataset":
     header, rows = journal
     if stored is not None:
         rows = to_rows(stored) + rows
-    return to_dataset(header, rows, _config(folder))
+    config = _config(folder)
+    return to_dataset(header, rows, {"config": config} if config else {}, _startup(config, len(header.ranks)))
 
 
 def fold(outdir: Path | str) -> Path:
@@ -101,8 +103,17 @@ def _no_record(folder: Path) -> RecordError:
     )
 
 
-def _config(folder: Path) -> dict[str, str]:
+def _config(folder: Path) -> str:
     try:
-        return {"config": (folder / CONFIG).read_text()}
+        return (folder / CONFIG).read_text()
     except OSError:
-        return {}  # a record may have none
+        return ""  # a record may have none
+
+
+def _startup(config: str, ranks: int) -> dict[str, list[float | None]]:
+    """When each rank was started, and so on, by mark; nothing before the first step has ended."""
+    try:
+        marks = json.loads(config or "{}").get("startup", {}).get("marks", {})
+        return {str(name): at for name, at in marks.items() if len(at) == ranks}
+    except (ValueError, TypeError, AttributeError):
+        return {}  # config.json is anyone's to write; the rows do not depend on it

@@ -30,8 +30,12 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
         return f"{name}: no finite value in {len(s.y)} rows\n"
     note = outside(s, shown)
     drawn = _draw(s, shown, name, width, height - bool(note), color)
-    drawn = "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines())
-    return f"{drawn}\n" + (f"  {note}\n" if note else "")
+    return plain(drawn, color) + (f"  {note}\n" if note else "")
+
+
+def plain(drawn: str, color: bool = False) -> str:
+    """A plot without spaces at the ends of its lines, and without colour unless `color`."""
+    return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
 
 
 def _draw(s: Series, shown: Limits, title: str, width: int, height: int, color: bool) -> str:

@@ -1,5 +1,7 @@
 """From a shell to running ranks. Imports no torch.
 
-`main` reads the command line, `local` turns it into a `LaunchPlan`, `supervise` runs the plan and ends everything.
-A scheduler is one more file that builds such a plan.
+`main` reads the command line (`options`). On one host `local` turns it into a `LaunchPlan`, and `supervise` runs it and
+ends everything. In a job (`job`: `slurm`, `pbs`) or on a list of hosts, `cluster` makes a `ClusterPlan`, with what is
+known of the machine (`sites`), and `head` runs it through `mpiexec` (`mpi`) or `srun`; on the hosts,
+`mmm.runtime.enter` does what `supervise` does here.
 """

@@ -71,7 +71,7 @@ def plan(target: Target, *, nproc: int | None, device: str | None, prefork: bool
     if build in ("cuda", "hip"):
         shared["PYTORCH_NVML_BASED_CUDA_CHECK"] = environ.get("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
-    fork, why["start"] = _start(target, prefork, device, build)
+    fork, why["start"] = start_how(target, prefork, device, build)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return LaunchPlan(target, shared, ranks, device, fork, why, tuple(notes))
 
@@ -83,10 +83,12 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
         given = ", ".join(f"{name}={environ[name]}" for name in own)
         raise LaunchError(f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
                           f"  Start CMD itself here, or outside of another launcher: unset {' '.join(own)}")
-    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-                       ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-        if rank in environ and environ.get(size, "1").isdigit() and int(environ.get(size, "1")) > 1:
-            raise LaunchError(f"already a rank ({rank}={environ[rank]}, {size}={environ[size]} in the environment): "
+    for rank, size, unsaid in (("PMI_RANK", "PMI_SIZE", "1"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "1"),
+                               ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "1"),
+                               ("PALS_RANKID", "PMI_SIZE", "more than 1")):           # PALS does not always say
+        count = environ.get(size, unsaid)
+        if rank in environ and count not in ("0", "1"):
+            raise LaunchError(f"already a rank ({rank}={environ[rank]}, {size}={count} in the environment): "
                               "each rank would start ranks of its own.\n  Start one launch, not one a rank.")
 
 
@@ -126,7 +128,9 @@ def _device(device: str | None, environ: Mapping[str, str], found: accelerators.
     return found.device, f"found {found.why}" if found.device else ""
 
 
-def _start(target: Target, prefork: bool, device: str | None, build: str) -> tuple[bool, str]:
+def start_how(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
+    """Whether this host's ranks can be forked from one process, and why, or why not."""
+    build = accelerators.torch_build() if build is None else build
     if not target.is_python:
         return False, "spawn: the command is not `python3 -m MODULE`, `python3 SCRIPT` or `python3 -c CODE`"
     if not prefork:

@@ -1,52 +1,30 @@
 """The `launch` command."""
 
 import argparse
-import difflib
-import re
+import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import replace
 
 from mmm.errors import LaunchError, UserError
-from mmm.launch import local, target, wire
+from mmm.launch import binding, cluster, job, local, options, started, target, walltime, wire
+from mmm.launch.cluster import ClusterPlan, Wishes
+from mmm.launch.local import LaunchPlan
+from mmm.launch.options import parser, split
+from mmm.launch.run import Run
+from mmm.launch.target import Target
 
-DEVICES = ("cpu", "cuda", "xpu", "mps")
-MAX_RANKS = 4096
-EPILOG = """\
-CMD is started once per rank, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-OMP_NUM_THREADS set. `python` and `python3` mean the interpreter that launch is installed in; it imports torch once
-and forks the ranks. A rank that fails ends all: its traceback is printed once, and its exit code is launch's.
-
-examples:
-  launch -n 4 python3 -m mmm.examples.fsdp_tp --tpsize 2
-  launch -n 2 --device cpu python3 train.py --lr 0.1
-  launch --dry-run python3 -m mmm.examples.fsdp_tp
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(message)
-
-
-def parser() -> argparse.ArgumentParser:
-    made = _Parser(prog="launch", usage="launch [-n N] [--device D] [--no-prefork] [--dry-run] CMD …",
-                   description="Start CMD as the ranks of one distributed program.", epilog=EPILOG,
-                   formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    made.add_argument("-n", "--nproc", metavar="N",
-                      help="ranks to start (default: one per accelerator; without any, 4 on the CPU)")
-    made.add_argument("--device", choices=DEVICES, help="device type the ranks use (default: what is found)")
-    made.add_argument("--no-prefork", action="store_true", help="start each rank as a new process with its own imports")
-    made.add_argument("--dry-run", action="store_true", help="print what would be started and why, and start nothing")
-    return made
+__all__ = ["main", "parser", "split"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch` with these words (default: the command line's) and return its exit code."""
+    begin = time.time()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(words)
+        return _main(words, begin)
     except UserError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return 2
@@ -54,54 +32,95 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _main(words: list[str]) -> int:
-    options, command = split(words)
-    args = parser().parse_args(options)
-    nproc = None if args.nproc is None else _ranks(args.nproc)
+def _main(words: list[str], begin: float) -> int:
+    given, command = split(words)
+    args = parser().parse_args(given)
+    wishes = options.wishes(args)
+    timeout = options.seconds("--timeout", args.timeout)
+    start_timeout = options.seconds("--start-timeout", args.start_timeout) or 0.0
+    retries = options.count("--retries", args.retries, least=0) or 0
     if not command:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     what = target.parse(command)
     target.check(what)
-    plan = local.plan(what, nproc=nproc, device=args.device, prefork=not args.no_prefork)
-    plan.shared[wire.LINE_VARIABLE] = shlex.join(["launch", *words])
+    shared = {wire.LINE_VARIABLE: shlex.join(["launch", *words]), **started.variables(os.environ, begin)}
+    plan = plan_run(what, wishes, shared)
     for note in plan.notes:
         print(f"launch: {note}", file=sys.stderr)
-    if args.dry_run:
-        from mmm.launch.imports import preloads
-
-        print(local.describe(plan, [p.module for p in preloads(what)] if plan.fork else []))
+    its_job = plan.job if isinstance(plan, ClusterPlan) else job.detect(os.environ, wishes.scheduler)
+    limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
+    if args.dry_run or args.explain:
+        print(describe(plan, args))
         return 0
-    from mmm.launch.supervise import supervise
-
-    return supervise(plan)
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """launch's own options, which come first, and CMD with everything after it. Raises `LaunchError` on others."""
-    known = {option: action for action in parser()._actions for option in action.option_strings}
-    place = 0
-    while place < len(words) and words[place].startswith("-") and words[place] not in ("-", "--"):
-        word = words[place]
-        name = word.partition("=")[0]
-        if name not in known and not re.fullmatch(r"-n\d+", word):
-            if name == "-m":
-                raise LaunchError(f"-m is python's option, not launch's.\n"
-                                  f"  Try: launch {shlex.join([*words[:place], 'python3', *words[place:]])}")
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise LaunchError(f"unknown option {name}.{hint} launch's options come before CMD: "
-                              "-n/--nproc N, --device D, --no-prefork, --dry-run, --help.")
-        takes_value = name in known and known[name].nargs is None and "=" not in word
-        place += 2 if takes_value else 1
-    rest = list(words[place:])
-    return list(words[:place]), rest[1:] if rest[:1] == ["--"] else rest
+    for attempt in range(retries + 1):
+        if attempt:
+            plan = plan_run(what, replace(wishes, attempt=attempt), shared)
+        plan.shared[wire.ATTEMPT_VARIABLE] = str(attempt)
+        run = start(plan, limits, start_timeout, attempt)
+        code = run.run()
+        if code == 0 or not run.again or attempt == retries:
+            return code
+        left = retries - attempt
+        print(f"launch: exit code {code}: starting again (--retries; {left} left)", file=sys.stderr, flush=True)
+    return code
 
 
-def _ranks(text: str) -> int:
-    if not re.fullmatch(r"-?\d+", text):
-        raise LaunchError(f"-n {text}: not a number of ranks. Give a whole number, at least 1.")
-    if not 1 <= int(text) <= MAX_RANKS:
-        raise LaunchError(f"-n {text}: the number of ranks on a host must be from 1 to {MAX_RANKS}.")
-    return int(text)
+def plan_run(what: Target, wishes: Wishes, shared: dict[str, str]) -> ClusterPlan | LaunchPlan:
+    """The plan for the job's hosts, or for this one where there is no job."""
+    plan: ClusterPlan | LaunchPlan | None = cluster.plan(what, wishes)
+    if plan is None:
+        plan = plan_here(what, wishes)
+    plan.shared.update(shared)
+    return plan
 
 
+def plan_here(what: Target, wishes: Wishes) -> LaunchPlan:
+    """Ranks on this host alone. Raises `LaunchError` for options that only a cluster has."""
+    only = {"--mpiexec": wishes.mpiexec, "--mpi": wishes.mpi, "--launcher-args": " ".join(wishes.launcher_args),
+            "--ranks-by": wishes.by if wishes.by != "rank" else None, "--site": wishes.site}
+    for name, value in only.items():
+        if value:
+            raise LaunchError(f"{name} {value}: ranks on this host alone are started by launch itself. Name the hosts "
+                              "(--hosts, --hostfile), or start inside a PBS or Slurm job.")
+    if wishes.nhosts not in (None, 1):
+        raise LaunchError(f"-N {wishes.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
+                          "or --hostfile FILE.")
+    if wishes.nproc and wishes.per_host and wishes.nproc != wishes.per_host:
+        raise LaunchError(f"-n {wishes.nproc} -ppn {wishes.per_host}: on one host they are the same. Leave one out.")
+    count = wishes.nproc or wishes.per_host
+    if count is not None and count > options.MAX_RANKS:
+        raise LaunchError(f"-n {count}: the number of ranks on a host must be from 1 to {options.MAX_RANKS}.")
+    plan = local.plan(what, nproc=count, device=wishes.device, prefork=wishes.prefork)
+    for name, value in wishes.env.items():
+        plan.shared[name], plan.why[name] = value, "--env"
+    if wishes.cpu_bind is not None:
+        for rank, cpus in zip(plan.ranks, binding.split(wishes.cpu_bind, len(plan.ranks)), strict=True):
+            if cpus is not None:
+                rank[wire.CPUS_VARIABLE] = cpus
+    return plan
+
+
+def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace) -> str:
+    if isinstance(plan, ClusterPlan):
+        from mmm.launch.table import table
+
+        return table(plan, explain=args.explain)
+    from mmm.launch.imports import preloads
+
+    text = local.describe(plan, [p.module for p in preloads(plan.target)] if plan.fork else [])
+    found = job.detect(os.environ, args.scheduler)
+    return f"machine  this host: {found.why['scheduler']}, no --hosts, no --hostfile\n{text}" if args.explain else text
+
+
+def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> Run:
+    """What will run the plan. Says what was found, where that is more than this host."""
+    if isinstance(plan, ClusterPlan):
+        from mmm.launch.head import Head
+        from mmm.launch.table import table
+
+        if attempt == 0:
+            print(table(plan), file=sys.stderr, flush=True)
+        return Head(plan, limits, start_timeout)
+    from mmm.launch.supervise import Supervisor
+
+    return Supervisor(plan, limits)

@@ -12,7 +12,11 @@ AGENT_VARIABLE = "MMM_LAUNCH_AGENT"      # the agent's instructions, JSON; taken
 FAILURE_VARIABLE = "MMM_FAILURE_FD"      # an exec'd rank's failure socket; taken out before the target runs
 MARKER_VARIABLE = "MMM_LAUNCH_ID"        # the same in every process of one launch, and in no other
 DEVICE_VARIABLE = "MMM_DEVICE"           # the device type chosen or detected
+CPUS_VARIABLE = "MMM_CPUS"               # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
+ATTEMPT_VARIABLE = "MMM_ATTEMPT"         # 0, 1, …: how often --retries has started the program again
 LINE_VARIABLE = "MMM_LAUNCH_LINE"        # the command line as typed, for a run's record
+BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"      # when launch itself was started, seconds since 1970
+STARTED_VARIABLE = "MMM_STARTED_AT"      # the same of the job, where its script says so: then this one counts
 
 MAX_TEXT = 60_000                        # characters of a report kept; a datagram has to fit in the socket's buffer
 SOCKET_BUFFER = 1 << 20
@@ -29,6 +33,7 @@ class Instructions:
     fork: bool                                             # fork the ranks from this process, or exec each
     command: list[str]                                     # with fork=False: what each rank executes
     launcher: int                                          # launch's own pid
+    shielded: bool = False                                 # SIGTERM comes to every process of the run: not the agent's
     skip: list[str] = field(default_factory=list)          # modules not to preload; ["*"]: none at all
 
     def dumps(self) -> str:

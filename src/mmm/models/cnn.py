@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmm.models.sizes import below_one
 from mmm.models.weights import Init
 
 
@@ -49,10 +50,7 @@ class CNNConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = []
-        for name in ("channels", "classes", "width1", "width2", "hidden"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        found = below_one(self, ("channels", "classes", "width1", "width2", "hidden"))
         if self.image_size < 6:
             found.append(f"image_size is {self.image_size}: two 3 × 3 convolutions and a pooling by 2 need at least 6")
         for name in ("conv_dropout", "fc_dropout"):

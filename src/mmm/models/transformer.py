@@ -1,4 +1,4 @@
-"""A Llama-style Transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A Llama-style Transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, plain or as routed experts.
 
 Plain PyTorch: this file knows nothing of meshes. Two habits make it easy to cut:
   * heads are counted from the tensor, not from the configuration: the same code runs on a rank that holds some heads;
@@ -19,12 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmm.models.experts import MixtureOfExperts
+from mmm.models.sizes import below_one
 from mmm.models.weights import Init
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`."""
+    """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`.
+
+    With `n_experts` above 0, `mmm.models.experts` take the place of the feed-forward layer in every block: `top_k` of
+    them for a token, each `expert_dim` wide (None: as wide as the feed-forward layer).
+    """
 
     dim: int = 256
     n_layers: int = 4
@@ -35,6 +41,9 @@ class TransformerConfig:
     multiple_of: int = 360
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
+    n_experts: int = 0
+    top_k: int = 2
+    expert_dim: int | None = None
 
     @property
     def head_dim(self) -> int:
@@ -47,12 +56,22 @@ class TransformerConfig:
             return self.ffn_dim
         return math.ceil(int(8 * self.dim / 3) / self.multiple_of) * self.multiple_of
 
+    @property
+    def expert_hidden_dim(self) -> int:
+        """Width of one expert."""
+        return self.hidden_dim if self.expert_dim is None else self.expert_dim
+
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = []
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        found = below_one(self, ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"))
+        if self.n_experts < 0:
+            found.append(f"n_experts is {self.n_experts}: it must be at least 1, or 0 for none")
+        if self.n_experts > 0:
+            if self.expert_hidden_dim < 1:
+                found.append(f"expert_dim is {self.expert_dim}: it must be at least 1")
+            if not 1 <= self.top_k <= self.n_experts:
+                found.append(f"top_k is {self.top_k}: a token goes to at least 1 and at most all n_experts "
+                             f"{self.n_experts}")  # fmt: skip
         if found:
             return found
         if self.dim % self.n_heads:
@@ -178,11 +197,15 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        if config.n_experts:
+            self.moe = MixtureOfExperts(config.dim, config.expert_hidden_dim, config.n_experts, config.top_k)
+        else:
+            self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.ffn_norm(x))
+        feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
+        return x + feed_forward(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
@@ -219,14 +242,16 @@ class Transformer(nn.Module):
 
     def init_rule(self, name: str) -> Init:
         """Norms 1; embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block writes into the
-        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output.
+        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output; the experts' bias 0.
 
         Args:
-            name: the canonical parameter name.
+            name: the canonical name of a parameter or a buffer.
         """
         if "norm" in name:
             return Init("constant", 1.0)
-        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+        if name.endswith("moe.expert_bias"):
+            return Init("constant", 0.0)
+        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "moe.experts.w2")):
             return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
         if name == "output.weight":
             return Init("normal", min(0.02, self.config.dim**-0.5))

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mmm.models.sizes import below_one
 from mmm.models.weights import Init
 
 ATTENTION = ("native", "sdpa")
@@ -71,10 +72,8 @@ class ViTConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = []
-        for name in ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "hidden_dim"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: it must be at least 1")
+        sizes = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "hidden_dim")
+        found = below_one(self, sizes)
         if self.attention not in ATTENTION:
             found.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
         if self.sdpa_backend not in ("auto", *SDPA_BACKENDS):

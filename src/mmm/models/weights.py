@@ -39,7 +39,7 @@ class Init:
 
 
 class Initializable(Protocol):
-    """A model that says how each of its parameters starts: ``init_rule("layers.0.ffn_norm.weight")``."""
+    """A model that says how each of its parameters and buffers starts: ``init_rule("layers.0.ffn_norm.weight")``."""
 
     def init_rule(self, name: str) -> Init: ...
 
@@ -139,10 +139,10 @@ def initialize(
     box_of: Callable[[Tensor], Box] = whole_box,
     local_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
 ) -> None:
-    """Draw every parameter of `model`, in place.
+    """Draw every parameter of `model`, and every buffer, in place.
 
     Args:
-        model: has ``init_rule(name) -> Init``; parameters lie on their final device (not meta).
+        model: has ``init_rule(name) -> Init``; parameters lie on their final device (not meta). Buffers are whole.
         seed: of the run.
         box_of, local_of: for cut parameters, which part this rank holds and the tensor that holds it.
     """
@@ -150,6 +150,9 @@ def initialize(
         name = canonical_name(name)
         rule = model.init_rule(name)  # type: ignore[operator]
         fill_(local_of(parameter), rule, stream_key(seed, name), box_of(parameter))
+    for name, buffer in model.named_buffers():
+        name = canonical_name(name)
+        fill_(buffer, model.init_rule(name), stream_key(seed, name), whole_box(buffer))  # type: ignore[operator]
 
 
 def parameter_count(modules: Sequence[nn.Module] | nn.Module) -> int:

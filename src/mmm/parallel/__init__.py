@@ -3,6 +3,7 @@
 from mmm.parallel.apply import apply, check_compile, materialize
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.data import DATA_PARALLEL, check_data_parallel, sync_gradients
+from mmm.parallel.expert import balance_experts, imbalance
 from mmm.parallel.held import held_elements
 from mmm.parallel.loss import cross_entropy, local_value
 from mmm.parallel.mesh import Layout, batch_sizes, build_mesh
@@ -11,6 +12,7 @@ __all__ = [
     "DATA_PARALLEL",
     "Layout",
     "apply",
+    "balance_experts",
     "batch_sizes",
     "build_mesh",
     "check_compile",
@@ -18,6 +20,7 @@ __all__ = [
     "clip_grad_norm",
     "cross_entropy",
     "held_elements",
+    "imbalance",
     "local_value",
     "materialize",
     "sync_gradients",

@@ -13,7 +13,8 @@ from mmm.parallel.checkpoint import apply_checkpointing
 from mmm.parallel.context import apply_context_parallel
 from mmm.parallel.copies import Copies
 from mmm.parallel.data import apply_data_parallel, check_data_parallel
-from mmm.parallel.mesh import Layout, has_axis
+from mmm.parallel.expert import apply_expert_parallel
+from mmm.parallel.mesh import Layout, has_axis, layout_of
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.tensor import apply_tensor_parallel
 from mmm.runtime.device import Precision
@@ -45,10 +46,10 @@ def apply(
     Returns:
         `model`, or for ddp, zero1 and zero2 a wrapper around it: this is what to materialize, call and optimize.
     """
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    check_data_parallel(data_parallel, Layout(**sizes))
+    layout = layout_of(mesh)
+    check_data_parallel(data_parallel, layout)
     if compile:
-        check_compile(plan, Layout(**sizes))
+        check_compile(plan, layout)
     model.to(precision.storage)
     # 1. Tensor parallel first: it decides which part of each matrix is this rank's, and finds modules by their names.
     tp = has_axis(mesh, "tp")
@@ -57,12 +58,14 @@ def apply(
     # 2. Context parallel: attention over the heads that are left here, and over the other ranks' tokens.
     if has_axis(mesh, "cp"):
         apply_context_parallel(model, mesh["cp"], plan, cp_style)
-    # 3. Activation checkpointing around the cut modules, so that what it repeats is the cut work.
+    # 3. Expert parallel: which whole experts are this rank's. What it sends is repeated with the rest of a block in 4.
+    apply_expert_parallel(model, mesh, plan)
+    # 4. Activation checkpointing around the cut modules, so that what it repeats is the cut work.
     apply_checkpointing(model, plan, checkpointing)
-    # 4. Compile what computes, before FSDP puts its hooks around it: gathering parameters stays outside the graphs.
+    # 5. Compile what computes, before FSDP puts its hooks around it: gathering parameters stays outside the graphs.
     if compile:
-        compile_modules(model, plan.compiled_with_tp if tp else plan.compiled)
-    # 5. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
+        compile_modules(model, plan, plan.compiled_with_tp if tp else plan.compiled)
+    # 6. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
     return apply_data_parallel(model, mesh, plan, precision, data_parallel)
 
 
@@ -84,8 +87,11 @@ def check_compile(plan: Plan, layout: Layout) -> None:
         )
 
 
-def compile_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """``torch.compile`` the modules a plan names, each on its own, in place."""
+def compile_modules(model: nn.Module, plan: Plan, patterns: tuple[str, ...]) -> None:
+    """``torch.compile`` the modules that fit `patterns`, each on its own, in place, but for mixtures of experts."""
+    for pattern in plan.experts:  # how many rows an expert has is known only once the router has chosen
+        for module in find(model, pattern):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     modules = [module for pattern in patterns for module in find(model, pattern)]
     get_logger().info("compile: %d modules (%s)", len(modules), ", ".join(patterns) or "the plan names none")
     for module in modules:

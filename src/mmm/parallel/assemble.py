@@ -12,17 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.models.weights import canonical_name
 from mmm.parallel.apply import apply, check_compile, materialize
+from mmm.parallel.checkpoint import check_checkpointing
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.context import positions_of
-from mmm.parallel.copies import Copies
 from mmm.parallel.data import check_data_parallel, sync_gradients
 from mmm.parallel.loss import cross_entropy, local_value
 from mmm.parallel.mesh import Layout, has_axis
@@ -32,6 +36,7 @@ from mmm.parallel.stages import Part, cut, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
+Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,8 @@ class Techniques:
     Attributes:
         data_parallel, cp_style, checkpointing, compile: as `mmm.parallel.apply` takes them.
         schedule: of a pipeline. stages_per_rank: None for the fewest that the schedule takes.
-        microbatches: parts that a batch goes through in. None: with pp what the schedule needs at least, else 1.
+        microbatches: parts that a batch goes through in. None: with pp what the schedule needs at least, else 1. With
+            pp they are equal; else they differ by one sample at most (gradient accumulation).
     """
 
     data_parallel: str = "fsdp"
@@ -89,6 +95,7 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     """
     check_axes(plan, layout)
     check_data_parallel(how.data_parallel, layout)
+    check_checkpointing(plan, how.checkpointing)
     if plan.check is not None:
         plan.check(model, layout, inputs, how.cp_style)
     batch = len(inputs)
@@ -96,9 +103,9 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
         if how.compile:
             check_compile(plan, layout)
         microbatches = 1 if how.microbatches is None else how.microbatches
-        if microbatches < 1 or batch % microbatches:
-            raise LayoutError(f"--microbatches {microbatches}: a batch of {batch} a data-parallel coordinate cannot be "
-                              f"cut into {microbatches} equal parts")  # fmt: skip
+        if not 1 <= microbatches <= batch:
+            raise LayoutError(f"--microbatches {microbatches}: a batch of {batch} a data-parallel coordinate can be "
+                              f"cut into 1 to {batch} parts")  # fmt: skip
         return Division([], [], [], microbatches)
     if how.schedule not in SCHEDULES:
         raise ConfigError(f"--schedule {how.schedule!r} is not one of {', '.join(SCHEDULES)}")
@@ -141,7 +148,8 @@ class ParallelModel:
             lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
         """
         self.layout, self.mesh, self.device, self._loss, self._lap = layout, mesh, device, loss, lap
-        self.microbatches, self._count, self._positions = division.microbatches, 0, plan.sequence
+        self.microbatches, self._positions = division.microbatches, plan.sequence
+        self._value: Measure = lambda output, targets: loss(output, targets, 1)  # what becomes of a pipeline's outputs
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.at = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
@@ -161,13 +169,12 @@ class ParallelModel:
         if layout.pp > 1:
             self.pipeline = Pipeline(self.modules, len(division.stages), mesh, schedule=how.schedule,
                                      microbatches=division.microbatches, device=device, lap=lap,
-                                     loss=lambda output, targets: loss(output, targets, self._count))  # fmt: skip
+                                     loss=lambda output, targets: self._value(output, targets))  # fmt: skip
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What an optimizer updates on this rank: parameters, or parts of them, by their names in the whole model."""
-        for module in self.modules.values():
-            added = "module." if isinstance(module, Copies) else ""  # of ZeRO the wrapper alone knows the parts
-            yield from ((name.removeprefix(added), parameter) for name, parameter in module.named_parameters())
+        """What an optimizer updates on this rank, whole or in part, by the names in the whole model."""
+        named = chain.from_iterable(module.named_parameters() for module in self.modules.values())
+        return ((canonical_name(name), parameter) for name, parameter in named)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -180,41 +187,65 @@ class ParallelModel:
         """Cut the norm of the whole gradient, over all stages and ranks, down to `max_norm`. A collective."""
         return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
 
-    def step(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None = None) -> Tensor:
         """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
 
         Args:
             inputs, targets: (batch, …), whole sequences also under cp. count: targets in the global batch.
+            scaler: scales up what is differentiated, for fp16; not with pp.
 
         Returns:
             This rank's share of the loss, scalar, without a graph: `Layout.loss_ranks` add up to the global loss.
         """
         inputs, targets, whole = self._own(inputs, targets)
-        self._count = count
         with loss_parallel():
             if self.pipeline is not None:
+                assert scaler is None or not scaler.is_enabled(), "divide refuses fp16 with pp"
+                self._value = lambda output, wanted: self._loss(output, wanted, count)
                 return self.pipeline.step(inputs, targets, **whole)
             share, (model,) = 0.0, self.modules.values()
-            pieces = list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
-            for number, (some, wanted) in enumerate(pieces):
-                sync_gradients(model, number == len(pieces) - 1)
+            parts = (inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches))
+            for number, (some, wanted) in enumerate(zip(*parts, strict=True), start=1):
+                sync_gradients(model, number == self.microbatches)
                 loss = self._loss(model(some, **whole), wanted, count)
                 self._timed("dtf")
-                loss.backward()
+                (loss if scaler is None else scaler.scale(loss)).backward()
                 self._timed("dtb")
                 share += local_value(loss)
         return torch.tensor(share, dtype=torch.float64)
 
-    @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
         """The share of the loss as `step` returns it, by forward alone. A collective."""
+        return self.measure(inputs, targets, lambda output, wanted: self._loss(output, wanted, count))[0]
+
+    @torch.no_grad()
+    def measure(self, inputs: Tensor, targets: Tensor, *measures: Measure) -> Tensor:
+        """Numbers worked out from outputs and targets, by forward alone. A collective.
+
+        Args:
+            inputs, targets: as for `step`. With pp the samples have to divide into the micro-batches of a step.
+            measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
+
+        Returns:
+            (measures,) float64, of this data-parallel (and cp) coordinate, the same on all its stages.
+        """
         inputs, targets, whole = self._own(inputs, targets)
-        self._count = count
+        sums = torch.zeros(len(measures), dtype=torch.float64)
+
+        def add(output: Tensor, wanted: Tensor) -> Tensor:
+            sums.add_(torch.tensor([local_value(measure(output, wanted)) for measure in measures], dtype=sums.dtype))
+            return sums.sum()
+
         with loss_parallel():
-            if self.pipeline is not None:
-                return self.pipeline.evaluate(inputs, targets, **whole)
-            (model,) = self.modules.values()
-            return torch.tensor(local_value(self._loss(model(inputs, **whole), targets, count)), dtype=torch.float64)
+            if self.pipeline is None:
+                (model,) = self.modules.values()
+                add(model(inputs, **whole), targets)
+                return sums
+            self._value = add
+            self.pipeline.evaluate(inputs, targets, **whole)
+        shared = sums.to(self.device)  # only the last stage has outputs
+        dist.all_reduce(shared, group=self.mesh["pp"].get_group())
+        return shared
 
     def _own(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The tokens of this cp coordinate, and for models of sequences where those stand in the whole."""

@@ -35,21 +35,27 @@ KEPT = [
 ]
 
 
-def apply_checkpointing(model: nn.Module, plan: Plan, mode: str) -> None:
-    """Checkpoint the modules that the plan names, in place; their names, and those of the parameters, stay.
-
-    After tensor parallel (whose hooks inside the module are then repeated too), before compile and FSDP (which gathers
-    the parameters outside).
+def check_checkpointing(plan: Plan, mode: str) -> None:
+    """Whether a model's activations can be checkpointed so; needs no process group.
 
     Raises:
         ConfigError: no such mode, or a plan that names no module.
     """
     if mode not in MODES:
         raise ConfigError(f"checkpointing {mode!r} is not one of {', '.join(MODES)}")
+    if mode != "none" and not plan.checkpointed:
+        raise ConfigError(f"checkpointing {mode!r}: the plan of this model names no modules to checkpoint; use 'none'")
+
+
+def apply_checkpointing(model: nn.Module, plan: Plan, mode: str) -> None:
+    """Checkpoint the modules that the plan names, in place; their names, and those of the parameters, stay.
+
+    After tensor parallel (whose hooks inside the module are then repeated too), before compile and FSDP (which gathers
+    the parameters outside). Raises as `check_checkpointing`.
+    """
+    check_checkpointing(plan, mode)
     if mode == "none":
         return
-    if not plan.checkpointed:
-        raise ConfigError(f"checkpointing {mode!r}: the plan of this model names no modules to checkpoint; use 'none'")
     repeated = _full if mode == "full" else _selective
     for pattern in plan.checkpointed:
         for module in find(model, pattern):

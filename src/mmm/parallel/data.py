@@ -29,8 +29,9 @@ from torch.distributed.fsdp import FSDPModule
 from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.copies import Copies
 from mmm.parallel.ddp import DDP
+from mmm.parallel.expert import apply_expert_fsdp
 from mmm.parallel.fsdp import apply_fsdp
-from mmm.parallel.mesh import Layout, dp_shard_cp, has_axis
+from mmm.parallel.mesh import Layout, dp_shard_cp, expert_mesh, has_axis
 from mmm.parallel.plan import Plan
 from mmm.parallel.zero import Zero
 from mmm.runtime.device import Precision
@@ -54,10 +55,10 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
             f"dp_replicate 2 or more, or use fsdp"
         )
     if data_parallel in WHOLE:
-        for axis in ("pp", "cp", "tp"):
-            if layout.sizes[axis] > 1:
+        for axis in ("pp", "cp", "tp", "ep"):
+            if (size := getattr(layout, axis)) > 1:
                 raise LayoutError(f"{data_parallel} keeps the whole model on every rank, which does not go with {axis} "
-                                  f"{layout.sizes[axis]}: use fsdp, or {axis} 1")  # fmt: skip
+                                  f"{size}: use fsdp, or {axis} 1")  # fmt: skip
         if layout.dp_replicate > 1 and layout.dp_shard > 1:
             raise LayoutError(
                 f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} "
@@ -83,6 +84,8 @@ def apply_data_parallel(
 ) -> nn.Module:
     """The model to train: `model` itself, cut in place, or for ddp, zero1 and zero2 a wrapper around it."""
     if data_parallel not in WHOLE:
+        if (experts := expert_mesh(mesh)) is not None:
+            apply_expert_fsdp(model, experts, plan, precision)  # first: a unit takes what no earlier one has
         apply_fsdp(model, dp_mesh(mesh), plan, precision)
         return model
     replicas = mesh["dp_replicate" if has_axis(mesh, "dp_replicate") else "dp_shard"]

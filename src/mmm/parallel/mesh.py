@@ -8,6 +8,8 @@ Axes, outermost first::
     cp            the sequence cut
     tp            matrices cut; innermost, because it talks most: neighbours, ideally on one host
 
+ep, expert parallel, has no ranks of its own: it divides dp_shard. Its groups are neighbours on that axis.
+
 A `Layout` is the sizes alone: it is checked, and says who stands where, before any process group is made.
 """
 
@@ -18,6 +20,7 @@ import shlex
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -29,18 +32,22 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Size of each axis, in ranks. ``dp_shard=-1``: whatever the other axes leave."""
+    """Size of each axis, in ranks. ``dp_shard=-1``: whatever the other axes leave.
+
+    ``ep`` divides ``dp_shard`` and uses its ranks once more: it is no factor of their number, and not in `sizes`.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = -1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __str__(self) -> str:
-        """Such as ``dp2·tp2``; ``1`` for a single rank."""
+        """Such as ``dp2·tp2``, or ``dp4·ep2``, which is 4 ranks; ``1`` for a single rank."""
         short = {"dp_shard": "dp"} if self.dp_replicate == 1 else {}
-        return "·".join(f"{short.get(a, a)}{n}" for a, n in self.sizes.items() if n != 1) or "1"
+        return "·".join(f"{short.get(a, a)}{n}" for a, n in (*self.sizes.items(), ("ep", self.ep)) if n != 1) or "1"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -59,8 +66,11 @@ class Layout:
         """This layout with ``dp_shard`` worked out for that many ranks.
 
         Raises:
-            LayoutError: an axis is not a positive size, or the axes do not multiply to `world_size`.
+            LayoutError: an axis is not a positive size, the axes do not multiply to `world_size`, or ep does not divide
+                dp_shard.
         """
+        if self.ep < 1:
+            raise LayoutError(f"ep {self.ep}: it is at least 1, which is no expert parallelism")
         for axis, size in self.sizes.items():
             if size < 1 and not (axis == "dp_shard" and size == -1):
                 raise LayoutError(f"{axis} {size}: an axis of the mesh has at least 1 rank")
@@ -73,10 +83,21 @@ class Layout:
                     f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
                     f"{world_size}: {_line_that_fits(product)}"
                 )
-            return replace(self, dp_shard=world_size // product)
+            return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
             raise LayoutError(f"the layout {self} has {self.ranks} ranks, and there are {world_size}: "
                               f"{_line_that_fits(self.ranks)}")  # fmt: skip
+        return self._check_ep()
+
+    def _check_ep(self) -> Layout:
+        """This layout, once its dp_shard is known; or a LayoutError."""
+        if self.dp_shard % self.ep:
+            divisors = [n for n in range(1, self.dp_shard + 1) if self.dp_shard % n == 0]
+            others = self.ranks // self.dp_shard
+            raise LayoutError(
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (experts are cut over data-parallel ranks): "
+                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks"
+            )
         return self
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -101,20 +122,25 @@ def _line_that_fits(ranks: int) -> str:
     return f"start that many, `launch -n {ranks} --device cpu {shlex.join(command_line())}`, or change the layout"
 
 
-def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0) -> DeviceMesh:
+def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts: bool = False) -> DeviceMesh:
     """The `DeviceMesh` of a fitted layout: the axes with more than one rank, and always ``dp_shard``.
 
     Axes of one rank are left out because each would cost a process group a rank. With cp there is also a group for
-    dp_shard × cp taken as one axis (`dp_shard_cp`): the ranks that FSDP cuts parameters over.
+    dp_shard × cp taken as one axis (`dp_shard_cp`): the ranks that FSDP cuts parameters over. With ep there is a second
+    mesh for the experts (`expert_mesh`).
 
     Args:
         timeout: seconds; set on every group, because groups of a mesh do not take over the default group's.
+        experts: whether the model has experts: under tp they need the second mesh also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     groups = mesh.get_all_groups()
     if has_axis(mesh, "cp"):
         groups.append(dp_shard_cp(mesh).get_group())
+    if layout.ep > 1 or (experts and layout.tp > 1):
+        mesh.experts = _build_expert_mesh(layout, device_type)  # type: ignore[attr-defined]
+        groups += mesh.experts.get_all_groups()  # type: ignore[attr-defined]
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
     return mesh
@@ -123,6 +149,31 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0) -> Devi
 def dp_shard_cp(mesh: DeviceMesh) -> DeviceMesh:
     """The axes dp_shard and cp of a mesh as one axis of that name; made once, then the same again."""
     return mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+
+
+def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The same ranks as (pp, dp_replicate, expert_dp, ep), where the first two, and ep, have more than one.
+
+    expert_dp is what ep leaves of dp_shard, × cp × tp: all ranks that hold the same experts and have other tokens.
+    """
+    pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
+    ranks = torch.arange(layout.ranks).view(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
+    ranks = ranks.movedim(3, -1).reshape(pp, dp_replicate, -1, layout.ep)
+    sizes = {"pp": pp, "dp_replicate": dp_replicate, "expert_dp": ranks.shape[2], "ep": layout.ep}
+    names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "expert_dp")
+    return DeviceMesh(device_type, ranks.reshape([sizes[axis] for axis in names]), mesh_dim_names=names)
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The experts' own mesh beside a mesh of `build_mesh`; None where experts lie as all other parameters do."""
+    return getattr(mesh, "experts", None)
+
+
+def layout_of(mesh: DeviceMesh) -> Layout:
+    """The layout that a mesh of `build_mesh` has."""
+    experts = expert_mesh(mesh)
+    ep = experts["ep"].size() if experts is not None and has_axis(experts, "ep") else 1
+    return Layout(**dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)), ep=ep)
 
 
 def has_axis(mesh: DeviceMesh, axis: str) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.apply import check_compile
+from mmm.parallel.bubble import Action, Recorder
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
@@ -161,30 +163,42 @@ class Stage(PipelineStage):
     """PyTorch's stage, telling `lap` what the time has gone into: ``dtf``, ``dtb``, and between them ``dtw``."""
 
     lap: Lap
+    recorder: Recorder | None = None
 
-    def _timed(self, part: str, work: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _timed(self, part: str, work: Callable[[], Any]) -> Any:
         self.lap("dtw")
-        result = work(*given, **named)
+        result = work()
         self.lap(part)
         return result
 
-    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
-        return self._timed("dtf", super().forward_one_chunk, *given, **named)
+    def note(self, kind: str, microbatch: int, work: Callable[[], Any]) -> Any:
+        """Do the work; it is noted if that was asked for, and this is training."""
+        if self.recorder is None or not self.has_backward:
+            return work()
+        return self.recorder.note(Action(self.stage_index, kind, microbatch), work)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **named: Any) -> Any:
+        forward = partial(super().forward_one_chunk, fwd_chunk_id, *given, **named)
+        return self._timed("dtf", lambda: self.note("F", fwd_chunk_id, forward))
 
     def forward_maybe_with_nosync(self, *given: Any, **named: Any) -> Any:
         # A backward that is split detaches in place what a stage gives, which PyTorch cannot do to a view.
         output = super().forward_maybe_with_nosync(*given, **named)
         return output.clone() if not self.is_last and output._is_view() else output
 
-    def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
-        return self._timed("dtb", super().backward_one_chunk, *given, **named)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
+        return self._timed("dtb", lambda: self.note("B" if full_backward else "I", bwd_chunk_id, backward))
 
-    def backward_weight_one_chunk(self, *given: Any, **named: Any) -> Any:
-        return self._timed("dtb", super().backward_weight_one_chunk, *given, **named)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *given: Any, **named: Any) -> Any:
+        backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, *given, **named)
+        return self._timed("dtb", lambda: self.note("W", bwd_chunk_id, backward))
 
     def perform_reduce_grad(self, *given: Any, **named: Any) -> None:
         if self.has_backward:  # else there is nothing to sum over dp
-            self._timed("dtb", super().perform_reduce_grad, *given, **named)
+            self._timed("dtb", partial(super().perform_reduce_grad, *given, **named))
 
     # Between two stages of a rank nothing goes back where there is no backward; PyTorch 2.13 asserts that there is one.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -230,8 +244,9 @@ class Pipeline:
         self.stages, self.device, self.group = dict(stages), device, mesh["pp"].get_group()
         self.has_first, self.has_last = 0 in self.stages, count - 1 in self.stages
         self._loss, self._lap, self._training = loss, lap, False
+        self._recorder: Recorder | None = None
         self._whole: dict[str, Any] = {}
-        wrapped = []
+        self._wrapped: list[Stage] = []
         for number, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch; and what splits a backward in two (PyTorch 2.13)
             # looks for the gathered parameters, and without this loses gradients silently.
@@ -240,10 +255,10 @@ class Pipeline:
             module.register_forward_pre_hook(self._add_whole, with_kwargs=True)
             stage = Stage(module, number, count, device, group=self.group)
             stage.lap = self._timed
-            wrapped.append(stage)
+            self._wrapped.append(stage)
         kind = SCHEDULES[schedule]
         make = getattr(schedules, f"Schedule{schedule}")
-        stage_or_stages = wrapped[0] if kind.most == 1 else wrapped
+        stage_or_stages = self._wrapped[0] if kind.most == 1 else self._wrapped
         self.schedule = make(stage_or_stages, microbatches, loss_fn=self._timed_loss, scale_grads=False)
 
     def _timed(self, part: str) -> None:
@@ -252,12 +267,19 @@ class Pipeline:
 
     def _timed_loss(self, output: Tensor, targets: Tensor) -> Tensor:
         self._timed("dtw")
-        value = self._loss(output, targets)
+        work = partial(self._loss, output, targets)
+        value = self._recorder.go_on(work) if self._recorder is not None and self._training else work()
         self._timed("dtf")
         return value
 
     def _add_whole(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return given, {**named, **self._whole}
+
+    def record_to(self, recorder: Recorder | None) -> None:
+        """Have what is done in the next steps noted, on all ranks of the pipeline or on none; None: no longer."""
+        self._recorder = recorder
+        for stage in self._wrapped:
+            stage.recorder = recorder
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this rank's stages, by their names in the whole model."""
@@ -279,6 +301,8 @@ class Pipeline:
             The coordinate's share of the loss, the same on all its stages: scalar, float64 (float32 on MPS).
         """
         self._training = True
+        if self._recorder is not None:
+            self._recorder.start()
         return self._run(self.schedule.step, inputs, targets, whole)
 
     @torch.no_grad()

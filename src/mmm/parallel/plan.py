@@ -25,6 +25,7 @@ class Plan:
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
         attention: modules whose ``attend`` is where tokens of a sequence meet: what cp replaces.
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
+        experts: mixtures of experts (`mmm.models.experts`), whose experts ep cuts.
         stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
             in none (and has no parameters) is in every stage.
         sequence: whether the model takes (batch, seq) tokens and ``positions`` of them.
@@ -40,6 +41,7 @@ class Plan:
     checkpointed: tuple[str, ...] = ()
     stages: tuple[str | tuple[str, ...], ...] = ()
     attention: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     sequence: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Any, Layout, Tensor, str], None] | None = None
@@ -47,7 +49,7 @@ class Plan:
 
 def axis_problems(plan: Plan, layout: Layout) -> list[str]:
     """The axes of a layout that a model has nothing to be cut by, one sentence each."""
-    sizes = {**layout.sizes, "ep": getattr(layout, "ep", 1)}
+    sizes = {**layout.sizes, "ep": layout.ep}
     return [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
 
 

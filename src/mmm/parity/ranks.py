@@ -18,7 +18,7 @@ from multiprocessing import Pipe, connection
 from typing import Any, NoReturn
 
 from mmm.errors import UserError
-from mmm.launch.supervise import CONSEQUENCES
+from mmm.launch.failures import CONSEQUENCES
 from mmm.runtime import lifeline
 from mmm.runtime.ranks import Rank
 

@@ -5,6 +5,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib.util
 import io
@@ -22,9 +23,10 @@ from typing import NoReturn
 from mmm.errors import UserError
 from mmm.launch import imports
 from mmm.launch import target as targets
+from mmm.launch.stacks import STACK_FILE
 from mmm.launch.target import Target
 from mmm.launch.wire import FAILURE_VARIABLE
-from mmm.runtime import failure, lifeline
+from mmm.runtime import failure, lifeline, startup
 
 INTERRUPTED = 128 + signal.SIGINT
 EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")   # profilers write at exit
@@ -40,6 +42,8 @@ def prepare() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGHUP, _terminate)
+    if hasattr(os, "memfd_create"):              # Linux: launch asks a run that hangs where it is
+        faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     lifeline.tie_forks()
     os.register_at_fork(after_in_child=_default_signals)
     for stream in (sys.stdout, sys.stderr):
@@ -68,6 +72,7 @@ def _run(target: Target) -> None:
     first = target.first_path()
     if first is not None:
         sys.path.insert(0, first)
+    startup.begin()
     if target.kind == "script" and not target.name.endswith(".py"):
         runpy.run_path(target.name, run_name="__main__")         # a folder, a zip file, compiled code, any other name
         return

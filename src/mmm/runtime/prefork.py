@@ -18,11 +18,11 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
-from mmm.launch import imports, processes
+from mmm.launch import binding, imports, processes
 from mmm.launch import target as targets
 from mmm.launch.target import Target
-from mmm.launch.wire import AGENT_VARIABLE, FAILURE_VARIABLE, MARKER_VARIABLE, Instructions, Status
-from mmm.runtime import child, failure, lifeline
+from mmm.launch.wire import AGENT_VARIABLE, CPUS_VARIABLE, FAILURE_VARIABLE, MARKER_VARIABLE, Instructions, Status
+from mmm.runtime import child, failure, lifeline, startup
 
 # What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
 TORCH_LATER = ("torch._dynamo",)
@@ -30,12 +30,16 @@ TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = ("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex",
                    "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "ray")
+# A batch system sends these to all processes of a job before it ends. They are for the ranks, not for this process.
+RANKS_ALONE = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> NoReturn:
     """The agent's whole life, and that of each rank it forks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     todo = Instructions.loads(os.environ.pop(AGENT_VARIABLE))
+    for number in (*RANKS_ALONE, *([signal.SIGTERM] if todo.shielded else [])):
+        signal.signal(number, signal.SIG_IGN)
     lifeline.die_with_parent(todo.launcher)      # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, False)
@@ -64,6 +68,7 @@ def preload(target: Target, todo: Instructions) -> None:
     process in which it was never tried, and raise it themselves.
     """
     gc.disable()
+    startup.time_imports()
     wanted = [] if "*" in todo.skip else [w for w in imports.preloads(target) if w.module not in todo.skip]
     for each in wanted:
         if each.module in NOT_BEFORE_FORK or each.module.partition(".")[0] in NOT_BEFORE_FORK:
@@ -83,6 +88,7 @@ def preload(target: Target, todo: Instructions) -> None:
                 __import__(name)
     if _shadowed(target.first_path()):
         start_anew(todo, "*")
+    startup.keep_shared()
     gc.freeze()                                  # not collected first: that takes longer than what it would free
     gc.enable()
 
@@ -157,10 +163,13 @@ class Agent:
         """In the forked child: drop everything of the agent's, take the rank's own environment."""
         lifeline.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM, *RANKS_ALONE):
+            signal.signal(number, signal.SIG_DFL)
         for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
             os.close(fd)
         os.environ.update(variables)
+        if cpus := os.environ.pop(CPUS_VARIABLE, None):
+            os.sched_setaffinity(0, binding.cpu_list(cpus))
         if self.todo.fork:
             failure.attach(self.todo.failure)
             child.prepare()

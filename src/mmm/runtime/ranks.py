@@ -134,6 +134,32 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
     return Rank(0, 1, 0, 1, "alone")
 
 
+# What a rank's starter on a cluster is called in `_SOURCES`.
+_STARTERS = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}
+
+
+def started_by(starter: str, env: Mapping[str, str], world: int) -> tuple[int, int, int | None]:
+    """Rank, world size and local rank (None: not said) that `starter`, and no other, has given this process.
+
+    Args:
+        starter: ``srun``, ``hydra``, ``pals`` or ``openmpi``.
+        world: what it was asked for; PALS does not always say.
+
+    Raises:
+        LaunchError: it has set no rank.
+    """
+    source = next(s for s in _SOURCES if s.name == _STARTERS[starter])
+    rank = _read(env, source.rank)
+    if rank is None:
+        raise LaunchError(
+            f"{starter} has given its process no rank: {' and '.join(source.rank)} is not set. If it is another kind "
+            f"of MPI, say so: --mpi hydra|pals|openmpi"
+        )
+    total = _read(env, source.world)
+    local_rank = _read(env, source.local_rank)
+    return rank[1], world if total is None else total[1], None if local_rank is None else local_rank[1]
+
+
 def command_line() -> list[str]:
     """The program and its arguments as a user would type them: ``python3 -m mmm.examples.fsdp_tp --tpsize 4``."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)

@@ -1,4 +1,4 @@
-"""Random numbers while training, dropout's: a function of (seed, step, data-parallel coordinate)."""
+"""Random numbers while training, dropout's: a function of (seed, step, coordinate)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import hashlib
 import torch
 
 
-def seed_step(seed: int, step: int, dp_coordinate: int) -> None:
+def seed_step(seed: int, step: int, coordinate: int) -> None:
     """Set every default generator for one step.
 
-    Coordinates of dp have different samples and so different masks; ranks that share samples (tp) have the same. A run
-    that is resumed at a step draws what it would have drawn.
+    Coordinates of dp have different samples and so different masks; stages of a pipeline have other layers: each has a
+    number of its own. Ranks that share samples and layers (tp) have the same. A run that is resumed at a step draws
+    what it would have drawn.
     """
-    digest = hashlib.sha256(f"{seed}/{step}/{dp_coordinate}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{step}/{coordinate}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

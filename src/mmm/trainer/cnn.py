@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from mmm.data.images import ImageData
 from mmm.errors import ConfigError
 from mmm.models.cnn import CNNConfig
@@ -12,7 +15,7 @@ from mmm.parallel.mesh import Layout, batch_sizes
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.runtime.ranks import Rank
 from mmm.trainer.options import RunOptions
-from mmm.trainer.vision import DataParallel, ImageOptions, data_parallel_layout
+from mmm.trainer.vision import ImageOptions
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,6 @@ SMALL_SET = Defaults(epochs=8, batch=32, gamma=0.85, global_batch=32)  # digits:
 class CNNOptions(ImageOptions):
     """Flags of the MNIST net."""
 
-    parallel: DataParallel = "fsdp"
-    """ddp: whole copies. zero1, zero2: whole parameters, cut optimizer state (and gradients). fsdp: everything cut.
-    hsdp: copies of that."""
-    replicas: int = 0
-    """Copies of the model under hsdp; 0: two."""
     gamma: float | None = None
     """Factor of the learning rate after each epoch. Default: 0.7 (digits 0.85)."""
     scale_lr: Literal["none", "sqrt", "linear"] = "none"
@@ -52,6 +50,7 @@ class Setting:
     Attributes:
         batch, global_batch: samples of a step, of one rank and of all. steps: of the run.
         lr: as scaled. gamma: its factor after each epoch.
+        sample: what a step's forward takes of one coordinate, (batch, channels, size, size), on the meta device.
     """
 
     data: ImageData
@@ -62,6 +61,7 @@ class Setting:
     steps: int
     lr: float
     gamma: float
+    sample: Tensor
 
     def describe(self) -> dict[str, Any]:
         """What the record keeps."""
@@ -75,8 +75,11 @@ class Setting:
         }
 
 
-def settle(options: CNNOptions, run: RunOptions, rank: Rank) -> Setting:
-    """Find the data, and work out layout, model, batch, steps and rate; needs no process group.
+def settle(options: CNNOptions, run: RunOptions, layout: Layout, rank: Rank) -> Setting:
+    """Find the data, and work out model, batch, steps and rate; needs no process group.
+
+    Args:
+        layout: fitted.
 
     Raises:
         UserError: anything that does not fit.
@@ -84,7 +87,6 @@ def settle(options: CNNOptions, run: RunOptions, rank: Rank) -> Setting:
     run.check()
     if options.gamma is not None and not 0 < options.gamma <= 1:
         raise ConfigError(f"--gamma {options.gamma}: it must be above 0, and at most 1")
-    layout = data_parallel_layout(options.parallel, 1, options.replicas, rank.world_size)
     data = options.load_images(rank, seed=run.seed)
     usual = SMALL_SET if data.name == "digits" else DEFAULTS
     batch = max(usual.global_batch // layout.dp, 1) if usual.global_batch else usual.batch
@@ -107,4 +109,5 @@ def settle(options: CNNOptions, run: RunOptions, rank: Rank) -> Setting:
         limits.steps(data.train.samples // global_batch),
         run.lr * factor,
         usual.gamma if options.gamma is None else options.gamma,
+        torch.zeros(batch, *data.shape, device="meta"),
     )

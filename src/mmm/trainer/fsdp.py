@@ -1,6 +1,7 @@
-"""Train the MNIST net with the shared loop: what ``mmm.examples.fsdp`` does, with accumulation and clipping.
+"""Train the MNIST net with the shared loop: what ``mmm.examples.fsdp`` does, and also over pp and tp.
 
-    launch python3 -m mmm.trainer.fsdp --epochs 2 --accumulate 2
+    launch python3 -m mmm.trainer.fsdp --epochs 2 --microbatches 2
+    launch -n 4 python3 -m mmm.trainer.fsdp --epochs 2 --pp 2
 """
 
 from __future__ import annotations
@@ -8,18 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from mmm.models.cnn import CNN
-from mmm.parallel import apply, build_mesh, materialize
+from mmm.parallel.assemble import divide
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.place import place
+from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
@@ -27,52 +29,36 @@ from mmm.trainer.tasks import ImageTask, same_images
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, TrainingOptions):
-    """The MNIST net on images, its parameters over the ranks as --parallel says; one row an epoch."""
+class Config(CNNOptions, LayoutOptions, TrainingOptions):
+    """The MNIST net on images; one row an epoch. The ranks that --pp and --tpsize leave are data parallel."""
 
     lr: float = 1e-3
 
 
 def train(config: Config) -> None:
-    rank = whoami()
-    setting = settle(config, config, rank)
-    config.check_accumulate(setting.batch)
-    data = setting.data
+    rank, plan, how = whoami(), cnn_plan(), config.techniques(config.compile)
+    setting = settle(config, config, config.layout(rank.world_size), rank)
     with torch.device("meta"):
-        model: nn.Module = CNN(setting.model)
-    summary = model_summary(model, torch.zeros(setting.batch, *data.shape, device="meta"))
+        model = CNN(setting.model)
+    division = divide(model, plan, setting.layout, how, setting.sample, config.dtype)
+    summary = model_summary(model, setting.sample)
     if config.summary:
-        if rank.is_main:
-            print(summary)
+        print_once(summary)
         return
 
     with start_run("fsdp", config, setting.layout) as run:
-        same_images(run, data)
+        same_images(run, setting.data)
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
-        mesh = build_mesh(setting.layout, run.device.type, config.timeout)
-        model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel, compile=config.compile)
-        materialize(model, run.device, config.seed)
-        run.log.info("%s, %s\n%s", config.parallel, mesh, sharded_model(model))
-        optimizer = make_optimizer(config.optimizer, model.parameters(), setting.lr)
-        task = ImageTask(run, data, setting.batch, setting.global_batch, config.workers)
+        parallel = place(run, model, plan, how, division)
+        optimizer = make_optimizer(config.optimizer, parallel.parameters(), setting.lr)
+        task = ImageTask(run, setting.data, setting.batch, setting.global_batch, config.workers)
         decay = step_decay(task.steps_per_epoch, setting.gamma)
-        run.log.info("%s: %d steps of %d images", data.name, setting.steps, setting.global_batch)
-        fit(
-            run,
-            model,
-            optimizer,
-            task,
-            Fit(
-                steps=setting.steps,
-                accumulate=config.accumulate,
-                max_norm=config.max_norm,
-                schedule=decay,
-                by_epoch=True,
-            ),
-        )
+        run.log.info("%s: %d steps of %d images", setting.data.name, setting.steps, setting.global_batch)
+        fit(run, parallel, optimizer, task, Fit(steps=setting.steps, max_norm=config.max_norm, schedule=decay,
+                                                by_epoch=True))  # fmt: skip
         if config.save_model:
-            save_model(run, model)
+            save_model(run, parallel)
 
 
 def main() -> None:

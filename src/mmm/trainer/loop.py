@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
-from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.parallel import clip_grad_norm, local_value, sync_gradients
+from mmm.parallel.assemble import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.run import Run
 from mmm.trainer.schedule import Schedule, constant
 from mmm.trainer.tasks import Task
 
-B = TypeVar("B")
-Callback = Callable[[Run, nn.Module, int], None]
+Callback = Callable[[Run, ParallelModel, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +23,6 @@ class Fit:
 
     Attributes:
         steps: optimizer steps in all.
-        accumulate: micro-batches of a step; gradients are reduced over ranks at the last one only.
         max_norm: the gradient's norm is cut down to this; 0 leaves it.
         schedule: factor of the learning rate at a step.
         eval_every: steps between two evaluations; 0 for the end alone. by_epoch: one row, and one evaluation, an epoch
@@ -36,7 +31,6 @@ class Fit:
     """
 
     steps: int
-    accumulate: int = 1
     max_norm: float = 0.0
     schedule: Schedule = constant
     eval_every: int = 0
@@ -44,17 +38,18 @@ class Fit:
     callbacks: tuple[Callback, ...] = field(default=())
 
 
-def fit(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task[B], how: Fit) -> dict[str, float]:
-    """Train `model`, in place.
+def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, how: Fit) -> dict[str, float]:
+    """Train `model`, in place, on whatever layout it is.
 
     Returns:
         The last evaluation, the same on every rank.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
-    coordinate = run.layout.dp_coordinate(run.rank.rank)
+    # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
+    coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.at.get("pp", 0)
     clock, share, since, judged = run.clock, 0.0, 0, {}
-    batches = _all_epochs(task)
+    batches = task.all_batches()
     clock.start()
     steps = range(how.steps)
     for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if how.by_epoch else steps:
@@ -62,18 +57,12 @@ def fit(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task
         seed_step(run.options.seed, step, coordinate)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * how.schedule(step)
-        for i, micro in enumerate(task.micro_batches(next(batches), how.accumulate)):
-            clock.lap("dtd")
-            sync_gradients(model, i == how.accumulate - 1)
-            with loss_parallel():
-                loss = task.loss(model, micro)
-                share += local_value(loss)
-                clock.lap("dtf")
-                scaler.scale(loss).backward()
-            clock.lap("dtb")
+        batch = next(batches)
+        clock.lap("dtd")
+        share += model.step(batch.inputs, batch.targets, batch.count, scaler).item()  # laps dtf, dtb and, with pp, dtw
         if how.max_norm:
             scaler.unscale_(optimizer)
-            clip_grad_norm(model.parameters(), how.max_norm)
+            model.clip(how.max_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -84,7 +73,10 @@ def fit(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task
         judge = last or (end_of_epoch if how.by_epoch else how.eval_every > 0 and (step + 1) % how.eval_every == 0)
         if how.by_epoch and not judge:
             continue
-        more = judged = evaluate(model, task) if judge else {}
+        more = {}
+        if judge:
+            model.train(False)
+            more = judged = task.evaluate(model)
         at = {"epoch": step // task.steps_per_epoch + 1} if how.by_epoch else {"iter": step}
         name = {"train_loss" if how.by_epoch else "loss": share / since}
         due = judge or step % run.options.log_every == 0
@@ -95,17 +87,3 @@ def fit(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task
         share, since = 0.0, 0
         clock.start()
     return judged
-
-
-def _all_epochs(task: Task[B]) -> Iterator[B]:
-    epoch = 0
-    while True:
-        yield from task.batches(epoch)
-        epoch += 1
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, task: Task[B]) -> dict[str, float]:
-    """The task's judgement of the model, dropout off."""
-    model.eval()
-    return task.evaluate(model)

@@ -85,32 +85,20 @@ class RunOptions:
 class TrainingOptions(RunOptions):
     """Flags of the shared training loop, on top of every run's."""
 
-    accumulate: int = 1
-    """Micro-batches of a step: less memory, the same gradients."""
     max_norm: float = 0.0
     """Cut the gradient's norm down to this; 0 leaves it."""
     warmup: int = 0
     """Steps over which the learning rate rises; then it falls as half a cosine."""
     eval_every: int = 0
     """Steps between two evaluations; 0: at the end alone."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Work activations out again in backward instead of keeping them."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
 
     def check(self) -> None:
         super().check()
-        if self.accumulate < 1:
-            raise ConfigError(f"--accumulate {self.accumulate}: it must be at least 1")
         for name in ("max_norm", "warmup", "eval_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} {getattr(self, name)}: it must not be negative")
-
-    def check_accumulate(self, batch: int) -> None:
-        """Whether a rank's batch can be cut into micro-batches."""
-        if self.accumulate > batch:
-            raise ConfigError(f"--accumulate {self.accumulate}: a batch of {batch} a rank cannot be cut into more "
-                              f"than {batch} micro-batches")  # fmt: skip
 
 
 Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]

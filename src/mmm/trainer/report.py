@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.parallel.apply import local_part
 from mmm.parallel.copies import Copies
+from mmm.runtime.ranks import whoami
 
 RANKS_SHOWN = 32
 
@@ -27,6 +28,12 @@ def model_summary(model: nn.Module, inputs: Tensor, depth: int = 2) -> str:
 
     columns = ("output_size", "num_params")
     return str(torchinfo.summary(model, input_data=inputs, depth=depth, col_names=columns, verbose=0, device="meta"))
+
+
+def print_once(text: str) -> None:
+    """On rank 0, outside any run: what --summary asks for."""
+    if whoami().is_main:
+        print(text)
 
 
 def _as_text(table: Table, width: int = 120) -> str:
@@ -49,6 +56,12 @@ def _cut(parameter: Tensor) -> str:
     return ", ".join(f"dim {d} over {', then '.join(axes)}" for d, axes in cuts.items()) or "whole on every rank"
 
 
+def held_parameters(model: nn.Module) -> int:
+    """Elements of the model's parameters, or parts of them, on this rank."""
+    model = model.module if isinstance(model, Copies) else model
+    return sum(local_part(p).numel() for p in model.parameters())
+
+
 def sharded_model(model: nn.Module) -> str:
     """A table of the parameters as this rank holds them; layers that are alike share a line."""
     model = model.module if isinstance(model, Copies) else model
@@ -62,9 +75,15 @@ def sharded_model(model: nn.Module) -> str:
         table.add_column(heading, justify="right" if heading == "times" else "left")
     for (general, whole, cut, local, dtype), names in lines.items():
         table.add_row(general if len(names) > 1 else names[0], str(len(names)), whole, cut, local, dtype)
-    held = sum(local_part(p).numel() for p in model.parameters())
+    held = held_parameters(model)
     whole_count = sum(p.numel() for p in model.parameters())
     return f"{_as_text(table)}\nheld here: {held:,} of {whole_count:,} parameters ({held / whole_count:.1%})"
+
+
+def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
+    """A line a stage: its part of the work, and its modules."""
+    return "\n".join(f"stage {number}, {share:.0%} of the work: {' '.join(held)}"
+                     for number, (held, share) in enumerate(zip(names, shares, strict=True)))  # fmt: skip
 
 
 def rank_table(ranks: Sequence[dict[str, Any]]) -> str:

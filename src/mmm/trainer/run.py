@@ -16,6 +16,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,8 @@ from mmm.errors import DivergedError
 from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
-from mmm.runtime.clock import StepClock
+from mmm.runtime import startup
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
@@ -61,6 +63,7 @@ class Run:
     record: history.History | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    startup: startup.Times | None = None  # until it is on record
 
     def note(self, text: str) -> None:
         """Say what was chosen or done instead of what was expected, and keep it in the record."""
@@ -120,6 +123,7 @@ class Run:
 
         Returns, Raises: as `step`.
         """
+        self.record_startup()
         seconds = self.clock.seconds()
         ((name, mine),) = share.items()
         everyone = gather_floats([mine, *seconds.values()], self.device)
@@ -142,16 +146,30 @@ class Run:
             )
         return total
 
+    def record_startup(self) -> None:
+        """Put every rank's start-up into the record, once, when the first step is over. A collective."""
+        if self.startup is None:
+            return
+        times, self.startup = self.startup, None
+        if self.clock.first_start is not None and self.clock.first_end is not None:
+            times.model, times.first_step = self.clock.first_start, self.clock.first_end
+        marks = gather_floats(times.marks(), self.device)
+        self.describe(startup=startup.as_record(times.source, marks, _gather(times.imports, self.rank)))
+
+
+def _gather(mine: Any, rank: Rank) -> list[Any]:
+    """Every rank's `mine`, by rank. A collective."""
+    everyone: list[Any] = [mine] * rank.world_size
+    if rank.world_size > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
 
 def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
     """What every rank says of itself, by rank."""
     mine = {"rank": rank.rank, "local_rank": rank.local_rank, "host": socket.gethostname(), "pid": os.getpid(),
             "device": str(device)}  # fmt: skip
-    everyone: list[Any] = [mine]
-    if rank.world_size > 1:
-        everyone = [None] * rank.world_size
-        dist.all_gather_object(everyone, mine)
-    return [{**about, **layout.coordinates(about["rank"])} for about in everyone]
+    return [{**about, **layout.coordinates(about["rank"])} for about in _gather(mine, rank)]
 
 
 @contextmanager
@@ -170,11 +188,13 @@ def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]
     outdir = history.prepare(options.outdir, module, overwrite=options.overwrite) if rank.is_main else None
     file = outdir / "log.txt" if outdir else None
     torch.manual_seed(options.seed)
+    times = startup.ready()
     with (
         logging_to(rank.rank, file, options.log_all_ranks) as log,
         process_group(rank, device, options.timeout),
     ):
         ranks = _everyone(rank, device, layout)
+        times.group = time.time()
         config = {
             "module": module,
             "command": command_line(),
@@ -190,15 +210,18 @@ def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]
             "ranks": ranks,
             "notes": [],
         }
-        run = Run(options, rank, layout, device, precision, StepClock(device), log, outdir, ranks, config=config)
+        clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
+        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, config=config, startup=times)
         run.describe()
         log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
                  precision.name, precision.reason, rank_table(ranks))  # fmt: skip
         if outdir is None:
             yield run
+            run.record_startup()  # of a program that has no steps
             return
         with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record:
             yield run
+            run.record_startup()
         if len(run.record):
             _report(run, outdir)
 
@@ -206,6 +229,7 @@ def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]
 def _report(run: Run, outdir: Path) -> None:
     """The end of a run, on rank 0: plots, and where everything is."""
     run.log.info("record: %s", outdir / "train_dataset.h5")
+    run.log.info("%s", startup.table(run.config["startup"], [about["host"] for about in run.ranks]))
     if not run.options.plots or run.record is None or len(run.record) < 2:
         return  # a single row is no curve
     data = history.load(outdir)

@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mmm.models.weights import canonical_name
+from mmm.parallel.assemble import ParallelModel
+from mmm.parallel.copies import Copies
 from mmm.trainer.run import Run
 
 
-def save_model(run: Run, model: nn.Module) -> Path | None:
+def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     """Write ``model.pt`` into the run's folder: whole tensors under their canonical names. A collective.
 
     Returns:
         The file, on rank 0; None elsewhere.
     """
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    modules = model.modules.values() if isinstance(model, ParallelModel) else [model]
+    # Ranks that hold the same layers put each tensor together; one of them keeps it, in its host's memory.
+    at = run.layout.coordinates(run.rank.rank)
+    keeper = not any(place for axis, place in at.items() if axis != "pp")
+    # PyTorch warns that a tensor cut twice is gathered in two turns: here that costs nothing worth a word.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    state = {name: tensor.cpu() for name, tensor in whole_tensors(modules) if keeper}
+    if run.layout.pp > 1 and keeper:
+        assert isinstance(model, ParallelModel)
+        state = gather_stages(state, model.mesh["pp"], run.device)
     if run.outdir is None:
         return None
     path = run.outdir / "model.pt"
     part = path.with_suffix(".part")
-    torch.save({canonical_name(name): tensor for name, tensor in state.items()}, part)
+    torch.save(state, part)
     part.replace(path)
     run.log.info("model: %s", path, stacklevel=2)
     return path
+
+
+@torch.no_grad()
+def whole_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """What this rank's modules hold, whole, tensor after tensor. A collective of the ranks that hold parts of them."""
+    for module in modules:
+        inner = module.module if isinstance(module, Copies) else module
+        for name, tensor in inner.state_dict().items():
+            yield canonical_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_stages(state: dict[str, Tensor], pp: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of all stages, on the first rank of pp; on the others nothing. A collective over pp."""
+    group, here, first = pp.get_group(), pp.get_local_rank(), dist.get_global_rank(pp.get_group(), 0)
+    heads: list = [None] * pp.size()
+    dist.all_gather_object(heads, {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}, group=group)
+    if here:
+        for tensor in state.values():
+            dist.send(tensor.contiguous().to(device), first, group=group)
+        return {}
+    for other in range(1, pp.size()):
+        for name, (shape, dtype) in heads[other].items():
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(tensor, dist.get_global_rank(group, other), group=group)
+            state[name] = tensor.cpu()
+    return state

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, Tokens
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
 from mmm.data.images import ImageData, check_same
-from mmm.parallel import cross_entropy, local_value
+from mmm.parallel.assemble import ParallelModel
 from mmm.trainer.run import Run
 
-B = TypeVar("B")
+PADDING = -100  # a label that cross-entropy passes over: PyTorch's default
+TEST_BATCH = 64
 
 
-class Task(ABC, Generic[B]):
+class Task(ABC):
     """A task, as one rank sees it: its own part of each global batch.
 
     Attributes:
@@ -34,29 +34,22 @@ class Task(ABC, Generic[B]):
     steps_per_epoch: int
 
     @abstractmethod
-    def batches(self, epoch: int) -> Iterator[B]:
-        """This rank's batches of an epoch, one an optimizer step."""
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """This data-parallel coordinate's batches of an epoch, one an optimizer step, on the run's device."""
 
     @abstractmethod
-    def micro_batches(self, batch: B, parts: int) -> Iterator[B]:
-        """A batch in `parts` pieces on the run's device, whose losses add up to that of the whole."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: B) -> Tensor:
-        """This rank's share of the global mean loss."""
-
-    @abstractmethod
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Judge the model on held-out data. A collective; the same numbers on every rank."""
 
+    def all_batches(self) -> Iterator[Batch]:
+        """Epoch after epoch, without end."""
+        epoch = 0
+        while True:
+            yield from self.batches(epoch)
+            epoch += 1
 
-def _pieces(size: int, parts: int) -> Iterator[slice]:
-    """0 … size in `parts` stretches that differ by one at most."""
-    for i in range(parts):
-        yield slice(size * i // parts, size * (i + 1) // parts)
 
-
-class TokenTask(Task[Batch]):
+class TokenTask(Task):
     """The next token of a text."""
 
     def __init__(self, run: Run, train: Tokens, validation: Tokens, batch: int, global_batch: int, eval_batches: int):
@@ -66,24 +59,20 @@ class TokenTask(Task[Batch]):
         self.tokens = global_batch * train.seq_length
         self.steps_per_epoch = train.steps_per_epoch(global_batch)
 
+    def _batch(self, tokens: Tokens, step: int) -> Batch:
+        return tokens.batch(step, self.global_batch, self.first, self.size).to(self.run.device)
+
     def batches(self, epoch: int) -> Iterator[Batch]:
         for step in range(self.steps_per_epoch):
-            yield self.train.batch(epoch * self.steps_per_epoch + step, self.global_batch, self.first, self.size)
+            yield self._batch(self.train, epoch * self.steps_per_epoch + step)
 
-    def micro_batches(self, batch: Batch, parts: int) -> Iterator[Batch]:
-        for rows in _pieces(self.size, parts):
-            yield Batch(batch.inputs[rows], batch.targets[rows], batch.count).to(self.run.device)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return cross_entropy(model(batch.inputs), batch.targets, batch.count)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: ParallelModel) -> dict[str, float]:
+        """Mean loss ``val_loss`` over the first global batches of the validation tokens: the same ones every time."""
         total = 0.0
         batches = min(self.eval_batches, self.validation.steps_per_epoch(self.global_batch))
         for step in range(batches):
-            batch = self.validation.batch(step, self.global_batch, self.first, self.size)
-            with loss_parallel():
-                total += local_value(self.loss(model, batch.to(self.run.device)))
+            batch = self._batch(self.validation, step)
+            total += model.evaluate(batch.inputs, batch.targets, batch.count).item()
         return {"val_loss": self.run.global_sum(total) / batches}
 
 
@@ -102,48 +91,58 @@ def same_images(run: Run, data: ImageData) -> None:
     check_same(everyone)
 
 
-class ImageTask(Task[ImageBatch]):
+class ImageTask(Task):
     """The class of an image. Every image of the test set counts once, whatever the number of ranks."""
 
     def __init__(self, run: Run, data: ImageData, batch: int, global_batch: int, workers: int | None = None):
         coordinate, dp = run.layout.dp_coordinate(run.rank.rank), run.layout.dp
         loading: dict[str, Any] = {"workers": workers, "pin_memory": run.device.type == "cuda"}
-        self.run, self.data, self.size, self.global_batch = run, data, batch, global_batch
+        self.run, self.data, self.global_batch = run, data, global_batch
         sequence = ImageBatches(data.train, global_batch, run.options.seed)
         self.loader = sequence.loader(coordinate, dp, **loading)
-        self.test_loader = evaluation(data.test, max(batch, 64), coordinate, dp, **loading)
+        at_once = -(-TEST_BATCH // batch) * batch  # whole batches: a pipeline cuts them into its micro-batches
+        self.test_loader = evaluation(data.test, at_once, coordinate, dp, **loading)
         self.steps_per_epoch = sequence.steps_per_epoch
 
-    def batches(self, epoch: int) -> Iterator[ImageBatch]:
-        return self.loader.epoch(epoch)
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        for batch in self.loader.epoch(epoch):
+            part = batch.to(self.run.device, self.run.precision.storage)
+            yield Batch(part.images, part.labels, part.count)
 
-    def micro_batches(self, batch: ImageBatch, parts: int) -> Iterator[ImageBatch]:
-        for rows in _pieces(self.size, parts):
-            piece = ImageBatch(
-                batch.images[rows], batch.labels[rows], batch.weights[rows], batch.indices[rows], batch.count
-            )
-            yield piece.to(self.run.device, self.run.precision.storage)
-
-    def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
-        return cross_entropy(model(batch.images), batch.labels, batch.count)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: ParallelModel) -> dict[str, float]:
         return judge_images(self.run, model, self.test_loader)
 
 
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=PADDING)
+
+
+def right_ones(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many images get their own class."""
+    return (logits.argmax(1) == labels).sum()
+
+
 @torch.no_grad()
-def judge_images(run: Run, model: nn.Module, loader: ImageLoader) -> dict[str, float]:
+def judge_images(run: Run, model: nn.Module | ParallelModel, loader: ImageLoader) -> dict[str, float]:
     """Mean loss ``test_loss`` and accuracy ``test_acc`` in percent, dropout off. A collective.
 
     Args:
         loader: of `mmm.data.image_batches.evaluation`: what only pads a batch has weight 0.
     """
-    model.eval()
-    loss, right, images = 0.0, 0.0, loader.batches.image_set.samples
+    model.train(False)
+    sums, images = torch.zeros(2, dtype=torch.float64), loader.batches.image_set.samples
     for batch in loader.epoch():
         batch = batch.to(run.device, run.precision.storage)
-        logits = model(batch.images)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss += float((F.cross_entropy(wide, batch.labels, reduction="none") * batch.weights).sum())
-        right += float(((logits.argmax(1) == batch.labels) * batch.weights).sum())
-    return {"test_loss": run.global_sum(loss) / images, "test_acc": 100 * run.global_sum(right) / images}
+        sums += _measure(model, batch).cpu()
+    loss, right = (run.global_sum(float(value)) / images for value in sums)
+    return {"test_loss": loss, "test_acc": 100 * right}
+
+
+def _measure(model: nn.Module | ParallelModel, batch: ImageBatch) -> Tensor:
+    """`summed_loss` and `right_ones` of a batch, (2,) float64."""
+    labels = batch.labels.masked_fill(batch.weights == 0, PADDING)
+    if isinstance(model, ParallelModel):
+        return model.measure(batch.images, labels, summed_loss, right_ones)
+    logits = model(batch.images)
+    return torch.tensor([float(summed_loss(logits, labels)), float(right_ones(logits, labels))], dtype=torch.float64)

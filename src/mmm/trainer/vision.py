@@ -1,4 +1,4 @@
-"""Flags that the vision programs share: which images, and how the parameters lie over the data-parallel ranks."""
+"""Flags that the vision programs share: which images."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import Literal
 
 from mmm.data.datasets import load_images
 from mmm.data.images import ImageData
-from mmm.errors import ConfigError
-from mmm.parallel.data import check_data_parallel
-from mmm.parallel.mesh import Layout
 from mmm.runtime.ranks import Rank
-
-DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +36,3 @@ class ImageOptions:
             seed=seed,
             ranks=rank,
         )
-
-
-def data_parallel_layout(kind: str, tp: int, replicas: int, world_size: int) -> Layout:
-    """The mesh of a data-parallel technique: HSDP has copies, the others one axis.
-
-    Args:
-        replicas: copies of the model under hsdp; 0 for two.
-
-    Raises:
-        LayoutError: it does not fit the ranks. ConfigError: replicas without hsdp.
-    """
-    if replicas and kind != "hsdp":
-        raise ConfigError(f"--replicas {replicas} is for --parallel hsdp, not {kind}")
-    layout = Layout(dp_replicate=(replicas or 2) if kind == "hsdp" else 1, tp=tp).fit(world_size)
-    check_data_parallel(kind, layout)
-    return layout

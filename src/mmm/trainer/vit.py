@@ -1,6 +1,7 @@
-"""Train a Vision Transformer: FSDP, HSDP, DDP or ZeRO over dp, tensor parallel over tp.
+"""Train a Vision Transformer: FSDP, HSDP, DDP or ZeRO over dp, tensor parallel over tp, a pipeline over pp.
 
     launch python3 -m mmm.trainer.vit --max_iters 10
+    launch -n 4 python3 -m mmm.trainer.vit --max_iters 10 --pp 2 --tp 2
 
 Without --preset: large where there is an accelerator, debug where there is none, and the log says which.
 """
@@ -8,33 +9,34 @@ Without --preset: large where there is an accelerator, debug where there is none
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
-from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.models.vit import PRESETS, ViT, ViTConfig
-from mmm.parallel import apply, batch_sizes, build_mesh, materialize
+from mmm.parallel import batch_sizes
+from mmm.parallel.assemble import divide
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.place import place
+from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import warmup_cosine
 from mmm.trainer.tasks import ImageTask, same_images
-from mmm.trainer.vision import DataParallel, ImageOptions, data_parallel_layout
+from mmm.trainer.vision import ImageOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ImageOptions, TrainingOptions):
-    """A Vision Transformer on images. The ranks that --tpsize leaves are data parallel."""
+class Config(ImageOptions, LayoutOptions, TrainingOptions):
+    """A Vision Transformer on images. The ranks that --pp and --tpsize leave are data parallel."""
 
     dataset: Literal["mnist", "fashion_mnist", "cifar10", "digits", "fake", "folder"] = "fake"
     preset: Literal["auto", "debug", "tiny", "small", "base", "large"] = "auto"
@@ -49,12 +51,6 @@ class Config(ImageOptions, TrainingOptions):
     attention: Literal["sdpa", "native"] = "sdpa"
     """sdpa: PyTorch's fused kernels. native: written out."""
     sdpa_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut."""
-    parallel: DataParallel = "fsdp"
-    """How parameters, gradients and optimizer state lie over the data-parallel ranks."""
-    replicas: int = 0
-    """Copies of the model under hsdp; 0: two."""
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10
@@ -68,14 +64,13 @@ class Config(ImageOptions, TrainingOptions):
 
 def train(config: Config) -> None:
     config.check()
-    rank = whoami()
-    layout = data_parallel_layout(config.parallel, config.tpsize, config.replicas, rank.world_size)
+    rank, plan, how = whoami(), vit_plan(), config.techniques(config.compile)
+    layout = config.layout(rank.world_size)
     accelerator = choose_device(config.device, rank).type != "cpu"
     preset = config.preset if config.preset != "auto" else ("large" if accelerator else "debug")
     sizes = config.sizes(preset)
     check_vit(sizes, layout)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, 64 if accelerator else 16)
-    config.check_accumulate(batch)
     if config.summary:
         data, sizes = None, replace(sizes, classes=config.classes or sizes.classes)
     else:
@@ -85,12 +80,12 @@ def train(config: Config) -> None:
             raise ConfigError(f"--classes {config.classes}, but {data.name} has {len(data.classes)} classes")
         sizes = replace(sizes, classes=len(data.classes))
     with torch.device("meta"):
-        model: nn.Module = ViT(sizes)
-    shape = (batch, sizes.channels, sizes.image_size, sizes.image_size)
-    summary = model_summary(model, torch.zeros(shape, device="meta"))
+        model = ViT(sizes)
+        sample = torch.zeros(batch, sizes.channels, sizes.image_size, sizes.image_size)
+    division = divide(model, plan, layout, how, sample, config.dtype)
+    summary = model_summary(model, sample)
     if data is None:
-        if rank.is_main:
-            print(summary)
+        print_once(summary)
         return
 
     with start_run("vit", config, layout) as run:
@@ -99,35 +94,18 @@ def train(config: Config) -> None:
             run.note(f"preset {preset}: {why}")
         same_images(run, data)
         run.log.info("model, whole:\n%s", summary)
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        plan = vit_plan()
-        model = apply(
-            model,
-            mesh,
-            plan,
-            run.precision,
-            data_parallel=config.parallel,
-            compile=config.compile,
-            checkpointing=config.activation_checkpointing,
-        )
-        materialize(model, run.device, config.seed)
-        run.log.info("%s\n%s", mesh, sharded_model(model))
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        parallel = place(run, model, plan, how, division)
+        optimizer = make_optimizer(config.optimizer, parallel.parameters(), config.lr)
         task = ImageTask(run, data, batch, global_batch, config.workers)
         steps = config.steps(task.steps_per_epoch)
         run.describe(model=sizes, data=data.describe(), global_batch_size=global_batch, steps=steps)
         run.log.info("%s, %d images: %d steps of %d", data.name, data.train.samples, steps, global_batch)
-        how = Fit(
-            steps=steps,
-            accumulate=config.accumulate,
-            max_norm=config.max_norm,
-            schedule=warmup_cosine(steps, min(config.warmup, steps // 2)),
-            eval_every=config.eval_every,
-        )
-        judged = fit(run, model, optimizer, task, how)
+        schedule = warmup_cosine(steps, min(config.warmup, steps // 2))
+        judged = fit(run, parallel, optimizer, task, Fit(steps=steps, max_norm=config.max_norm, schedule=schedule,
+                                                         eval_every=config.eval_every))  # fmt: skip
         run.log.info("test accuracy %.2f %% of %d images", judged["test_acc"], data.test.samples)
         if config.save_model:
-            save_model(run, model)
+            save_model(run, parallel)
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ Between the cut matrices the sequence is cut (sequence parallel): norms and resi
       ▼                (batch, seq/tp, dim)
 
     tok_embeddings     rows (the vocabulary): each rank looks up its own tokens; the sum is scattered over the sequence
+    router             whole: each rank scores its own tokens of the cut sequence; experts are not cut over tp
+                       (`mmm.parallel.expert`)
     output             columns (the vocabulary): logits stay cut, and the loss is worked out on the cut logits
 """
 
@@ -32,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel.context import context_problems
+from mmm.parallel.expert import expert_problems
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
 
@@ -53,6 +56,10 @@ def transformer_plan() -> Plan:
         "layers.*.feed_forward.w1": ColwiseParallel(),
         "layers.*.feed_forward.w3": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.moe": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True
+        ),
+        "layers.*.moe.router": SequenceParallel(sequence_dim=0, use_local_output=True),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
@@ -65,6 +72,7 @@ def transformer_plan() -> Plan:
         attention=("layers.*.attention",),
         sequence=True,
         check=lambda model, layout, inputs, style: check_transformer(model.config, layout, inputs.shape[1], style),
+        experts=("layers.*.moe",),
         # Nothing with tp > 1: a compiled block fails in backward, and a compiled attention or feed-forward layer, which
         # takes a DTensor, has had silently wrong gradients (PyTorch 2.13).
     )
@@ -85,6 +93,7 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
     if wrong:
         raise LayoutError("; ".join(wrong))
     wrong += context_problems(config.n_heads, layout, seq_length, cp_style)
+    wrong += expert_problems(config.n_experts, layout)
     if layout.tp > 1:
         for flag, size, what in (
             ("n_heads", config.n_heads, "each rank takes whole heads"),
@@ -94,6 +103,8 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
         ):
             if flag == "seq_length" and layout.cp > 1:
                 continue  # has had a stricter rule
+            if flag == "ffn_dim" and config.n_experts:
+                continue  # experts are whole on each tp rank
             if size % layout.tp:
                 nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
                 wrong.append(

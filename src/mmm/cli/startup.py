@@ -1,0 +1,106 @@
+"""``mmm startup RUN…|LOG…``: how long runs took to start, from their records or from other programs' logs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmm.errors import ConfigError, RecordError
+from mmm.runtime import startup
+from mmm.runtime.startup.logs import Start, read_log
+
+EPILOG = """\
+RUN is a run's folder; its start lasts from `launch` (or MMM_STARTED_AT) to the end of the first step on the last rank.
+LOG is any program's log with a line `Job started at: 2023-11-02-183323 on HOST`, which a job script writes with
+  echo "Job started at: $(date +%Y-%m-%d-%H%M%S) on $(hostname)"
+and a later line with a time and `iter` or `step` and its number. A log may hold several jobs, one after another.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where there is nothing."""
+    parser = argparse.ArgumentParser(prog="mmm startup", description=__doc__, epilog=EPILOG,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
+    parser.add_argument("--model", help="the model's name, instead of what each record or log says")
+    parser.add_argument("--ranks", type=int, help="how many ranks, instead of what each log says")
+    parser.add_argument("--parts", action="store_true", help="the parts of every run's start; of a single run they are "
+                                                             "always shown")  # fmt: skip
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw seconds against ranks to FILE")
+    args = parser.parse_args(argv)
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks {args.ranks}: it must be at least 1")
+
+    starts: list[Start] = []
+    tables: list[str] = []
+    for path in args.paths:
+        if path.is_dir():
+            config = _config(path)
+            starts.append(_of_record(path, config, args.model))
+            tables.append(f"{path}\n{startup.table(config['startup'], [about['host'] for about in config['ranks']])}")
+        else:
+            log = read_log(path, args.model, args.ranks)
+            starts += log.starts
+            if log.without:
+                print(f"{path}: {log.without} of {log.without + len(log.starts)} jobs had no first step: left out",
+                      file=sys.stderr)  # fmt: skip
+    starts.sort(key=lambda start: (start.model, start.ranks, start.start))
+    print(table(starts))
+    if args.parts or len(starts) == len(tables) == 1:
+        print("\n" + "\n\n".join(tables))
+    curves = {name: [(each.ranks, each.seconds) for each in starts if each.model == name]
+              for name in dict.fromkeys(each.model for each in starts)}  # fmt: skip
+    if len(starts) > 1:
+        from mmm.history.curves import fitting_width, terminal_curves
+
+        drawn = terminal_curves(curves, "start-up: seconds against ranks", "ranks", fitting_width())
+        encoding = sys.stdout.encoding or "utf-8"
+        print("\n" + drawn.encode(encoding, "replace").decode(encoding), end="")
+    if args.png:
+        from mmm.history.curves import save_curves
+
+        print(f"picture: {save_curves({'start-up [s]': curves}, 'ranks', args.png)}")
+    return 0
+
+
+def table(starts: Sequence[Start]) -> str:
+    """model, ranks, start, stop, seconds: a line each."""
+    width = max(5, *(len(each.model) for each in starts))
+    lines = [f"{'model':<{width}}{'ranks':>7}  {'start':<19}  {'stop':<19}{'seconds':>10}"]
+    for each in starts:
+        whole = not each.start.microsecond and not each.stop.microsecond
+        lines.append(f"{each.model:<{width}}{each.ranks:>7}  {each.start:%Y-%m-%d %H:%M:%S}  "
+                     f"{each.stop:%Y-%m-%d %H:%M:%S}{each.seconds:>10.{0 if whole else 2}f}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A run's config.json, with its start-up. RecordError where there is none."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"{folder} holds no run's record: {path.name}: {error.strerror}. Give a run's own folder, "
+                          "e.g. outputs/<module>/<timestamp>.") from None  # fmt: skip
+    except ValueError as error:
+        raise RecordError(f"{path} is no JSON: {error}.") from None
+    if "startup" not in config:
+        raise RecordError(f"{path} has no start-up times: the run ended before its first step had, or was made by a "
+                          "version of mmm that did not note them.")  # fmt: skip
+    return config
+
+
+def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> Start:
+    span = startup.span(config["startup"])
+    if span is None:
+        raise RecordError(f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
+                          "has no end; its parts are in config.json, under `startup`.")  # fmt: skip
+    return Start(model or config["module"], len(config["ranks"]), *span)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+"""The program that ``mmm.examples.startup`` starts: import what the examples import, make the process group, leave.
+
+It says when all ranks were there. ``-m mmm.examples._startup_rank import`` ends after the imports.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.pipelining
+
+import mmm.parallel
+import mmm.trainer.run  # noqa: F401
+from mmm.runtime.failure import run_main
+from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.ranks import whoami
+
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    if "import" in sys.argv[1:]:
+        return
+    rank = whoami()
+    with process_group(rank, CPU, timeout=120):
+        everyone = gather_floats([time.time()], CPU)
+        if rank.is_main:
+            print(f"up {len(everyone)} {max(at for (at,) in everyone):.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,147 @@
+"""What starting ranks costs on this machine: forked, spawned, by torchrun, by mpiexec.
+
+    python3 -m mmm.examples.startup
+
+PyTorch takes seconds of CPU time to import, and N ranks that each import it take N times that, on N cores or on fewer;
+on a parallel file system they also ask it for the same ten thousand files, at the same time. `launch` imports once, and
+forks the ranks from there::
+
+      spawned, torchrun, mpiexec                     forked
+
+      ├─ import ─┤ group │ rank 0                    ├─ import ─┼ group │ rank 0
+      ├─ import ─┤ group │ rank 1                               ├ group │ rank 1
+      ├─ import ─┤ group │ rank 2                               ├ group │ rank 2
+      ├─ import ─┤ group │ rank 3                               ├ group │ rank 3
+
+The program that is started imports what the examples do, makes the process group, and leaves. *seconds* run from the
+start of the command to when the last rank was there; *CPU* is all that the command and its processes used, to their
+end. Every way is measured at each number of ranks in turn, so that what else the machine does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, NamedTuple
+
+from mmm.errors import ConfigError, LaunchError
+from mmm.history.curves import fitting_width, save_curves, terminal_curves
+from mmm.parallel import Layout
+from mmm.runtime.failure import run_main
+from mmm.runtime.ranks import whoami
+from mmm.runtime.startup import measure
+from mmm.trainer.options import RunOptions, parse
+from mmm.trainer.run import Run, start_run
+
+PROGRAM = ["-m", "mmm.examples._startup_rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunOptions):
+    """Start-up, measured. Nothing is trained: flags of training, such as --lr, do nothing."""
+
+    ranks: tuple[int, ...] = (1, 2, 4, 8)
+    ways: tuple[Literal["forked", "spawned", "torchrun", "mpiexec"], ...] = measure.WAYS  # type: ignore[assignment]
+    repeats: int = 1
+    """Starts of each; the median counts."""
+    mpiexec: str = "mpiexec"
+    """Which one to use, where there are several."""
+
+
+class Found(NamedTuple):
+    """Of one way and number of ranks, medians: seconds until the last rank was there, and CPU-seconds in all."""
+
+    seconds: float
+    cpu: float
+
+
+def start_once(way: str, ranks: int, mpiexec: str, folder: str) -> Found:
+    """Start the program and see that all its ranks met. LaunchError otherwise."""
+    cost = measure.run(measure.command(way, ranks, PROGRAM, mpiexec), folder)
+    up = [line.split()[1:] for line in cost.output.splitlines() if line.startswith("up ")]
+    if len(up) != 1 or int(up[0][0]) != ranks:
+        raise LaunchError(f"{way}: {ranks} ranks should have met, but what they said is: {cost.output}")
+    return Found(float(up[0][1]) - cost.begin, cost.cpu)
+
+
+def one_import(repeats: int, folder: str) -> float:
+    """CPU-seconds of a process that imports what every rank does, and ends."""
+    return median(measure.run([sys.executable, *PROGRAM, "import"], folder).cpu for _ in range(repeats))
+
+
+def sweep(run: Run, config: Config, ways: list[str], folder: str) -> Iterator[tuple[int, dict[str, Found]]]:
+    """For each number of ranks, what each way took."""
+    for ranks in config.ranks:
+        found: dict[str, list[Found]] = {way: [] for way in ways}
+        for _ in range(config.repeats):
+            for way in ways:
+                found[way].append(start_once(way, ranks, config.mpiexec, folder))
+                run.log.info("%d ranks, %s: %.2f s, %.2f CPU-s", ranks, way, *found[way][-1])
+        yield ranks, {way: Found(*map(median, zip(*each, strict=True))) for way, each in found.items()}
+
+
+def growth(by_ranks: Mapping[int, Mapping[str, Found]], way: str) -> float:
+    """CPU-seconds that each further rank takes, from the fewest ranks to the most."""
+    few, many = min(by_ranks), max(by_ranks)
+    return (by_ranks[many][way].cpu - by_ranks[few][way].cpu) / max(many - few, 1)
+
+
+def table(by_ranks: Mapping[int, Mapping[str, Found]], ways: list[str], imported: float) -> str:
+    """A line for each number of ranks; then what a further rank takes."""
+    lines = ["     " + "".join(f"{way:>18}" for way in ways), "ranks" + f"{'seconds':>10}{'CPU-s':>8}" * len(ways)]
+    lines += [f"{ranks:>5}" + "".join(f"{each[way].seconds:>10.2f}{each[way].cpu:>8.2f}" for way in ways)
+              for ranks, each in by_ranks.items()]  # fmt: skip
+    if len(by_ranks) > 1:
+        lines.append(f"one import takes {imported:.2f} CPU-s; a further rank, of that:")
+        more = {way: growth(by_ranks, way) for way in ways}
+        lines += [f"  {way:<9}{seconds:>6.2f} CPU-s, {seconds / imported:.1%}" for way, seconds in more.items()]
+    return "\n".join(lines)
+
+
+def draw(run: Run, by_ranks: Mapping[int, Mapping[str, Found]], ways: list[str]) -> None:
+    """Seconds and CPU-seconds against ranks: in the terminal, and as a picture."""
+    seconds, cpu = ({way: [(ranks, each[way][i]) for ranks, each in by_ranks.items()] for way in ways} for i in (0, 1))
+    print(terminal_curves(cpu, "CPU-seconds to start, against ranks", "ranks", fitting_width()), flush=True)
+    if run.outdir is not None and run.options.plots:
+        picture = run.outdir / "plots" / "mplot" / "pngs" / "startup.png"
+        run.log.info("picture: %s", save_curves({"start-up [s]": seconds, "CPU time [s]": cpu}, "ranks", picture))
+
+
+def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
+    """What was found by number of ranks and way, and the CPU-seconds of one import."""
+    config.check()
+    if whoami().world_size > 1:
+        raise ConfigError("this example starts ranks itself: run it as it is, `python3 -m mmm.examples.startup`")
+    if not config.ranks or min(config.ranks) < 1 or not config.ways or config.repeats < 1:
+        raise ConfigError(f"--ranks {config.ranks} --ways {config.ways} --repeats {config.repeats}: each begins at 1")
+    by_ranks: dict[int, dict[str, Found]] = {}
+    with start_run("startup", config, Layout().fit(1)) as run, tempfile.TemporaryDirectory() as folder:
+        ways = [str(way) for way in config.ways]
+        flavour = measure.mpi_flavour(config.mpiexec) if "mpiexec" in ways else None
+        if flavour is not None:
+            run.note(f"mpiexec is {flavour}'s")
+        elif "mpiexec" in ways:
+            ways.remove("mpiexec")
+            run.note(f"mpiexec is left out: no {config.mpiexec} here that answers")
+        imported = one_import(config.repeats, folder)
+        run.describe(one_import_cpu=imported, program=PROGRAM)
+        for ranks, found in sweep(run, config, ways, folder):
+            by_ranks[ranks] = found
+            if run.record is not None:
+                row = {f"{way}_{name}": value for way, each in found.items() for name, value in each._asdict().items()}
+                run.record.update({"ranks": ranks, **row})
+        run.describe(cpu_of_a_further_rank={way: growth(by_ranks, way) for way in ways})
+        run.log.info("\n%s", table(by_ranks, ways, imported))
+        draw(run, by_ranks, ways)
+    return by_ranks, imported
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,104 @@
+"""Several curves over one axis, in a terminal and as a picture: seconds against ranks, say."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmm.errors import RecordError
+from mmm.history.record import reason
+from mmm.history.terminal import plain, ticks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]  # name: its points
+COLORS = ("#2563b8", "#d9730d", "#2f855a", "#8b5cb8", "#c8553d", "#7b8794")
+
+
+def terminal_curves(curves: Curves, title: str, x_name: str, width: int = 100, height: int = 20) -> str:
+    """The curves' points as letters, with what each letter means below; where points coincide, the last is seen."""
+    import plotext
+
+    points = [point for curve in curves.values() for point in curve]
+    xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
+    right, top = max(*xs, xs[0] + 1), max(*ys, 1e-9) * 1.05
+    marks = dict(zip(curves, "abcdefghijklmnopqrstuvwxyz", strict=False))
+    x_ticks = (xs, [f"{x:g}" for x in xs]) if len(xs) <= width // 12 else ticks(xs[0], right, width // 14, whole=True)
+    y_ticks = ticks(0.0, top, max(2, height // 3))
+    if not hasattr(plotext, "figure"):  # plotext 5
+        plotext.clf()
+        plotext.theme("clear")
+        plotext.plotsize(width, height)
+        for name, mark in marks.items():
+            plotext.scatter(*map(list, zip(*curves[name], strict=True)), marker=mark)
+        plotext.title(title)
+        plotext.xlabel(x_name)
+        plotext.xlim(min(0.0, xs[0]), right)
+        plotext.ylim(0.0, top)
+        plotext.yticks(*y_ticks)
+        plotext.xticks(*x_ticks)
+        drawn = plotext.build()
+    else:
+        plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
+        try:
+            figure = plotext.figure
+            figure.clear()
+            figure.theme("colorless")
+            figure.plot_size(width, height)
+            for name, mark in marks.items():
+                signal = figure.signal(*map(list, zip(*curves[name], strict=True)), marker=mark)
+                signal.lines(False)
+                figure.draw(signal)
+            figure.title(title)
+            figure.label(x_name)
+            figure.ruler("x").lim(min(0.0, xs[0]), right)
+            figure.ruler("y").lim(0.0, top)
+            figure.ruler("y").ticks(*y_ticks)
+            figure.ruler("x").ticks(*x_ticks)
+            drawn = figure.build().string(True)
+        finally:
+            plotext.terminal.limit(True, True)
+    return plain(drawn) + "  " + "   ".join(f"{mark} {name}" for name, mark in marks.items()) + "\n"
+
+
+def fitting_width() -> int:
+    return min(shutil.get_terminal_size((100, 30)).columns, 100)
+
+
+def curves_figure(panels: Mapping[str, Curves], x_name: str) -> "Figure":
+    """A panel for each set of curves, `panels` by the name of its y axis, side by side."""
+    from mmm.history.figures import new_figure
+
+    figure = new_figure(5.2 * len(panels), 3.8)
+    figure.subplots_adjust(left=0.14 / len(panels), right=0.97, bottom=0.14, top=0.93, wspace=0.25)
+    for axes, (label, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for (name, curve), color in zip(curves.items(), COLORS * len(curves), strict=False):
+            axes.plot(*zip(*sorted(curve), strict=True), "o-", ms=4, lw=1.5, color=color, label=name)
+        ranks = sorted({x for curve in curves.values() for x, _ in curve})
+        if len(ranks) <= 8:
+            axes.set_xticks(ranks, [f"{x:g}" for x in ranks])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_name)
+        axes.set_ylabel(label)
+        axes.legend()
+    return figure
+
+
+def save_curves(panels: Mapping[str, Curves], x_name: str, path: Path) -> Path:
+    """Write `curves_figure` to `path`, a picture in the format that its ending says.
+
+    Raises:
+        RecordError: it cannot be written, or the ending is no picture's.
+    """
+    from mmm.history.figures import style
+
+    with style():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            curves_figure(panels, x_name).savefig(path)
+        except OSError as error:
+            raise RecordError(f"cannot write {path}: {reason(error)}. Give another file.") from error
+        except ValueError as error:  # matplotlib names the endings it knows
+            raise RecordError(f"cannot draw {path}: {error}.") from error
+    return path

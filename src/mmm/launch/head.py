@@ -1,0 +1,379 @@
+"""launch's own part of a run on many hosts: starts mpiexec or srun, calls the roll, and ends every rank everywhere.
+
+What mpiexec or srun starts (`mmm.runtime.enter`, once a rank or once a host) connects back. When all have, each is
+told to go. From then on launch learns over these connections which rank ended how, and gives its orders over them: no
+MPI has to pass on a signal, or to kill survivors. A process that loses its connection to launch ends its ranks itself.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mmm.errors import LaunchError
+from mmm.launch import hosts, mpi, processes
+from mmm.launch import link as links
+from mmm.launch.cluster import ClusterPlan
+from mmm.launch.failures import Failure, say, signal_name
+from mmm.launch.link import Link, Lost, Message
+from mmm.launch.output import Output
+from mmm.launch.run import GRACE, Limits, Run
+from mmm.launch.stacks import Stack
+from mmm.launch.wire import Report
+
+START_TIMEOUT = 300.0    # s until every process has connected
+LAST_WORDS = 3.0         # s beyond the grace that hosts have to say that their ranks are gone
+STARTER_END = 1.5        # s that mpiexec or srun has to end once its processes have
+LOCATE = 2.0             # s for the hosts to say where their ranks are
+STARTER_LINGERS = 20.0   # s that it has after a run that went well: others of its processes may still write
+SPARE_FILES = 64
+
+
+@dataclass
+class Member:
+    """One of the processes that mpiexec or srun has started."""
+
+    link: Link
+    nonce: str
+    index: int = -1                                          # 0 … processes − 1, once it has said hello
+    host: str = ""
+    hello: Message = field(default_factory=dict)
+    ranks: list[int] = field(default_factory=list)
+    done: bool = False                                       # its ranks are gone, it has said so
+
+
+class Head(Run):
+    def __init__(self, plan: ClusterPlan, limits: Limits | None = None, start_timeout: float = START_TIMEOUT) -> None:
+        super().__init__(plan.ranks, limits)
+        self.plan = plan
+        self.start_timeout = start_timeout
+        self.token = secrets.token_hex(16)
+        self.members: dict[int, Member] = {}                 # by file descriptor
+        self.roll: dict[int, Member] = {}                    # by index
+        self.under_way = False                               # the roll is complete, the ranks have been told to go
+        self.roll_call_ends: float | None = None
+        self.starter_ended: float | None = None
+        self.stop_starter_at: float | None = None
+        self.pending: list[int] = []                         # signals for ranks that are not there yet
+        self.stacks: dict[int, Stack] = {}                   # of a run that hangs
+        self.silent: set[int] = set()                        # members that have not sent theirs
+        self.locate_until: float | None = None
+        self.starter: subprocess.Popen | None = None
+        self.server: socket.socket | None = None
+
+    def start(self) -> None:
+        plan = self.plan
+        limit = mpi.open_files()
+        if plan.processes + SPARE_FILES > limit:
+            raise LaunchError(f"{plan.processes} ranks each hold a connection to launch, which may open {limit} files "
+                              "(ulimit -Hn).\n  Use --ranks-by host: one connection a host.")
+        self.server = socket.create_server(("", 0), backlog=min(plan.processes + 8, 4096))
+        self.server.setblocking(False)
+        self.selector.register(self.server, selectors.EVENT_READ)
+        port = self.server.getsockname()[1]
+        entry = {"at": [[address, port] for address in addresses(plan)], "token": self.token, "starter": plan.starter,
+                 "processes": plan.processes}
+        self.output = Output(self.selector)
+        self.roll_call_ends = time.monotonic() + self.start_timeout
+        signal.signal(signal.SIGCHLD, lambda *_: None)       # wakes `serve`
+        try:
+            self.starter = subprocess.Popen(plan.command, stdin=subprocess.DEVNULL, stdout=self.output.stdout,
+                                            stderr=self.output.stderr, start_new_session=True,
+                                            env={**os.environ, **plan.environ, links.VARIABLE: json.dumps(entry)})
+        except OSError as error:
+            raise LaunchError(f"{plan.command[0]}, which is to start the ranks ({plan.why['starter']}), cannot be run: "
+                              f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: "
+                              "--scheduler none") from None
+        self.output.started()
+
+    def clean_up(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if self.starter is not None and self.starter.returncode is None:
+            self.stop_starter()
+        for member in self.members.values():
+            member.link.close()
+        if self.server is not None:
+            self.server.close()
+        if self.output is not None:
+            self.output.close()
+
+    def deadlines(self) -> list[float | None]:
+        waiting = self.starter_ended + STARTER_END if self.starter_ended is not None else None
+        return [*super().deadlines(), self.roll_call_ends, self.stop_starter_at, self.locate_until, waiting]
+
+    def serve(self) -> bool:
+        """Take in what has happened. False once the starter has ended and nobody is connected."""
+        ready = self.wait()
+        if self.server is not None and self.server.fileno() in ready:
+            self.accept(self.server)
+        for fd in ready & self.members.keys():
+            self.hear(self.members[fd])
+        now = time.monotonic()
+        if self.roll_call_ends is not None and now >= self.roll_call_ends and self.exit_code is None:
+            self.roll_call_ends = None
+            self.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
+        if self.locate_until is not None and now >= self.locate_until:
+            self.locate_until = None
+            self.located(self.stacks, {rank: member.host for member in self.roll.values() for rank in member.ranks})
+        if self.stop_starter_at is not None and now >= self.stop_starter_at:
+            self.stop_starter_at = None
+            self.stop_starter()
+        assert self.starter is not None
+        if self.starter.poll() is None:
+            return True
+        if self.starter_ended is None:
+            self.starter_ended = now
+        if self.members and now < self.starter_ended + STARTER_END:
+            return True                                      # the last words of the ranks may be on their way
+        if self.members and self.exit_code is None:
+            self.starter_died()
+        return bool(self.members) and self.kill_at is not None
+
+    def accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                member = Member(Link(connection), secrets.token_hex(16))
+                try:
+                    member.link.send({"nonce": member.nonce})
+                except Lost:
+                    continue
+                self.members[member.link.fileno()] = member
+                self.selector.register(member.link, selectors.EVENT_READ)
+
+    def hear(self, member: Member) -> None:
+        try:
+            for message in member.link.read():
+                if member.index >= 0:
+                    self.on_message(member, message)
+                elif not self.on_hello(member, message):
+                    return
+        except Lost as lost:
+            self.drop(member)
+            if member.index >= 0 and not member.done:
+                self.on_lost(member, str(lost))
+
+    def drop(self, member: Member) -> None:
+        self.selector.unregister(member.link)
+        del self.members[member.link.fileno()]
+        member.link.close()
+        if not self.members and (self.under_way or self.exit_code is not None):
+            self.stop_starter_at = time.monotonic() + (STARTER_END if self.exit_code is not None else STARTER_LINGERS)
+
+    def on_hello(self, member: Member, message: Message) -> bool:
+        """A new member names itself. Somebody who does not know the token is sent away."""
+        words = str(message.get("hello"))
+        if not links.same(str(message.get("signed")), links.sign(self.token, member.nonce, words)):
+            say("launch: a connection without this run's token was refused")
+            self.drop(member)
+            return False
+        member.hello = json.loads(words)
+        member.host = member.hello["host"]
+        if "error" in member.hello:
+            self.failures.append(Failure(0, 2, time.monotonic(), 0, Report(0, "user", member.hello["error"], 2, 0.0)))
+            return True
+        index, processes_there = member.hello["rank"], member.hello["world"]
+        if processes_there != self.plan.processes or index in self.roll:
+            text = (f"{self.plan.starter} has started {processes_there} processes where {self.plan.processes} were "
+                    f"asked for" if processes_there != self.plan.processes else
+                    f"{self.plan.starter} has started rank {index} on {self.roll[index].host} and on {member.host}")
+            report = Report(index, "user", f"{text}: its options (--launcher-args) contradict launch's.", 2, 0.0)
+            self.failures.append(Failure(index, 2, time.monotonic(), 0, report))
+            return True
+        member.index = index
+        self.roll[index] = member
+        if len(self.roll) == self.plan.processes and self.exit_code is None:
+            self.go()
+        return True
+
+    def go(self) -> None:
+        """All are there: tell each what to run."""
+        self.roll_call_ends, self.under_way = None, True
+        assert self.output is not None
+        self.output.last = time.monotonic()
+        for member, message in orders(self.plan, [self.roll[i] for i in range(len(self.roll))]):
+            member.ranks = [int(rank["RANK"]) for rank in message["ranks"]]
+            try:
+                member.link.send({"go": message})
+            except Lost as lost:
+                self.on_lost(member, str(lost))
+        for number in self.pending:
+            self.send(number)
+
+    def on_message(self, member: Member, message: Message) -> None:
+        now = time.monotonic()
+        if "failure" in message:
+            self.failures.append(read_failure(message["failure"], member.host, now))
+        elif "ended" in message:
+            self.ended.add(message["ended"])
+        elif "interrupted" in message:
+            number = message["interrupted"]
+            text = (f"{signal_name(number)} came to the ranks on {member.host}, and not from launch: the scheduler, or "
+                    f"{self.plan.starter}, ends the run")
+            first = Failure(min(member.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True)
+            self.failures.append(first)
+        elif "stacks" in message:
+            self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
+            self.silent.discard(member.index)
+            if not self.silent and self.locate_until is not None:
+                self.locate_until = now
+        elif "bye" in message:
+            member.done = True
+
+    def on_lost(self, member: Member, how: str) -> None:
+        """A member is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
+        if not self.under_way:
+            del self.roll[member.index]                      # the starter will say more, or the roll is never complete
+            return
+        ranks = [rank for rank in member.ranks if rank not in self.ended]
+        which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+        text = f"lost {which} on {member.host}: the connection to launch broke ({how})"
+        self.failures.append(Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=member.host))
+        self.ended.update(ranks)
+
+    def starter_died(self) -> None:
+        assert self.starter is not None
+        code = self.starter.returncode
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        self.give_up(f"{self.plan.command[0]} {how} while its ranks ran", 128 - code if code < 0 else code or 1)
+
+    def give_up(self, text: str, code: int) -> None:
+        self.exit_code, self.again = code, True
+        say(f"launch: {text}")
+        self.end(signal.SIGTERM)
+
+    def missing(self) -> str:
+        """Who has not connected."""
+        absent = self.plan.processes - len(self.roll)
+        known = {m.host.partition(".")[0] for m in self.roll.values()}
+        silent = [name for name in self.plan.hosts if name.partition(".")[0] not in known and not hosts.is_here(name)]
+        where = f"; nothing was heard from {', '.join(silent[:8])}{' …' if len(silent) > 8 else ''}" if silent else ""
+        return (f"{absent} of {self.plan.processes} processes that {self.plan.starter} was to start have not connected "
+                f"to launch{where}")
+
+    def send(self, number: int) -> bool:
+        if not self.under_way:
+            return False
+        self.tell({"signal": number})
+        return True
+
+    def pass_on(self, number: int) -> None:
+        if not self.send(number):
+            self.pending.append(number)
+
+    def tell(self, message: Message) -> None:
+        for member in [m for m in self.members.values() if not m.done]:
+            with contextlib.suppress(Lost):                  # `hear` will see it too
+                member.link.send(message)
+
+    def locate(self) -> None:
+        self.silent = {member.index for member in self.members.values() if not member.done}
+        self.locate_until = time.monotonic() + LOCATE
+        self.tell({"where": True})
+
+    def end(self, number: int) -> None:
+        """The hosts see to the grace of their ranks; launch waits for them a little longer."""
+        self.kill_at = time.monotonic() + GRACE + LAST_WORDS
+        if not self.send(number):
+            self.kill()
+        elif not self.members:
+            self.stop_starter_at = time.monotonic() + STARTER_END
+
+    def kill(self) -> None:
+        self.tell({"kill": True})
+        self.kill_at = None
+        self.stop_starter_at = time.monotonic() + (STARTER_END if self.under_way else 0.0)
+
+    def stop_starter(self) -> None:
+        """End mpiexec or srun, and what it has started on this host."""
+        assert self.starter is not None
+        processes.end(self.starter.pid, "-", grace=0.5)
+        self.starter.wait()
+
+    def finish(self) -> int:
+        assert self.starter is not None
+        assert self.output is not None
+        code = self.starter.wait()
+        self.output.drain(self.selector, time.monotonic() + 1.0)
+        if self.exit_code is None and self.failures:
+            self.fail()
+        if self.exit_code is not None:
+            return self.exit_code
+        if len(self.ended) == self.total:
+            return 0
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        what = "while its ranks ran" if self.under_way else f"before the ranks could start: {self.missing()}"
+        say(f"launch: {self.plan.command[0]} {how} {what}")
+        self.again = True
+        return 128 - code if code < 0 else code or 1
+
+
+def orders(plan: ClusterPlan, roll: list[Member]) -> list[tuple[Member, Message]]:
+    """What each member is to run. The roll is complete, in the order of the starter's own numbers."""
+    shared = dict(plan.shared)
+    common: dict[str, Any] = {"by": plan.by, "device": plan.device, "bind": plan.bind, "prefork": plan.prefork,
+                              "threads": plan.threads}
+    if plan.site is not None and plan.device == plan.site.device and plan.site.device_variable:
+        common["device_variable"], common["device_order"] = plan.site.device_variable, plan.site.device_order
+    made = []
+    if plan.by == "host":
+        for index, member in enumerate(roll):
+            first = index * plan.per_host
+            ranks = range(first, min(first + plan.per_host, plan.ranks))
+            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in ranks]
+            its = shared | {"LOCAL_WORLD_SIZE": str(len(places))}
+            made.append((member, {**common, "shared": its, "ranks": places}))
+        return made
+    there: dict[str, list[Member]] = {}
+    for member in roll:
+        there.setdefault(member.host, []).append(member)
+    for member in roll:
+        mates = there[member.host]
+        local = member.hello.get("local_rank")
+        local = mates.index(member) if local is None else local
+        of_rank = {"RANK": str(member.index), "LOCAL_RANK": str(local)}
+        shares = len({m.hello["cpus"] for m in mates}) == 1      # bound to the same cores: they divide them
+        cores = max(1, member.hello["cores"] // (len(mates) if shares else 1))
+        made.append((member, {**common, "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))}, "ranks": [of_rank],
+                              "threads": plan.threads or cores}))
+    return made
+
+
+def read_failure(data: dict[str, Any], host: str, now: float) -> Failure:
+    """A failure as a host sends it. Its clock is not ours: it says how long ago."""
+    report = Report(**data["report"]) if data["report"] else None
+    return Failure(data["rank"], data["exit_code"], now - data["ago"], data["doubt"], report, data["text"],
+                   data["host"] or host, data["final"])
+
+
+def write_failure(failure: Failure, now: float) -> dict[str, Any]:
+    """The inverse of `read_failure`, on the host."""
+    return asdict(failure) | {"ago": now - failure.time}
+
+
+def addresses(plan: ClusterPlan) -> list[str]:
+    """Where the hosts can reach this process, the best first."""
+    if os.environ.get(links.ADDRESS_VARIABLE):
+        return [os.environ[links.ADDRESS_VARIABLE]]
+    if all(hosts.is_here(name) for name in plan.hosts):
+        return ["127.0.0.1"]
+    suffix = plan.site.host_suffix if plan.site is not None else ""
+    other = next(name for name in plan.hosts if not hosts.is_here(name))
+    own = socket.gethostname()
+    found = []
+    for name in [other.partition(".")[0] + suffix] * bool(suffix) + [other]:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((name, 9))                         # sends nothing: it asks which of our addresses leads there
+            found.append(probe.getsockname()[0])
+    for name in (own.partition(".")[0] + suffix, own):
+        with contextlib.suppress(OSError):
+            found.append(socket.gethostbyname(name))
+    real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return real or ["127.0.0.1"]

@@ -1,0 +1,109 @@
+"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`."""
+
+import re
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from mmm.errors import LaunchError
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+Hosts = dict[str, int]                   # name → how often it was listed, or its slots; in the order of the list
+
+
+def parse_list(text: str, what: str = "--hosts") -> Hosts:
+    """`a,b` or `a:4,b:4`, each host once. Raises `LaunchError`."""
+    found: Hosts = {}
+    for word in text.split(","):
+        name, colon, slots = word.strip().partition(":")
+        _add(found, name, _slots(slots, f"{what} {text}") if colon else 1, f"{what} {text}")
+    return found
+
+
+def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
+    """A host file: a name a line, repeated once a slot (PBS), or with `slots=4` (Open MPI) or `:4` (MPICH) behind it.
+
+    Empty lines and `#` comments are skipped. Raises `LaunchError`: no such file, no host in it, or a wrong line.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise LaunchError(f"{what} {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"{what} {path} is not a text file.") from None
+    found: Hosts = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{what} {path}, line {number} ({line.strip()!r})"
+        name, colon, slots = words[0].partition(":")
+        count = _slots(slots, where) if colon else 1
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key in ("slots", "max_slots", "max-slots"):
+                count = _slots(value, where) if key == "slots" else count
+            else:
+                raise LaunchError(f"{where}: {word!r} is not understood. Write a host name a line, or NAME slots=4, "
+                                  "or NAME:4.")
+        _add(found, name, count, where)
+    if not found:
+        raise LaunchError(f"{what} {path} names no host.")
+    return found
+
+
+def expand(text: str) -> list[str]:
+    """The hosts in Slurm's compact form, in order: `n[1-2,07],gpu3` is n1, n2, n07, gpu3. Raises `LaunchError`."""
+    found: list[str] = []
+    for word in _split(text):
+        found += _expand_word(word, text)
+    return found
+
+
+def _split(text: str) -> Iterable[str]:
+    """Cut at the commas outside of brackets."""
+    word, depth = "", 0
+    for letter in text.strip():
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            yield word
+            word = ""
+        else:
+            word += letter
+    yield word
+
+
+def _expand_word(word: str, text: str) -> list[str]:
+    head, bracket, rest = word.partition("[")
+    if not bracket:
+        if not NAME.fullmatch(word):
+            raise LaunchError(f"host list {text!r}: {word!r} is not a host name.")
+        return [word]
+    inside, closed, tail = rest.partition("]")
+    tails = _expand_word("x" + tail, text) if tail else ["x"]            # a second bracket: rack[1-2]n[1-2]
+    found = []
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        high = high or low
+        if not closed or not (low.isdigit() and high.isdigit()) or int(high) < int(low):
+            raise LaunchError(f"host list {text!r}: [{inside}] is not a list of numbers and ranges such as [1-3,07].")
+        found += [f"{head}{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+    return [name + t[1:] for name in found for t in tails]
+
+
+def is_here(name: str) -> bool:
+    """Is `name` this host? By its name, with or without domain; not by asking a name server."""
+    own = socket.gethostname()
+    return name in ("localhost", "127.0.0.1", own) or name.partition(".")[0] == own.partition(".")[0]
+
+
+def _slots(text: str, where: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 on is.")
+    return int(text)
+
+
+def _add(found: Hosts, name: str, count: int, where: str) -> None:
+    if not NAME.fullmatch(name):
+        raise LaunchError(f"{where}: {name!r} is not a host name.")
+    found[name] = found.get(name, 0) + count

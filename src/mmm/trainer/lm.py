@@ -1,0 +1,74 @@
+"""Train a Transformer as a language model, on any layout: pp × dp × cp × tp.
+
+    launch python3 -m mmm.trainer.lm --max_iters 10
+    launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmm.errors import ConfigError
+from mmm.parallel.assemble import divide
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.failure import run_main
+from mmm.runtime.ranks import whoami
+from mmm.trainer.layout import LayoutOptions
+from mmm.trainer.loop import Fit, fit
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import TrainingOptions, parse
+from mmm.trainer.place import place
+from mmm.trainer.report import print_once
+from mmm.trainer.run import start_run
+from mmm.trainer.save import save_model
+from mmm.trainer.schedule import warmup_cosine
+from mmm.trainer.tasks import TokenTask
+from mmm.trainer.text import TextProgramOptions, settle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LayoutOptions, TextProgramOptions, TrainingOptions):
+    """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
+
+    max_norm: float = 1.0
+    """Cut the gradient's norm down to this; 0 leaves it."""
+    warmup: int = 10
+    """Steps over which the learning rate rises; then it falls as half a cosine."""
+    eval_every: int = 50
+    """Steps between two evaluations, one more at the end; 0: at the end alone."""
+    eval_batches: int = 4
+    """Global batches in an evaluation."""
+
+
+def train(config: Config) -> None:
+    # Does it fit? Everything here is checked before any rank talks to another.
+    if config.eval_batches < 1:
+        raise ConfigError(f"--eval_batches {config.eval_batches}: it must be at least 1")
+    plan, how = transformer_plan(), config.techniques(config.compile)
+    setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=config.cp_style)
+    division = divide(setting.model, plan, setting.layout, how, setting.sample, config.dtype)
+    if config.summary:
+        print_once(setting.summary())
+        return
+
+    with start_run("lm", config, setting.layout) as run:
+        run.log.info("model, whole:\n%s", setting.summary())
+        run.describe(**setting.describe())
+        model = place(run, setting.model, plan, how, division)
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        task = TokenTask(run, setting.tokens, setting.validation, setting.batch, setting.global_batch,
+                         config.eval_batches)  # fmt: skip
+        run.log.info("%d steps of %d × %d tokens", setting.steps, setting.global_batch, config.seq_length)
+        schedule = warmup_cosine(setting.steps, min(config.warmup, setting.steps // 2))
+        how_long = Fit(steps=setting.steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every)
+        fit(run, model, optimizer, task, how_long)
+        if config.save_model:
+            save_model(run, model)
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,38 @@
+"""From a model's shapes to this rank's part of it: what all trainers do once their run has begun."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmm.models.weights import parameter_count
+from mmm.parallel import build_mesh
+from mmm.parallel.assemble import Division, ParallelModel, Techniques
+from mmm.parallel.plan import Plan
+from mmm.runtime.process_group import gather_floats
+from mmm.trainer.report import held_parameters, sharded_model, stage_table
+from mmm.trainer.run import Run
+
+
+def place(run: Run, model: nn.Module, plan: Plan, how: Techniques, division: Division) -> ParallelModel:
+    """Make the mesh, and on it this rank's part of `model` with its initial weights; log who has what. A collective.
+
+    Args:
+        model: on the meta device; it is used up. division: of `mmm.parallel.assemble.divide`.
+    """
+    whole = parameter_count(model)
+    mesh = build_mesh(run.layout, run.device.type, run.options.timeout)
+    if division.stages:
+        run.log.info("%d micro-batches by %s\n%s", division.microbatches, how.schedule,
+                     stage_table(division.names(), division.shares()))  # fmt: skip
+        run.describe(stages=division.names())
+    here = ParallelModel(model, plan, run.layout, mesh, run.precision, how, division, device=run.device,
+                         seed=run.options.seed, lap=run.clock.lap)  # fmt: skip
+    run.log.info("%s, %s", how.data_parallel, mesh)
+    for number, module in here.modules.items():
+        run.log.info("%s%s", f"stage {number}\n" if division.stages else "", sharded_model(module))
+    held = gather_floats([float(sum(map(held_parameters, here.modules.values())))], run.device)
+    (least,), (most,) = min(held), max(held)
+    run.log.info("a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)", f"{least:,.0f}", f"{most:,.0f}",
+                 f"{whole:,}", 100 * least / whole, 100 * most / whole)  # fmt: skip
+    run.describe(techniques=how, microbatches=division.microbatches, parameters=whole, held=[int(n) for (n,) in held])
+    return here

@@ -1,0 +1,79 @@
+"""What the programs that train a Transformer on text have in common: flags, and everything decided before the ranks
+meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmm.data import Tokens
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, batch_sizes
+from mmm.parallel.plans.transformer import check_transformer
+from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions
+from mmm.trainer.report import model_summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextProgramOptions(TransformerOptions, TextOptions, RunOptions):
+    """Flags of a program that trains a Transformer on text."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that is decided before the ranks meet.
+
+    Attributes:
+        sizes: of the model. model: on the meta device: shapes without memory, so that no rank ever holds it whole.
+        batch, global_batch: samples of a step, of one data-parallel coordinate and of all. steps: of the run.
+        tokens, validation: to train on, and to judge by. about_data: what the record says of them.
+        sample: what a step's forward takes of one coordinate, (batch, seq) int64, on the meta device.
+    """
+
+    layout: Layout
+    sizes: TransformerConfig
+    model: Transformer
+    batch: int
+    global_batch: int
+    steps: int
+    tokens: Tokens
+    validation: Tokens
+    about_data: dict[str, object]
+    sample: Tensor
+
+    def summary(self) -> str:
+        """The model, whole, before it is cut."""
+        return model_summary(self.model, self.sample)
+
+    def describe(self) -> dict[str, Any]:
+        """What the record keeps."""
+        return {
+            "model": self.sizes,
+            "data": self.about_data,
+            "global_batch_size": self.global_batch,
+            "steps": self.steps,
+        }
+
+
+def settle(options: TextProgramOptions, layout: Layout, default_batch: int, cp_style: str = "ring") -> Setting:
+    """Find the text, and work out model, batch and steps; needs no process group.
+
+    Args:
+        layout: fitted. default_batch: samples of a data-parallel coordinate, where no flag says. cp_style: with cp.
+
+    Raises:
+        UserError: anything that does not fit.
+    """
+    options.check()
+    sizes = options.model_config(options.default_vocab())
+    check_transformer(sizes, layout, options.seq_length, cp_style)
+    batch, global_batch = batch_sizes(options.batch_size, options.global_batch_size, layout.dp, default_batch)
+    tokens, validation, about = options.load(sizes.vocab_size, options.seed)
+    steps = options.steps(tokens.steps_per_epoch(global_batch))
+    with torch.device("meta"):
+        model = Transformer(sizes)
+        sample = torch.zeros(batch, options.seq_length, dtype=torch.int64)
+    return Setting(layout, sizes, model, batch, global_batch, steps, tokens, validation, about, sample)

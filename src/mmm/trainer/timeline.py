@@ -1,0 +1,46 @@
+"""What the ranks of a pipeline did when, for people: charts, and the bubble beside its formula."""
+
+from __future__ import annotations
+
+from mmm.history import plot_timeline
+from mmm.history.timeline import Panel, Span, legend_text, timeline_text
+from mmm.parallel.bubble import Recorded, Timeline, bubble_formula, replay
+from mmm.trainer.run import Run
+
+
+def panel(title: str, timeline: Timeline) -> Panel:
+    rows = []
+    for row in timeline.rows:
+        stages = sorted({box.action.stage for box in row})
+        rows.append([Span(action.kind, str(action.microbatch), stages.index(action.stage), begin, end)
+                     for action, begin, end in row])  # fmt: skip
+    return Panel(title, rows)
+
+
+def bubble_table(replayed: Timeline, wall: Timeline, formula: float | None) -> str:
+    """A line a rank, how much of the step it waits; and all ranks together, beside the formula."""
+    lines = [f"{'waiting':10}{'replayed':>10}{'formula':>10}{'wall':>10}"]
+    for rank in range(len(replayed.rows)):
+        lines.append(f"{f'rank {rank}':10}{replayed.idle(rank):10.1%}{'':10}{wall.idle(rank):10.1%}")
+    known = "none" if formula is None else f"{formula:.1%}"
+    return "\n".join([*lines, f"{'all':10}{replayed.bubble:10.1%}{known:>10}{wall.bubble:10.1%}"])
+
+
+def report_timeline(run: Run, recorded: Recorded, schedule: str, microbatches: int, stages_per_rank: int) -> None:
+    """Log the charts and the table, keep the numbers in the record, and draw the picture; on rank 0's pipeline."""
+    replayed, pp = replay(recorded.lists, recorded.seconds), len(recorded.lists)
+    formula = bubble_formula(schedule, pp, microbatches, stages_per_rank)
+    run.describe(bubble={"replayed": replayed.bubble, "formula": formula, "wall": recorded.wall.bubble})
+    spent = "CPU time" if run.device.type == "cpu" else "time"
+    panels = [
+        panel(f"Replayed: each action takes its median {spent}, as soon as its rank and its input are there", replayed),
+        panel("Wall clock, last step", recorded.wall),
+    ]
+    charts = "\n\n".join(timeline_text(p) for p in panels)
+    run.log.info("%s, %d micro-batches: %s\n%s\n\n%s", schedule, microbatches, legend_text(panels[0]), charts,
+                 bubble_table(replayed, recorded.wall, formula))  # fmt: skip
+    if run.outdir is not None and run.options.plots:
+        title = f"{schedule}, {pp} ranks, {microbatches} micro-batches"
+        for file in plot_timeline(panels, title, run.outdir, "pipeline"):
+            if file.suffix == ".png":
+                run.log.info("timeline: %s", file)

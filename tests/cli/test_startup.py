@@ -1,0 +1,111 @@
+"""``mmm startup`` as a command: the table, the plot, the picture, and what is refused."""
+
+import json
+
+import pytest
+
+from mmm.cli import main as cli
+from mmm.cli import startup as command
+
+LOG = """\
+Job started at: {day}-{start} on x3005c0s13b0n0
+model={model} world_size={ranks}
+[{day} {stop},123][INFO][train.py:99] - step=1 loss=10.93
+"""
+
+
+def log(folder, name, model, ranks, start, stop):
+    (folder / name).write_text(LOG.format(day="2023-11-02", model=model, ranks=ranks, start=start, stop=stop))
+    return str(folder / name)
+
+
+@pytest.fixture
+def study(tmp_path):
+    return [log(tmp_path, "b.log", "GPT25B", 16, "185952", "19:00:46"),
+            log(tmp_path, "a.log", "GPT25B", 8, "183323", "18:33:50"),
+            log(tmp_path, "c.log", "GPT1T", 8, "120000", "12:01:10")]  # fmt: skip
+
+
+def made_record(folder, **more):
+    marks = {"started": [1e9] * 2, "began": [1e9 + 1] * 2, "ready": [1e9 + 2] * 2, "group": [1e9 + 3] * 2,
+             "model": [1e9 + 4] * 2, "first_step": [1e9 + 5, 1e9 + 5.25]}  # fmt: skip
+    startup = {"started_from": "launch", "marks": marks, "imports": {"shared": {}, "ranks": [{}, {}]}}
+    folder.mkdir()
+    config = {"module": "fsdp_tp", "ranks": [{"host": "a"}, {"host": "b"}], "startup": startup} | more
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_table_and_plot_of_logs(study, capsys):
+    assert command.main(study) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[:4]] == [
+        ["model", "ranks", "start", "stop", "seconds"],
+        ["GPT1T", "8", "2023-11-02", "12:00:00", "2023-11-02", "12:01:10", "70"],
+        ["GPT25B", "8", "2023-11-02", "18:33:23", "2023-11-02", "18:33:50", "27"],
+        ["GPT25B", "16", "2023-11-02", "18:59:52", "2023-11-02", "19:00:46", "54"],
+    ]
+    assert any("seconds against ranks" in line for line in lines)
+    assert lines[-1] == "  a GPT1T   b GPT25B"
+    drawn = [line for line in lines if "│" in line]
+    assert sum(line.count("b") for line in drawn) == 2
+    assert sum(line.count("a") for line in drawn) == 1
+    assert max(map(len, lines)) <= 100
+
+
+def test_picture(study, tmp_path, capsys):
+    assert command.main([*study, "--png", str(tmp_path / "new" / "x.png")]) == 0
+    assert (tmp_path / "new" / "x.png").read_bytes()[1:4] == b"PNG"
+    assert cli.main(["startup", *study, "--png", str(tmp_path / "x.nope")]) == 2
+    assert "nope" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    assert cli.main(["startup", *study, "--png", str(tmp_path / "file" / "x.png")]) == 2
+
+
+def test_records(study, tmp_path, capsys):
+    run = made_record(tmp_path / "run")
+    assert command.main([run]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[0:2] == ["fsdp_tp", "2"]
+    assert out.splitlines()[1].endswith(" 5.25")
+    assert "rank 1 on b: 5.25 s" in out
+    assert command.main([run, *study, "--model", "mine"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("mine") == 5
+    assert "first step" not in out
+    assert command.main([run, study[0], "--parts"]) == 0
+    assert "first step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "holds no run's record"),
+        ("{", "is no JSON"),
+        ('{"module": "x"}', "has no start-up times"),
+    ],
+)
+def test_records_that_say_nothing(tmp_path, capsys, config, words):
+    (tmp_path / "run").mkdir()
+    if config is not None:
+        (tmp_path / "run" / "config.json").write_text(config)
+    assert cli.main(["startup", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mmm: error: ")
+    assert words in error
+
+
+def test_a_job_without_a_step_is_said(study, tmp_path, capsys):
+    with open(study[0], "a") as file:
+        file.write("Job started at: 2023-11-03-010000 on n1\nended\n")
+    assert command.main(study[:1]) == 0
+    assert "1 of 2 jobs had no first step: left out" in capsys.readouterr().err
+
+
+def test_wrong_flags(study, capsys):
+    assert cli.main(["startup", *study, "--ranks", "0"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["startup"])
+    assert stop.value.code == 2
+    assert cli.main(["startup", "no/such.log"]) == 2
+    assert "no/such.log" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""A rank fails, dies, hangs; launch is told to end, or killed: nothing is left anywhere, and it is said what happened.
+
+On each launcher. The ranks that survive do not heed SIGTERM, so that ending them takes more than asking.
+"""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from support.clusters import Mpi
+
+WITHIN = 10.0            # s from the fault until no process is left anywhere
+FAULTY = """
+import os, signal, sys, time
+rank, fault = os.environ["RANK"], sys.argv[1]
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+print("rank", rank, "is there", flush=True)
+open("ready-" + rank, "w").write(str(os.getpid()))
+while not os.path.exists("go"): time.sleep(0.02)
+if rank == "3":
+    if fault == "exit": sys.exit(3)
+    if fault == "raise": raise RuntimeError("rank 3 has had enough")
+    if fault == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        while True: time.sleep(1)
+time.sleep(100)
+"""
+HEEDING = FAULTY.replace("for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n", "")
+
+
+@dataclass
+class Way:
+    """How launch is called. `host` is the name of rank 3's host, as launch says it."""
+
+    host: str
+    options: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+    cluster: object = None
+    job: str = ""
+
+
+@pytest.fixture(params=["mpich", "openmpi", "slurm", "two_hosts-mpich", "two_hosts-openmpi"])
+def way(request, launcher):
+    kind, _, mpi = request.param.partition("-")
+    if kind == "two_hosts":
+        two = request.getfixturevalue("two_hosts")
+        launcher.prefix = two.start_words()
+        yield Way("mmmB", two.options(mpi), two.variables, two)
+    elif kind == "slurm":
+        slurm = request.getfixturevalue("slurm")
+        job, variables = slurm.allocate()
+        yield Way("n2", [], variables, slurm, job)
+        slurm.run("scancel", job)
+        slurm.idle()
+    else:
+        made = Mpi(kind)
+        request.getfixturevalue("need_mpi")(made)
+        yield Way(os.uname().nodename, made.options, made.variables)
+
+
+@pytest.fixture(params=["rank", "host"])
+def by(request):
+    return ["--ranks-by", request.param]
+
+
+def start(launcher, way, *words, program=FAULTY):
+    launcher.write("faulty.py", program)
+    process = launcher.start(*way.options, "--device", "cpu", *words, **way.variables)
+    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
+    return process
+
+
+def end(launcher, process, within=WITHIN):
+    """Everything is over in time. Returns exit code and stderr."""
+    begin = time.monotonic()
+    out, err = process.communicate(timeout=within + 20)
+    assert launcher.gone(within=3), "left: " + " ".join(map(str, launcher.alive()))
+    took = time.monotonic() - begin
+    assert took < within, f"it took {took:.1f} s\n{err}"
+    assert err.count("launch: rank") + err.count("launch: lost") <= 1, err
+    assert out.count("is there") == 4
+    return process.returncode, err
+
+
+@pytest.mark.parametrize(("fault", "code", "says"), [
+    ("exit", 3, "launch: rank 3 exited with code 3 on {host}\n"),
+    ("raise", 1, "launch: rank 3 failed on {host}:\nTraceback"),
+    ("kill", 137, "was killed by SIGKILL on {host}\n")])
+def test_a_rank_fails(launcher, way, by, fault, code, says):
+    process = start(launcher, way, *by, "python3", "faulty.py", fault)
+    launcher.write("go", "")
+    found, err = end(launcher, process)
+    assert found == code, err
+    assert says.format(host=way.host) in err
+    if fault == "raise":
+        assert err.rstrip().endswith("RuntimeError: rank 3 has had enough")
+
+
+def test_a_run_hangs(launcher, way, by):
+    process = start(launcher, way, *by, "--timeout", "2", "python3", "faulty.py", "hang")
+    launcher.write("go", "")
+    found, err = end(launcher, process)
+    assert found == 124, err
+    assert "launch: no output from any rank for 2 s (--timeout): ending 4 ranks" in err
+    assert f"launch: rank 3 on {way.host} is not where the others are, but at:\n  File \"faulty.py\", line 14" in err
+    assert "launch: the other 3, such as rank 0 on " in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_launch_is_told_to_end(launcher, way, by, number, code):
+    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+    process.send_signal(number)
+    found, err = end(launcher, process)
+    assert found == code, err
+    assert err.rstrip().endswith(f"launch: {number.name}: ending 4 ranks")
+
+
+def test_launch_is_killed(launcher, way, by):
+    """Nobody gives orders any more: each host ends its ranks by itself."""
+    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+    process.kill()
+    process.wait()
+    begin = time.monotonic()
+    assert launcher.gone(within=WITHIN), [Path(f"/proc/{pid}/cmdline").read_text() for pid in launcher.alive()]
+    assert time.monotonic() - begin < WITHIN
+    process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("way", ["two_hosts-mpich", "two_hosts-openmpi"], indirect=True)
+def test_a_host_is_cut_off(launcher, way, by):
+    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+    way.cluster.cut()
+    found, err = end(launcher, process)
+    assert found == 1, err
+    assert "launch: lost rank" in err
+    assert "on mmmB: the connection to launch broke (no answer for 6 s)" in err
+
+
+@pytest.mark.parametrize("way", ["slurm"], indirect=True)
+def test_scancel(launcher, way, by):
+    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+    way.cluster.run("scancel", way.job)
+    found, err = end(launcher, process)
+    assert found == 143, err
+    assert "launch: SIGTERM came to the ranks on n" in err
+    assert "and not from launch: the scheduler, or srun, ends the run" in err
+
+
+@pytest.mark.parametrize("way", ["mpich", "openmpi", "slurm"], indirect=True)
+def test_ranks_that_heed_the_signal_end_in_order(launcher, way, by):
+    program = HEEDING.replace("time.sleep(100)", "try: time.sleep(100)\nfinally: open('cleaned-' + rank, 'w')")
+    process = start(launcher, way, *by, "python3", "faulty.py", "none", program=program)
+    launcher.write("go", "")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    found, err = end(launcher, process)
+    assert found == 143, err
+    assert {f"cleaned-{rank}" for rank in range(4)} <= set(os.listdir(launcher.folder))

@@ -1,0 +1,54 @@
+"""The example that counts every layout: its table, its exit code, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmm.errors import UserError
+from mmm.examples import traffic
+from mmm.parallel import Layout
+
+LAUNCH = str(Path(sys.executable).parent / "launch")
+
+
+@pytest.mark.long
+def test_every_layout_on_four_ranks(tmp_path):
+    command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.traffic", "--outdir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "counted and formula differ by 0." in done.stdout
+    found = json.loads((tmp_path / "config.json").read_text())["traffic"]
+    assert len(found) == 12
+    for name, by_rank in found.items():
+        assert len(by_rank) == 4
+        for step in by_rank:
+            assert step["counted"].keys() >= step["formula"].keys(), name
+            for axis, formula in step["formula"].items():
+                assert step["counted"][axis] == pytest.approx(formula, rel=0.005), (name, axis)
+            assert step["gloo"] == pytest.approx(step["sockets"], rel=0.01), name
+
+
+def test_table_and_verdict():
+    case = traffic.Case("tp", Layout(tp=2, dp_shard=2))
+    good = traffic.Step({"tp": 1040, "dp_shard": 500}, {"tp": 1000.0, "dp_shard": 500.0}, 3000, 3001)
+    assert traffic.apart(good) == pytest.approx(0.04)
+    assert traffic.apart(good._replace(counted={"tp": 1000, "dp_shard": 500, "cp": 8})) == float("inf")
+    assert traffic.apart(good._replace(counted={"tp": 1000})) == 1.0
+    lines = [line.split() for line in traffic.table({case: [good._replace(counted={"tp": 1}), good]}).splitlines()]
+    assert lines[1] == ["tp", "dp2·tp2", "tp", "1,040", "1,000", "4.00%", "3,000", "3,001"]
+    assert lines[2] == ["dp_shard", "500", "500", "0.00%"]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "words"),
+    [({}, 1, "1 rank: there is nobody to send to"), ({"global_batch_size": 6}, 4, "does not divide over 4")],
+)
+def test_refused_before_any_process_group(monkeypatch, options, ranks, words):
+    for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    with pytest.raises(UserError, match=words):
+        traffic.train(traffic.Config(**options))

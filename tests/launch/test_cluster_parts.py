@@ -1,0 +1,262 @@
+"""Binding, clocks, options, and what the hosts of a run are told."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from mmm.errors import LaunchError
+from mmm.launch import binding, head, hosts, link, main, stacks, walltime
+from mmm.launch.failures import Failure
+from mmm.launch.head import Member
+from mmm.launch.job import Job
+from mmm.launch.link import Link, Lost
+from mmm.launch.wire import Report
+from mmm.runtime import ranks
+
+
+def test_cpu_lists():
+    assert binding.cpu_list("0-3,8") == [0, 1, 2, 3, 8]
+    assert binding.as_text([8, 3, 2, 1, 0]) == "0-3,8"
+
+
+@pytest.fixture
+def two_threads(tmp_path):
+    """8 CPUs: cores 0-3 on two packages, CPU n and n + 4 are threads of one core."""
+    for cpu in range(8):
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{cpu % 4 // 2}\n")
+        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    return tmp_path
+
+
+def test_binding_gives_whole_cores(two_threads):
+    assert binding.split("cores", 2, range(8), two_threads) == ["0-1,4-5", "2-3,6-7"]
+    assert binding.split("cores", 3, range(8), two_threads) == ["0,4", "1,5", "2,6"]
+    assert binding.split("list:0-1:4,6", 2, range(8), two_threads) == ["0-1", "4,6"]
+    assert binding.split("none", 2, range(8), two_threads) == [None, None]
+
+
+@pytest.mark.parametrize(("bind", "ranks_here", "says"), [
+    ("cores", 5, "5 ranks on this host, but 4 cores"), ("list:0:1", 3, "CPUs for 2 ranks, but there are 3"),
+    ("list:0:9", 2, "local rank 1 is to have CPUs 9, but this process may use 0-7 only"),
+    ("depth", 1, "knows none, cores"), ("list:a", 1, "knows none, cores")])
+def test_binding_that_cannot_be(two_threads, bind, ranks_here, says):
+    with pytest.raises(LaunchError, match=says):
+        binding.split(bind, ranks_here, range(8), two_threads)
+
+
+def test_a_rank_is_bound(launcher, how):
+    cpu = min(os.sched_getaffinity(0))
+    launcher.write("t.py", "import os; print(os.sched_getaffinity(0), os.environ.get('MMM_CPUS'), os.environ['A'])")
+    done = launcher.run(*how, "-n", "1", "--cpu-bind", f"list:{cpu}", "--env", "A=b=c", "python3", "t.py")
+    assert done.stdout == f"{{{cpu}}} None b=c\n"
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ("-ppn x", "-ppn x: it has to be a whole number, at least 1"), ("-N 0", "-N 0: it has to be a whole number"),
+    ("-N 2", "-N 2: this is one host"), ("-n 2 -ppn 3", "on one host they are the same"),
+    ("--ranks-by host", "ranks on this host alone are started by launch itself"),
+    ("--mpi hydra", "--mpi hydra: ranks on"),
+    ("--env A", "--env A: write NAME=VALUE"), ("--env RANK=1", "RANK is what launch works out: use -n and -ppn"),
+    ("--timeout 0", "--timeout 0: it has to be a number of seconds"), ("--retries -1", "--retries -1: it has to be"),
+    ("--signal USR1", "--signal USR1: write NAME@SECONDS"), ("--signal USR1@60", "when this job ends is not known"),
+    ("--walltime 60", "it is what --signal counts from"),
+    ("--hostfile no", "--hostfile no cannot be read: No such file"),
+    ("--signal USR1@60 --walltime soon", "--walltime soon: write"), ("--scheduler pbs", "not inside a job of it"),
+    ("--hosts a,,b", "'' is not a host name"), ("--cpu-bind list:0:0 -n 3", "CPUs for 2 ranks"),
+    ("--launcher-args '", "No closing quotation")])
+def test_options_that_cannot_be(tmp_path, monkeypatch, capsys, options, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('this was run')")
+    assert main.main([*options.split(), "--device", "cpu", "python3", "train.py"]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("launch: error: ") == 1
+
+
+def test_walltimes():
+    assert [walltime.seconds(text) for text in ("90", "1:30", "1:00:00", "2-00:00:01")] == [90, 90, 3600, 172801]
+    assert walltime.read_wish("SIGUSR1@60") == (signal.SIGUSR1, 60)
+    assert walltime.limits(None, "TERM@30", None, Job(end_time=1000.0), {}).signal_at == 970
+
+
+def test_when_a_scheduler_says_the_job_ends():
+    left = walltime.ask(Job("slurm", "7"), {}, lambda command: "1:00:00\n" if command[0] == "squeue" else "")
+    assert abs(left - time.time() - 3600) < 5
+    assert walltime.ask(Job("slurm", "7"), {}, lambda _: "INVALID") is None
+    answer = '{"Jobs": {"7.x": {"stime": "Thu Jan  1 10:00:00 1998", "Resource_List": {"walltime": "01:00:00"}}}}'
+    end = walltime.ask(Job("pbs", "7"), {}, lambda _: answer)
+    assert time.strftime("%H:%M", time.localtime(end)) == "11:00"
+    assert walltime.ask(Job("pbs", "7"), {}, lambda _: "") is None
+    assert walltime.ask(Job(), {}, lambda _: "") is None
+
+
+def test_the_signal_before_the_end_reaches_the_ranks(launcher, how):
+    launcher.write("t.py", "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\n"
+                           "print('ready', flush=True)\ntime.sleep(30)")
+    done = launcher.run(*how, "-n", "2", "--walltime", "6", "--signal", "USR1@4", "python3", "t.py")
+    assert done.returncode == 5
+    assert "launch: 4 s before the job's end: SIGUSR1 to 2 ranks\n" in done.stderr
+
+
+def test_a_signal_for_the_program_is_passed_on(launcher, how):
+    launcher.write("t.py", "import os, signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: os._exit(0))\n"
+                           "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(30)")
+    process = launcher.start(*how, "-n", "2", "python3", "t.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGUSR2)
+    process.communicate(timeout=10)
+    assert process.returncode == 0
+
+
+def test_a_run_that_prints_nothing(launcher):
+    launcher.write("t.py", """
+import os, time
+for _ in range(4): time.sleep(0.4); print('x', flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(30)
+time.sleep(30)
+""")
+    done = launcher.run("-n", "3", "--timeout", "1", "python3", "t.py")
+    assert (done.returncode, done.stdout) == (124, "x\n" * 12)
+    host = socket.gethostname()
+    assert done.stderr == (
+        "launch: no output from any rank for 1 s (--timeout): ending 3 ranks\n"
+        f'launch: rank 1 on {host} is not where the others are, but at:\n  File "t.py", line 5 in <module>\n'
+        + done.stderr[done.stderr.index("  File", 160):])
+    assert f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "t.py", line 6 in <module>\n' in done.stderr
+
+
+def test_which_ranks_hang():
+    wait = ('File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce', 'File "/me/t.py", line 3 in step')
+    data = ('File "/me/data.py", line 7 in load', 'File "/me/t.py", line 2 in step')
+    names = {rank: f"h{rank}" for rank in range(4)}
+    text = stacks.explain({0: wait, 1: data, 2: data, 3: data}, names)         # few wait, but those are not to blame
+    assert text.startswith("launch: rank 1 on h1, rank 2 on h2, rank 3 on h3 are not where the others are")
+    assert "the other 1, such as rank 0 on h0, are at:\n  File" in text
+    other = (wait[0], 'File "/me/t.py", line 4 in step')
+    assert stacks.explain({0: wait, 1: wait, 2: other}, names).startswith("launch: rank 2 on h2 is not where")
+    assert stacks.explain({0: wait, 1: wait}, names).startswith("launch: all 2 ranks are at the same place:\n")
+    assert stacks.explain({}, names) == ""
+    assert stacks.read("Stack (most recent call first):\n  File \"a\", line 1 in f\nx\n") == ('File "a", line 1 in f',)
+
+
+def test_retries(launcher):
+    launcher.write("t.py", "import os, sys\nn = os.environ['MMM_ATTEMPT']\nprint(n)\nsys.exit(n != '1')")
+    done = launcher.run("-n", "1", "--retries", "3", "python3", "t.py")
+    assert (done.returncode, done.stdout) == (0, "0\n1\n")
+    assert "launch: exit code 1: starting again (--retries; 3 left)" in done.stderr
+    again = launcher.run("-n", "1", "--retries", "1", "python3", "-c", "import sys; sys.exit(7)")
+    assert again.returncode == 7
+
+
+def test_no_retry_after_a_users_error_or_a_signal(launcher):
+    launcher.write("t.py", "from mmm.errors import ConfigError\nraise ConfigError('wrong')")
+    done = launcher.run("-n", "1", "--retries", "2", "python3", "t.py")
+    assert (done.returncode, done.stderr) == (2, "error: wrong\n")
+    launcher.write("t.py", "import time\nopen('ready', 'w')\ntime.sleep(30)")
+    process = launcher.start("-n", "1", "--retries", "2", "python3", "t.py")
+    launcher.wait_for("ready")
+    process.send_signal(signal.SIGTERM)
+    assert "starting again" not in process.communicate(timeout=10)[1]
+    assert process.returncode == 143
+
+
+def test_a_failure_travels():
+    sent = Failure(3, 1, 100.0, 2, Report(3, "traceback", "text", 1, 5.0), host="n2")
+    found = head.read_failure(head.write_failure(sent, now=101.5), "n2", now=7.0)
+    assert found == Failure(3, 1, 5.5, 2, sent.report, host="n2")
+
+
+def member(index, host, cpus="0-7", local_rank=None):
+    class NoLink:
+        def fileno(self):
+            return index
+    cores = 8 if cpus == "0-7" else 2
+    return Member(NoLink(), "", index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
+
+
+class Plan:
+    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, None
+
+    def __init__(self):
+        self.shared = {"WORLD_SIZE": "3"}
+
+
+def test_local_ranks_are_counted_where_the_launcher_does_not_say():
+    told = [message for _, message in head.orders(Plan(), [member(0, "a"), member(1, "a"), member(2, "b")])]
+    assert [(m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["threads"])
+            for m in told] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
+
+
+def test_ranks_that_are_bound_keep_their_cores():
+    told = head.orders(Plan(), [member(0, "a", "0-1", 0), member(1, "a", "2-3", 1), member(2, "b", "0-1", 0)])
+    assert [m["threads"] for _, m in told] == [2, 2, 2]
+
+
+def test_ranks_of_a_host_follow_each_other():
+    made = Plan()
+    made.by = "host"
+    told = [[r["RANK"] for r in m["ranks"]] for _, m in head.orders(made, [member(0, "a"), member(1, "b")])]
+    assert told == [["0", "1"], ["2"]]
+
+
+@pytest.mark.parametrize(("starter", "environ", "expected"), [
+    ("pals", {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}, (5, 8, 1)),              # Aurora: the size is not said
+    ("pals", {"PALS_RANKID": "5", "PMI_SIZE": "6", "PMI_LOCAL_RANK": "2", "PMI_RANK": "5"}, (5, 6, 2)),
+    ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, (1, 4, 1)),
+    ("srun", {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "PMI_RANK": "0"}, (3, 4, 1)),
+    ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (1, 4, None)),
+    ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None))])
+def test_a_place_is_what_its_own_starter_says(starter, environ, expected):
+    assert ranks.started_by(starter, environ, 8) == expected
+
+
+def test_a_starter_that_says_nothing():
+    with pytest.raises(LaunchError, match="hydra has given its process no rank: PMI_RANK is not set"):
+        ranks.started_by("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
+
+
+def test_the_first_address_that_is_launchs_own():
+    """Something else listens at the first address, and says nothing; the token never leaves."""
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as server:
+        other.settimeout(0.2)
+        closed = socket.create_server(("127.0.0.1", 0))
+        nobody = closed.getsockname()[1]
+        closed.close()
+        with pytest.raises(Lost, match=f"127.0.0.1:{nobody}: Connection refused"):
+            link.reach([["127.0.0.1", nobody]], "token", {})
+        at = [["127.0.0.1", nobody], ["127.0.0.1", server.getsockname()[1]]]
+        client = socket.create_connection(server.getsockname())      # only to have the nonce sent early
+        client.close()
+        server.accept()[0].close()
+        import threading
+
+        got = {}
+
+        def serve():
+            their = Link(server.accept()[0])
+            their.send({"nonce": "n"})
+            got.update(their.one(5.0))
+            their.close()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        mine = link.reach(at, "token", {"rank": 1})
+        thread.join()
+        assert got["signed"] == link.sign("token", "n", got["hello"])
+        assert "token" not in got["hello"]
+        with pytest.raises(Lost, match="closed"):
+            mine.one(5.0)
+        mine.close()
+
+
+def test_is_here():
+    own = socket.gethostname()
+    assert hosts.is_here(own)
+    assert hosts.is_here(f"{own.partition('.')[0]}.example.org")
+    assert hosts.is_here("localhost")
+    assert not hosts.is_here("another-host")

@@ -1,0 +1,428 @@
+"""Experts cut over ranks: losses, every gradient, loads and biases as in plain PyTorch on one process."""
+
+import math
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+import mmm.models.experts
+import mmm.parallel.expert
+import mmm.parallel.mesh
+from mmm.errors import LayoutError
+from mmm.models import weights
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.weights import canonical_name
+from mmm.parallel import (
+    Layout,
+    apply,
+    balance_experts,
+    build_mesh,
+    clip_grad_norm,
+    cross_entropy,
+    imbalance,
+    local_value,
+    materialize,
+    sync_gradients,
+)
+from mmm.parallel.context import cut_batch
+from mmm.parallel.data import check_data_parallel
+from mmm.parallel.expert import apply_expert_parallel
+from mmm.parallel.mesh import expert_mesh, layout_of
+from mmm.parallel.pipeline import Pipeline, stages_of
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_floats
+from support import reference
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+STEPS = 10
+CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=8, expert_dim=24)
+BALANCE = 0.02  # twenty times the usual: in ten steps many a token changes its experts
+NOBODY = {6: -10.0, 7: -10.0}  # biases of experts that then get no token: with ep 4 a whole rank's
+RATE = {"sgd": 0.5, "adamw": 1e-2}
+
+
+def optimizer_of(name, parameters):
+    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name](parameters, lr=RATE[name])
+
+
+def set_biases(model, biases):
+    for layer in model.layers.values():
+        for expert, value in biases.items():
+            layer.moe.expert_bias[expert] = value
+
+
+@lru_cache
+def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
+    """Plain PyTorch; loads and biases worked out here, from the scores alone."""
+    model = Transformer(config).double()
+    weights.initialize(model, reference.SEED)
+    set_biases(model, dict(biases))
+    layers = [layer.moe for layer in model.layers.values()]
+    scores = {}
+    for moe in layers:
+        moe.router.register_forward_hook(lambda module, _, out: scores.update({module: out.detach()}))
+    step_of = optimizer_of(optimizer, model.parameters())
+    losses, first, loads = [], {}, []
+    for step in range(steps):
+        batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
+        loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in model.named_parameters()}
+        step_of.step()
+        step_of.zero_grad()
+        losses.append(loss.item())
+        chosen = [(scores[moe.router] + moe.expert_bias).topk(config.top_k).indices.flatten() for moe in layers]
+        counts = [torch.bincount(choices, minlength=config.n_experts).tolist() for choices in chosen]
+        for moe, count in zip(layers, counts, strict=True):
+            mean = sum(count) / len(count)
+            for expert, load in enumerate(count):
+                moe.expert_bias[expert] += BALANCE * ((load < mean) - (load > mean))
+        loads.append(counts)
+    return losses, first, loads, [moe.expert_bias.tolist() for moe in layers]
+
+
+def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, accumulate=1, **techniques):
+    """Losses of each step, whole gradients of the first and their norm, loads of each step, biases at the end."""
+    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    assert layout_of(mesh) == layout
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = apply(model, mesh, transformer_plan(), FP64, **techniques)
+    materialize(model, CPU, reference.SEED)
+    inner = getattr(model, "module", model)
+    set_biases(inner, dict(biases))
+    step_of = optimizer_of(optimizer, model.parameters())
+    size = reference.GLOBAL_BATCH // layout.dp
+    losses, first, norm, loads = [], {}, math.nan, []
+    for step in range(steps):
+        samples = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
+        part, positions = cut_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
+        share = 0.0
+        for i in range(accumulate):
+            sync_gradients(model, i == accumulate - 1)
+            some = slice(i * size // accumulate, (i + 1) * size // accumulate)
+            with loss_parallel():
+                loss = cross_entropy(model(part.inputs[some], positions), part.targets[some], part.count)
+                loss.backward()
+            share += local_value(loss)
+        if step == 0:
+            gradients = {canonical_name(name): p.grad for name, p in model.named_parameters()}
+            first = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in gradients.items()}
+            norm = float(clip_grad_norm(model.parameters(), math.inf))
+        step_of.step()
+        step_of.zero_grad()
+        loads.append(balance_experts(model, mesh, BALANCE).tolist())
+        shares = gather_floats([share], CPU)
+        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
+    return losses, first, norm, loads, [layer.moe.expert_bias.tolist() for layer in inner.layers.values()]
+
+
+def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
+    """The same through a pipeline; gradients, loads and biases of this rank's layers, the latter by layer."""
+    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    with torch.device("meta"):
+        model, sample = Transformer(CONFIG), torch.zeros(2, reference.SEQ, dtype=torch.int64)
+    plan, each = transformer_plan(), 2 if schedule == "ZBVZeroBubble" else 1
+    parts = parts_of(model, plan)
+    cuts = cut(part_costs(model, parts, sample), layout.pp * each)
+    mine = {}
+    for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
+        mine[number] = apply(take_stage(model, parts, cuts[number]), mesh, plan, FP64)
+        materialize(mine[number], CPU, reference.SEED)
+    count = reference.GLOBAL_BATCH * reference.SEQ
+    pipeline = Pipeline(mine, len(cuts), mesh, schedule=schedule, microbatches=4, device=CPU,
+                        loss=lambda logits, targets: cross_entropy(logits, targets, count))  # fmt: skip
+    step_of = optimizer_of("sgd", pipeline.parameters())
+    size = reference.GLOBAL_BATCH // layout.dp
+    numbers = [int(number) for stage in mine.values() for number in stage.layers]
+    losses, first, norm, loads = [], {}, math.nan, []
+    for step in range(steps):
+        part = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
+        with loss_parallel():
+            share = pipeline.step(part.inputs, part.targets, positions=torch.arange(reference.SEQ)).item()
+        if step == 0:
+            first = {canonical_name(name): p.grad.full_tensor() for name, p in pipeline.named_parameters()}
+            norm = float(clip_grad_norm(pipeline.parameters(), math.inf, stages=mesh["pp"]))
+        step_of.step()
+        step_of.zero_grad()
+        loads.append(dict(zip(numbers, balance_experts(mine.values(), mesh, BALANCE).tolist(), strict=True)))
+        shares = gather_floats([share], CPU)
+        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
+    biases = {int(n): layer.moe.expert_bias.tolist() for stage in mine.values() for n, layer in stage.layers.items()}
+    return losses, first, norm, loads, biases
+
+
+def assert_same(got, expected):
+    losses, gradients, norm, loads, biases = got
+    right_losses, right, right_loads, right_biases = expected
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, right_losses, strict=True))
+    assert worst <= 1e-9, f"losses differ by {worst:.2e}: {losses} instead of {right_losses}"
+    for name, gradient in gradients.items():
+        off = ((gradient - right[name]).abs().max() / right[name].abs().max()).item()
+        assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
+    whole = math.sqrt(sum(float(g.square().sum()) for g in right.values()))
+    assert norm == pytest.approx(whole, rel=1e-9), "norms differ"
+    if isinstance(biases, dict):  # a stage's layers
+        right_loads = [{layer: step[layer] for layer in biases} for step in right_loads]
+        right_biases = {layer: right_biases[layer] for layer in biases}
+    else:
+        assert gradients.keys() == right.keys()
+    assert loads == right_loads, "loads differ"
+    assert biases == right_biases, "biases differ"
+
+
+def long(*layouts):
+    return [pytest.param(layout, marks=pytest.mark.long) for layout in layouts]
+
+
+LAYOUTS = [
+    Layout(dp_shard=4, ep=2),
+    Layout(dp_shard=2, cp=2, ep=2),
+    Layout(dp_shard=2, tp=2, ep=2),
+    *long(
+        Layout(dp_shard=1),
+        Layout(dp_shard=2, ep=2),
+        Layout(dp_shard=4),
+        Layout(dp_shard=4, ep=4),
+        Layout(dp_replicate=2, dp_shard=2, ep=2),
+        Layout(dp_shard=2, tp=2),
+        Layout(dp_shard=1, tp=2),
+        Layout(dp_shard=1, cp=2),
+        Layout(dp_shard=1, cp=2, tp=2),
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_same_as_whole(pool, layout):
+    check_transformer(CONFIG, layout, reference.SEQ)
+    expected = reference_run("sgd")
+    assert len({tuple(load) for step in expected[2] for load in step}) > STEPS  # routing does change
+    for got in pool.run(train, layout.ranks, layout):
+        assert_same(got, expected)
+
+
+def check(pool, layout, steps, optimizer="sgd", biases=(), config=CONFIG, **more):
+    expected = reference_run(optimizer, steps, biases, config)
+    for got in pool.run(with_keywords, layout.ranks, (layout, optimizer, steps, biases, config), more):
+        assert_same(got, expected)
+    return expected
+
+
+def with_keywords(rank, arguments, keywords):
+    return train(rank, *arguments, **keywords)
+
+
+def test_adamw_with_micro_batches_and_checkpointing(pool):
+    check(pool, Layout(dp_shard=4, ep=2), STEPS, "adamw", accumulate=2, checkpointing="full")
+
+
+@pytest.mark.long
+def test_selective_checkpointing(pool):
+    check(pool, Layout(dp_shard=4, ep=2), 2, accumulate=2, checkpointing="selective")
+
+
+@pytest.mark.long
+def test_ulysses(pool):
+    check(pool, Layout(dp_shard=2, cp=2, ep=2), 3, cp_style="ulysses")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
+def test_whole_copies(pool, technique):
+    check(pool, Layout(dp_shard=2), 3, data_parallel=technique)
+
+
+def test_a_rank_whose_experts_get_no_token(pool):
+    expected = check(pool, Layout(dp_shard=4, ep=4), 3, biases=tuple(NOBODY.items()))
+    assert all(load[6:] == [0, 0] for step in expected[2] for load in step)
+
+
+@pytest.mark.parametrize("n_experts", [6, pytest.param(2, marks=pytest.mark.long)])
+def test_experts_that_their_ranks_do_not_divide(pool, n_experts):
+    """3 experts, or 1, a rank, which 2 ranks cut: w2 by its rows; w1 and w3 have 23, and go by the expert."""
+    config = TransformerConfig(**{**vars(CONFIG), "n_experts": n_experts, "expert_dim": 23})
+    check(pool, Layout(dp_shard=4, ep=2), 2, config=config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "steps"),
+    [
+        (Layout(pp=2, dp_shard=2, ep=2), "1F1B", STEPS),
+        pytest.param(Layout(pp=2, dp_shard=2, ep=2), "ZBVZeroBubble", 2, marks=pytest.mark.long),
+        pytest.param(Layout(pp=2, dp_shard=1, tp=2), "1F1B", 2, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_pipeline(pool, layout, schedule, steps):
+    expected = reference_run("sgd", steps)
+    ranks = pool.run(train_stages, layout.ranks, layout, schedule, steps)
+    for got in ranks:
+        assert_same(got, expected)
+    assert set().union(*(got[1] for got in ranks)) == expected[1].keys()
+    assert set().union(*(got[4] for got in ranks)) == {0, 1}
+
+
+@pytest.mark.long
+def test_compiled(pool):
+    """The attention of a block, and what surrounds its experts."""
+    check(pool, Layout(dp_shard=2, ep=2), 2, compile=True)
+
+
+# ---- planted bugs
+
+
+def averaged(rank, layout):
+    """The experts' gradients are averaged over the ranks that hold them."""
+    original = torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor
+
+    def divide(self, factor):
+        original(self, 2.0 if isinstance(self, mmm.models.experts.Experts) else factor)
+
+    torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = divide
+    try:
+        return train(rank, layout, steps=1)
+    finally:
+        torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = original
+
+
+def over_dp_alone(rank, layout):
+    """The experts' gradients are added up over what ep leaves of dp_shard, and not over cp."""
+    original = mmm.parallel.mesh._build_expert_mesh
+
+    def build(layout, device_type):
+        ranks = original(layout, device_type).mesh.reshape(-1, layout.cp, layout.ep).movedim(1, 0)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=("other", "expert_dp", "ep"))
+
+    mmm.parallel.mesh._build_expert_mesh = build
+    try:
+        return train(rank, layout, steps=1)
+    finally:
+        mmm.parallel.mesh._build_expert_mesh = original
+
+
+def counted_on_dp_alone(rank, layout):
+    """Loads are not added up over cp."""
+    original = mmm.parallel.expert.has_axis
+    mmm.parallel.expert.has_axis = lambda mesh, axis: axis != "cp" and original(mesh, axis)
+    try:
+        return train(rank, layout, steps=1)
+    finally:
+        mmm.parallel.expert.has_axis = original
+
+
+def not_back_in_order(rank, layout):
+    """Tokens come back sorted by expert and not as they were sent."""
+    original = mmm.parallel.expert.work_out
+    mmm.parallel.expert.work_out = lambda x, *rest: original(x, *rest).flip(0)
+    try:
+        return train(rank, layout, steps=1)
+    finally:
+        mmm.parallel.expert.work_out = original
+
+
+@pytest.mark.parametrize(
+    ("planted", "layout", "words"),
+    [
+        (averaged, Layout(dp_shard=4, ep=2), r"gradient of layers.0.moe.experts.w1 differs by 5.00e-01"),
+        (over_dp_alone, Layout(dp_shard=2, cp=2, ep=2), "gradient of layers.0.moe.experts.w1 differs"),
+        (counted_on_dp_alone, Layout(dp_shard=2, cp=2, ep=2), "loads differ"),
+        (not_back_in_order, Layout(dp_shard=2, ep=2), "losses differ"),
+    ],
+)
+def test_planted_bugs_are_caught(pool, planted, layout, words):
+    got = pool.run(planted, layout.ranks, layout)[0]
+    with pytest.raises(AssertionError, match=words):
+        assert_same(got, reference_run("sgd", 1))
+
+
+# ---- the mesh, and what is refused
+
+
+def groups(rank, layout):
+    mesh = expert_mesh(build_mesh(layout, "cpu", 30, experts=True))
+    return {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in mesh.mesh_dim_names}
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep", "expert_dp"),
+    [
+        (Layout(dp_shard=4, ep=2), [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]),
+        (Layout(dp_shard=2, cp=2, ep=2), [[0, 2], [1, 3], [0, 2], [1, 3]], [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        (Layout(pp=2, dp_shard=2, ep=2), [[0, 1], [0, 1], [2, 3], [2, 3]], [[0], [1], [2], [3]]),
+        (Layout(dp_shard=2, tp=2), None, [[0, 1, 2, 3]] * 4),
+    ],
+    ids=str,
+)
+def test_groups(pool, layout, ep, expert_dp):
+    got = pool.run(groups, 4, layout)
+    assert [at["expert_dp"] for at in got] == expert_dp
+    assert [at.get("ep") for at in got] == (ep or [None] * 4)
+
+
+def test_layouts():
+    layout = Layout(ep=2).fit(4)
+    assert (str(layout), layout.ranks, layout.dp) == ("dp4·ep2", 4, 4)
+    assert str(Layout(pp=2, dp_replicate=2, ep=2).fit(8)) == "pp2·dp_replicate2·dp_shard2·ep2"
+    assert "ep" not in layout.sizes
+    for wrong, ranks, words in (
+        (Layout(ep=3), 4, r"ep 3 does not divide dp_shard 4 .*: use ep 1 or 2 or 4, or a multiple of 3 ranks"),
+        (Layout(tp=2, ep=4), 4, r"ep 4 does not divide dp_shard 2 .*: use ep 1 or 2, or a multiple of 8 ranks"),
+        (Layout(ep=0), 4, "ep 0: it is at least 1"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            wrong.fit(ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "words"),
+    [
+        ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "ep 2: the model has no experts to cut: give it n_experts"),
+        ({"n_experts": 6}, Layout(dp_shard=4, ep=4), "n_experts 6 is not divisible by ep 4 .*: use n_experts 4 or 8"),
+        ({"top_k": 9}, Layout(dp_shard=1), "top_k is 9"),
+    ],
+)
+def test_a_model_that_does_not_fit(changes, layout, words):
+    with pytest.raises(LayoutError, match=words):
+        check_transformer(TransformerConfig(**{**vars(CONFIG), **changes}), layout, reference.SEQ)
+
+
+def test_experts_need_no_ffn_dim_that_tp_divides():
+    check_transformer(TransformerConfig(**{**vars(CONFIG), "ffn_dim": 81}), Layout(dp_shard=1, tp=2), reference.SEQ)
+
+
+@pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
+def test_whole_copies_with_ep_are_refused(technique):
+    with pytest.raises(LayoutError, match=f"{technique} keeps the whole model .*, which does not go with ep 2"):
+        check_data_parallel(technique, Layout(dp_shard=2, ep=2))
+
+
+def refused(rank):
+    with torch.device("meta"):
+        model = Transformer(CONFIG)
+    with pytest.raises(LayoutError, match=r"tp 2: a mesh for a model with experts .* build_mesh\(…, experts=True"):
+        apply_expert_parallel(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu", 30), transformer_plan())
+    with pytest.raises(LayoutError, match="ep 2: the plan of this model names no experts"):
+        apply_expert_parallel(model, build_mesh(Layout(dp_shard=2, ep=2), "cpu", 30), cnn_plan())
+
+
+def test_refused_on_a_mesh(pool):
+    pool.run(refused, 2)
+
+
+def test_a_dense_model_has_nothing_to_balance():
+    dense = Transformer(TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=16))
+    assert balance_experts(dense, None).shape == (0, 0)  # type: ignore[arg-type]
+    assert math.isnan(imbalance(torch.zeros(0, 0)))
+    assert math.isnan(imbalance(torch.zeros(2, 4)))
+    assert imbalance(torch.tensor([[1, 1, 1, 1], [6, 1, 1, 0]])) == 3.0

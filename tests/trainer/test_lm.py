@@ -1,0 +1,80 @@
+"""The language-model trainer on products of axes: losses, clipped and at a falling rate, as on one rank; model.pt."""
+
+import os
+from contextlib import nullcontext, redirect_stdout
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+import mmm.history
+from mmm.models.transformer import Transformer
+from mmm.trainer import lm
+
+SMALL = {"preset": "debug", "seq_length": 32, "global_batch_size": 8, "max_iters": 4, "dtype": "fp64", "plots": False,
+         "optimizer": "sgd", "lr": 0.3, "max_norm": 0.5, "warmup": 2, "eval_every": 2, "eval_batches": 2,
+         "save_model": True}  # fmt: skip
+
+
+def run(rank, outdir, flags):
+    """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
+    with (
+        patch("mmm.trainer.run.process_group", lambda *_: nullcontext()),
+        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.lm.whoami", lambda: rank),
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+    ):
+        lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=outdir))
+
+
+def saved(folder):
+    model = Transformer(lm.Config(**SMALL).model_config(256)).double()
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    outdir = tmp_path_factory.mktemp("lm")
+    lm.train(lm.Config(**SMALL, device="cpu", outdir=outdir))
+    return outdir
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tpsize": 2, "microbatches": 3},
+        {"pp": 2},
+        {"cp": 2, "dp_shard": 1},
+        pytest.param({"pp": 2, "tpsize": 2, "schedule": "DualPipeV"}, marks=pytest.mark.long),
+        pytest.param({"parallel": "hsdp", "microbatches": 2}, marks=pytest.mark.long),
+        pytest.param({"pp": 2, "parallel": "hsdp"}, marks=pytest.mark.long),
+        pytest.param({"cp": 2, "dp_replicate": 2, "activation_checkpointing": "full"}, marks=pytest.mark.long),
+        pytest.param({"pp": 2, "cp": 2, "cp_style": "ulysses"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_every_layout_trains_the_same_model(pool, alone, tmp_path, flags):
+    pool.run(run, 2 if "dp_shard" in flags else 4, tmp_path, flags)
+    one, many = (mmm.history.load(folder) for folder in (alone, tmp_path))
+    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
+    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
+    parts = [many[part].values for part in ("dtd", "dtf", "dtb", "dto", *(["dtw"] if "pp" in flags else []))]
+    np.testing.assert_allclose(sum(parts), many.dt, rtol=1e-12)
+    weights = dict(saved(tmp_path).named_parameters())
+    for name, parameter in saved(alone).named_parameters():
+        torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
+
+
+def test_the_saved_model_is_the_one_that_was_judged(alone):
+    config = lm.Config(**SMALL)
+    _, validation, _ = config.load(256, config.seed)
+    losses = []
+    for step in range(config.eval_batches):
+        batch = validation.batch(step, 8, 0, 8)
+        with torch.no_grad():
+            logits = saved(alone)(batch.inputs)
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item())
+    assert sum(losses) / len(losses) == pytest.approx(float(mmm.history.load(alone).val_loss[-1]), rel=1e-12)
