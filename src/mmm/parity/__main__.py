@@ -45,7 +45,7 @@ class Options:
     json: Path | None = None
     """Write the table there, as a list of mappings."""
     optimizer: Annotated[tuple[Literal["sgd", "adamw"], ...], tyro.conf.UseAppendAction] = ()
-    """Repeatable. Default: both where one technique stands alone, sgd for products."""
+    """Repeatable. Default: both where one technique stands alone on up to 4 ranks, else sgd."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
@@ -65,6 +65,8 @@ class Options:
     """Folder of the record. Default: outputs/parity/<time>."""
     overwrite: bool = False
     """Replace a record that is already in --outdir."""
+    plots: bool = True
+    """Draw the curves of all layouts."""
     dry_run: bool = False
     """Print what would be trained, and leave."""
 
@@ -165,7 +167,7 @@ def compare(options: Options) -> int:
     about = {"options": asdict(options), "versions": versions(), "command": sys.argv}
     write_config(folder, about)
     rows = list(run.compare(ready, training, options.timeout, folder, lambda text: print(text, flush=True)))
-    written = report.write(rows, training, folder, {"versions": versions(), "command": sys.argv})
+    written = report.write(rows, training, folder, options.plots, {"versions": versions(), "command": sys.argv})
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         report.write_atomically(options.json, report.json_rows(rows))

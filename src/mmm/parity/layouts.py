@@ -114,9 +114,10 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
 
 
 def optimizers_for(case: Case) -> tuple[str, ...]:
-    """Both where one technique stands alone; SGD, which shows a gradient that is wrong by a factor, for products."""
+    """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
+    that is wrong by a factor."""
     alone = len(case.sizes) < 2 or case.sizes.keys() == {"dp_replicate", "dp_shard"}
-    return OPTIMIZERS if alone and case.checkpointing == "none" else ("sgd",)
+    return OPTIMIZERS if alone and case.ranks <= 4 and case.checkpointing == "none" else ("sgd",)
 
 
 # Layout -> techniques, each a case of its own; + joins two in one case, - is the defaults: FSDP, ring, 1F1B.

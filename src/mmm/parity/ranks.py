@@ -23,7 +23,8 @@ from mmm.runtime import lifeline
 from mmm.runtime.ranks import Rank
 
 HELD = {signal.SIGINT}
-SETTLE = 1.0  # s after a first failure in which others that came before it may still be heard of
+SETTLE = 0.1  # s to wait, after a first failure, for one that came before it
+SETTLE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
 
 
 class RanksFailed(Exception):
@@ -111,7 +112,7 @@ def _collect(ends: dict[int, connection.Connection], pids: dict[int, int], timeo
             try:
                 fine, value = pickle.loads(end.recv_bytes())
             except EOFError:
-                failures.append((0, rank, _how_it_ended(pids.pop(rank)), ""))
+                failures.append((*_how_it_ended(pids.pop(rank), rank), ""))
             else:
                 if fine:
                     results[rank] = value
@@ -119,18 +120,20 @@ def _collect(ends: dict[int, connection.Connection], pids: dict[int, int], timeo
                     lost = any(sign in value[1] for sign in CONSEQUENCES)
                     failures.append((int(lost), rank, *value))
         if failures:
-            deadline = min(deadline, time.monotonic() + SETTLE)
+            settle = SETTLE_DOUBTFUL if all(doubt for doubt, *_ in failures) else SETTLE
+            deadline = min(deadline, time.monotonic() + settle)
     if failures:
         _, rank, reason, details = min(failures, key=lambda failure: failure[0])  # of equals the first
         raise RanksFailed(f"rank {rank}: {' '.join(reason.split())}", details)
     return [results[rank] for rank in range(len(ends))]
 
 
-def _how_it_ended(pid: int) -> str:
+def _how_it_ended(pid: int, rank: int) -> tuple[int, int, str]:
+    """Doubt, rank, and why; gloo may abort where another rank has gone."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exited with code {code} and said nothing"
+        return int(-code == signal.SIGABRT), rank, f"killed by {signal.Signals(-code).name}"
+    return 0, rank, f"exited with code {code} and said nothing"
 
 
 def _free_port() -> int:

@@ -214,13 +214,15 @@ def picture(rows: Sequence[Row], training: Training) -> Any:
     return figure
 
 
-def write(rows: Sequence[Row], training: Training, folder: Path, attrs: Mapping[str, Any]) -> list[Path]:
-    """The record of all rows: JSON, dataset, picture; the paths that were written."""
+def write(
+    rows: Sequence[Row], training: Training, folder: Path, plots: bool, attrs: Mapping[str, Any]
+) -> list[Path]:
+    """The record of all rows: JSON, dataset and, with `plots`, the picture; the paths that were written."""
     write_atomically(folder / JSON, json_rows(rows))
     write_dataset(dataset(rows, training, attrs), folder / DATASET)
     written = [folder / JSON, folder / DATASET]
     with figures.style():
-        if (figure := picture(rows, training)) is not None:
+        if plots and (figure := picture(rows, training)) is not None:
             for ending, how in (("png", {}), ("svg", {"metadata": {"Date": None}})):
                 figure.savefig(folder / f"{PICTURE}.{ending}", **how)
                 written.append(folder / f"{PICTURE}.{ending}")

@@ -1,0 +1,216 @@
+"""``python3 -m mmm.parity`` as a user runs it: what passes, what must not, what is refused, what is left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray
+
+import mmm
+from mmm.parity.__main__ import main
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+ASKED_FOR = {"layout", "ranks", "max_rel_loss_diff", "max_grad_diff", "passed"}
+
+
+def rows_of(path):
+    return json.loads(Path(path).read_text())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "transformer", "--layout", "cp2.pp2"),
+        ("--model", "transformer", "--layout", "tp2.dp2"),
+        ("--model", "vit", "--layout", "pp2.tp2", "--schedule", "ZBVZeroBubble"),
+        ("--model", "cnn", "--layout", "dp_shard2.dp_replicate2"),
+        ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero1"),
+        ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
+    ],
+    ids=lambda arguments: " ".join(arguments[1::2]),
+)
+def test_passes(parity, tmp_path, arguments):
+    done = parity(*arguments, "--steps", 3, "--no_plots", "--json", tmp_path / "rows.json")
+    assert done.code == 0, done.out + done.err
+    rows = rows_of(tmp_path / "rows.json")
+    assert rows
+    for row in rows:
+        assert row.keys() >= ASKED_FOR
+        limits = (1e-4, 1e-3) if "fp32" in arguments else (1e-9, 1e-8)
+        assert row["passed"]
+        assert 0 <= row["max_rel_loss_diff"] <= limits[0]
+        assert 0 < row["max_grad_diff"] <= limits[1]
+
+
+def test_what_is_left(parity, tmp_path):
+    done = parity("--layout", "1", "--layout", "dp2", "--layout", "cp2", "--ranks", "1..2", "--model", "transformer",
+                  "--steps", 4, "--outdir", tmp_path / "out")  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    assert "[2/3] transformer dp2 (fsdp): sgd pass, adamw pass" in done.out
+    assert re.search(r"^transformer +cp2 +2 +ring +adamw +\S+e-1\d +\S+e-1\d +[\d.]+ +pass$", done.out, re.MULTILINE)
+    assert "6 of 6 trainings on 3 layouts passed" in done.out
+    rows = rows_of(tmp_path / "out" / "parity.json")
+    assert [(row["layout"], row["ranks"], row["optimizer"]) for row in rows] == [
+        (layout, ranks, name) for layout, ranks in (("1", 1), ("dp2", 2), ("cp2", 2)) for name in ("sgd", "adamw")
+    ]
+    data = xarray.open_dataset(tmp_path / "out" / "parity.h5", engine="h5netcdf")
+    assert data.loss.shape == (6, 4)
+    np.testing.assert_allclose(data.loss, data.reference_loss, rtol=1e-9)
+    assert (data.loss.isel(step=0, case=0) > data.loss.isel(step=-1, case=0)) == True  # noqa: E712
+    assert data.max_rel_loss_diff.values.tolist() == [row["max_rel_loss_diff"] for row in rows]
+    assert data.layout.values.tolist() == [row["layout"] for row in rows]
+    assert data.axis_cp.values.tolist() == [1, 1, 1, 1, 2, 2]
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["options"]["layout"] == ["1", "dp2", "cp2"]
+    again = parity("--layout", "1", "--model", "cnn", "--outdir", tmp_path / "out")
+    assert (again.code, again.err.count("already holds a run's record")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("bug", "arguments", "what"),
+    [
+        ("gradients_not_summed_over_dp", ("cnn", "dp2", "--data_parallel", "ddp"), "the gradient of"),
+        ("gradients_averaged_over_dp", ("cnn", "dp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
+        ("mean_of_each_microbatch", ("cnn", "dp2"), r"the loss of step \d differs"),
+        ("gradients_divided_by_microbatches", ("cnn", "pp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
+        ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
+        ("norms_not_summed_over_sequence", ("transformer", "tp2"), r"the gradient of \S*norm\.weight on rank \d"),
+    ],
+)
+def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
+    model, layout, *more = arguments
+    done = parity("--model", model, "--layout", layout, *more, "--optimizer", "sgd", "--steps", 2, "--no_plots",
+                  "--json", tmp_path / "rows.json", bug=bug)  # fmt: skip
+    assert done.code == 1, done.out + done.err
+    (row,) = rows_of(tmp_path / "rows.json")
+    assert not row["passed"]
+    assert re.search(what, row["reason"]), row["reason"]
+    assert "0 of 1 trainings" in done.out
+
+
+def test_a_gradient_that_nobody_has(parity, tmp_path):
+    """Missing is infinitely far off, which JSON has no number for."""
+    done = parity("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--steps", 2, "--optimizer", "sgd",
+                  "--no_plots", "--json", tmp_path / "rows.json", bug="optimizer_gets_whole_parameters")  # fmt: skip
+    assert done.code == 1, done.out + done.err
+    (row,) = rows_of(tmp_path / "rows.json")
+    assert (row["passed"], row["max_grad_diff"]) == (False, None)
+    assert row["max_rel_loss_diff"] > 1e-9
+
+
+def test_a_rank_that_dies_is_one_error(parity, tmp_path):
+    """The layouts after it are trained all the same."""
+    done = parity("--model", "cnn", "--layout", "dp2", "--layout", "1", "--steps", 2, "--outdir", tmp_path / "out",
+                  "--no_plots", bug="rank_1_of_2_is_killed")  # fmt: skip
+    assert done.code == 1, done.out + done.err
+    rows = rows_of(tmp_path / "out" / "parity.json")
+    assert [(row["layout"], row["passed"], row["max_grad_diff"] is None) for row in rows] == [
+        ("dp2", False, True), ("dp2", False, True), ("1", True, False), ("1", True, False)
+    ]  # fmt: skip
+    assert "error: cnn dp2 fsdp sgd: rank 1: killed by SIGKILL" in done.out
+    assert np.isnan(xarray.open_dataset(tmp_path / "out" / "parity.h5", engine="h5netcdf").loss[0]).all()
+    assert "cnn dp2 (fsdp): rank 1: killed by SIGKILL" in (tmp_path / "out" / "errors.txt").read_text()
+
+
+def test_a_fourth_model_by_the_recipe(parity, tmp_path):
+    """The two files of docs/models.md, as they stand there, and nothing else."""
+    blocks = re.findall(r"```python\n# (mine/\S+)\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    assert [name for name, _ in blocks] == ["mine/models/mlp.py", "mine/parallel/plans/mlp.py"]
+    for name, code in blocks:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(code)
+    flags = ("--model", "mine.mlp", "--steps", 3, "--no_plots")
+    done = parity(*flags, "--layout", "dp2.tp2", "--layout", "pp2.dp2", "--json", "rows.json", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert [row["layout"] for row in rows_of(tmp_path / "rows.json")] == ["dp2·tp2", "pp2·dp2"]
+    for layout, why in (("cp2", "cp 2: the MLP has no sequence to cut; use cp 1"), ("tp5", "hidden 24 is not divi")):
+        refused = parity(*flags, "--layout", layout, cwd=tmp_path)
+        assert (refused.code, why in refused.err) == (2, True), refused.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "cnn", "--layout", "cp2"), "--model cnn: cp 2: an image has no sequence to cut; use cp 1"),
+        (("--model", "cnn", "--layout", "dp4.ep2"), "ep"),
+        (("--model", "vit", "--layout", "tp3"), "n_heads 8 is not divisible by tp 3"),
+        (("--model", "vit", "--layout", "pp2", "--schedule", "DualPipeV", "--microbatches", "2"), "at least 4"),
+        (("--model", "cnn", "--layout", "dp3"), "16 samples does not divide over 3 data-parallel coordinates"),
+        (("--model", "cnn", "--layout", "tp2", "--data_parallel", "ddp"), "no --layout has dp_replicate or dp_shard"),
+        (("--model", "cnn", "--layout", "dp2.tp2", "--data_parallel", "ddp"), "use fsdp, or tp 1"),
+        (("--model", "cnn", "--layout", "dp2", "--schedule", "GPipe"), "--schedule GPipe, and no --layout has pp"),
+        (("--schedule", "GPipe"), "--schedule goes with --layout"),
+        (("--layout", "dp2", "--ranks", "4"), "--ranks 4: the layouts asked for have 2 ranks"),
+        (("--model", "resnet"), "there is no mmm/models/resnet.py"),
+        (("--steps", "0"), "--steps 0: it must be at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_refused_in_one_line(parity, tmp_path, arguments, message):
+    done = parity(*arguments, cwd=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_model_those_that_go_are_trained(parity):
+    done = parity("--layout", "cp2", "--steps", 2, "--optimizer", "sgd", "--no_plots")
+    assert done.code == 0, done.out + done.err
+    assert "left out: cnn: cp 2: an image has no sequence to cut; use cp 1\n" in done.out
+    assert "left out: vit: cp 2: " in done.out
+    assert "1 of 1 trainings" in done.out
+
+
+def test_not_as_a_rank(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--model", "cnn"]) == 2
+    assert "this is one of 4 ranks (of torchrun), and mmm.parity starts ranks itself" in capsys.readouterr().err
+
+
+def test_dry_run(capsys):
+    assert main(["--dry_run", "--ranks", "4", "--model", "cnn"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "4 ranks  cnn dp2·tp2 (fsdp): sgd" in lines
+    assert all(line.startswith("4 ranks") for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_nothing_outlives_it(tmp_path, number):
+    env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
+    command = [sys.executable, "-m", "mmm.parity", "--layout", "1", "--layout", "dp4.tp2", "--model", "transformer",
+               "--steps", "1000"]  # fmt: skip
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = subprocess.Popen(command, **piped, cwd=tmp_path, env=env, start_new_session=True)
+    assert running.stdout.readline().startswith("[1/2]")
+    while len(members(running.pid)) < 9:
+        assert running.poll() is None
+    os.kill(running.pid, number) if number == signal.SIGKILL else os.killpg(running.pid, number)
+    assert running.wait(20) == (-9 if number == signal.SIGKILL else 130)
+    _, err = running.communicate(timeout=20)
+    assert not members(running.pid)
+    if number == signal.SIGINT:
+        assert err == "interrupted\n"
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(path.parent.name))
+    return found

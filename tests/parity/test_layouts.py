@@ -1,0 +1,132 @@
+"""Names of layouts, and the matrix."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel import mesh
+from mmm.parallel.mesh import Layout
+from mmm.parallel.pipeline import SCHEDULES
+from mmm.parity import layouts, models
+from mmm.parity.layouts import Case, canonical, matrix, optimizers_for, ranks_of, sizes_of
+
+SOURCE = Path(layouts.__file__).parent.parent
+CASES = {name: list(matrix(name)) for name in ("transformer", "vit", "cnn")}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("pp2.dp2.tp2", "pp2·dp2·tp2"),
+        ("tp2·pp2.dp2", "pp2·dp2·tp2"),
+        ("dp_shard4", "dp4"),
+        ("dp_shard2.dp_replicate2", "dp_replicate2·dp_shard2"),
+        (" cp4 . pp1 ", "cp4"),
+        ("1", "1"),
+        ("tp1", "1"),
+        ("ep2.dp4", "dp4·ep2"),
+    ],
+)
+def test_names(given, name):
+    assert canonical(given) == name
+    assert canonical(name) == name
+    sizes = sizes_of(given)
+    if "ep" not in sizes:
+        assert str(Layout(**{"dp_shard": 1, **sizes})) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pp2.xp2", "'xp2' is not an axis .* pp, dp_replicate, dp_shard, dp, cp, tp, ep"),
+        ("pp2,tp2", "'pp2,tp2' is not an axis"),
+        ("dp", "'dp' is not an axis with its size"),
+        ("", "'' is not an axis"),
+        ("tp0", "tp 0: an axis has at least 1"),
+        ("tp2.tp2", "has tp twice"),
+        ("dp2.dp_replicate2", "beside dp_replicate write dp_shard"),
+    ],
+)
+def test_wrong_names(name, message):
+    with pytest.raises(LayoutError, match=message):
+        canonical(name)
+
+
+def test_numbers_of_ranks():
+    assert ranks_of(["1..8"]) == set(range(1, 9))
+    assert ranks_of(["4", "1,2"]) == {1, 2, 4}
+    for wrong in ("0", "8..1", "two", ""):
+        with pytest.raises(ConfigError, match="--ranks"):
+            ranks_of([wrong])
+
+
+def test_the_axes_are_those_of_the_mesh():
+    assert layouts.AXES == mesh.AXES
+
+
+def test_the_matrix_has_what_was_promised():
+    cases = [case for some in CASES.values() for case in some]
+    assert len(cases) == len(set(cases))
+    assert len({(case.model, case.layout, case.technique) for case in cases}) == len(cases) >= 60
+    assert len({case.layout for case in cases}) >= 30
+    assert {case.ranks for case in cases} == {1, 2, 4, 8}
+    text = CASES["transformer"]
+    for layout in ("pp2·dp2·tp2", "dp2·cp2·tp2", "pp2·cp2·tp2", "dp_replicate2·dp_shard2·tp2"):
+        assert layout in {case.layout for case in text}
+    assert {case.schedule for case in text if case.layout == "pp4"} == set(SCHEDULES)
+    assert {case.data_parallel for case in text if case.layout == "dp4"} == {"fsdp", "ddp", "zero1", "zero2"}
+    assert {case.cp_style for case in text if case.layout == "cp4"} == {"ring", "ulysses"}
+    pairs = {frozenset(case.sizes) for case in text if len(case.sizes) == 2}
+    axes = ({"pp"}, {"dp_shard"}, {"cp"}, {"tp"})
+    assert {frozenset(a | b) for a in axes for b in axes if a != b} <= pairs
+
+
+def test_optimizers():
+    """SGD everywhere; AdamW too where a technique stands alone."""
+    both = {case.layout for case in CASES["transformer"] if case.optimizers == ("sgd", "adamw")}
+    assert {"dp2", "tp4", "cp2", "pp4", "dp_replicate2·dp_shard2"} < both
+    assert not {"dp2·tp2", "pp2·dp2·tp2"} & both
+    assert all("sgd" in case.optimizers for some in CASES.values() for case in some)
+    assert optimizers_for(Case(model="cnn", layout="pp2·dp2")) == ("sgd",)
+
+
+def test_techniques_in_words():
+    assert str(Case(model="vit", layout="pp2·dp2")) == "vit pp2·dp2 (1F1B, fsdp)"
+    assert Case(model="vit", layout="dp_replicate2·dp_shard2·tp2").technique == "hsdp"
+    assert Case(model="vit", layout="cp2", cp_style="ulysses", checkpointing="full").technique == (
+        "ulysses, full checkpointing"
+    )
+    assert str(Case(model="vit", layout="1")) == "vit 1"
+
+
+def test_models_are_found_by_their_files():
+    assert {"transformer", "vit", "cnn"} <= set(models.names())
+    assert "weights" not in models.names()
+    with pytest.raises(ConfigError, match=r"there is no mmm/models/resnet\.py; the models here are cnn, "):
+        models.find("resnet")
+    with pytest.raises(ConfigError, match=r"there is no nowhere/models/mlp\.py"):
+        models.find("nowhere.mlp")
+    with pytest.raises(ConfigError, match=r"weights\.py has no parity_model and no parity_batch"):
+        models.find("weights")
+
+
+def test_the_reference_knows_no_mesh():
+    """Neither the reference nor anything of mmm that it imports, at whatever depth, imports parallel/."""
+    todo, seen = {"mmm.parity.reference", *(f"mmm.models.{name}" for name in models.names())}, set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        path = SOURCE.joinpath(*name.split(".")[1:])
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found = [node.module] if isinstance(node, ast.ImportFrom) else []
+            found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
+            for each in found:
+                inside = SOURCE.joinpath(*str(each).split(".")[1:])
+                if str(each).startswith("mmm") and (inside.is_dir() or inside.with_suffix(".py").exists()):
+                    todo |= {str(each)} - seen
+                assert not str(each).startswith(("torch.distributed", "mmm.parallel")), f"{name} imports {each}"
+    assert "mmm.models.weights" in seen

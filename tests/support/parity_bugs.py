@@ -1,0 +1,85 @@
+"""Mistakes that people make in parallel programs, planted: each function here breaks this process."""
+
+import os
+import signal
+
+import mmm.parallel.assemble
+import mmm.parallel.pipeline
+import mmm.parallel.plans.transformer
+from mmm.parallel.mesh import Layout
+
+
+def gradients_not_summed_over_dp():
+    """Each data-parallel rank goes on with the gradients of its own samples."""
+    sync = mmm.parallel.assemble.sync_gradients
+    mmm.parallel.assemble.sync_gradients = lambda model, now: sync(model, False)
+
+
+def gradients_averaged_over_dp():
+    """FSDP divides by the number of ranks, as it does by itself."""
+    import mmm.parallel.fsdp
+
+    mmm.parallel.fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+    mmm.parallel.fsdp.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
+
+
+def mean_of_each_microbatch():
+    """The loss is divided by the targets of a micro-batch, not of the global batch."""
+    right = mmm.parallel.assemble.ParallelModel.step
+
+    def step(self, inputs, targets, count):
+        return right(self, inputs, targets, targets.numel() // self.microbatches)
+
+    mmm.parallel.assemble.ParallelModel.step = step
+
+
+def gradients_divided_by_microbatches():
+    """PyTorch's pipelines scale gradients as if each micro-batch's loss were a mean."""
+    right = mmm.parallel.pipeline.Pipeline.__init__
+
+    def init(self, *given, **named):
+        right(self, *given, **named)
+        self.schedule.scale_grads = True
+
+    mmm.parallel.pipeline.Pipeline.__init__ = init
+
+
+def same_samples_on_all_dp_ranks():
+    Layout.dp_coordinate = lambda self, rank: 0
+
+
+def norms_not_summed_over_sequence():
+    """Norms between cut matrices see a part of the sequence, and nobody adds up the gradients of the parts."""
+
+    class PlainNorm(mmm.parallel.plans.transformer.SequenceParallel):
+        def _apply(self, module, mesh):
+            return module
+
+    mmm.parallel.plans.transformer.SequenceParallel = PlainNorm
+
+
+def _on_rank_1(do):
+    import mmm.parity.train as train
+
+    right = train._train
+
+    def broken(rank, *given):
+        if (rank.rank, rank.world_size) == (1, 2):
+            do()
+        return right(rank, *given)
+
+    train._train = broken
+
+
+def rank_1_of_2_is_killed():
+    _on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def optimizer_gets_whole_parameters():
+    """Under ZeRO the whole parameters have no gradients: an optimizer that is given them updates nothing."""
+
+    def named_parameters(self):
+        for module in self.modules.values():
+            yield from module.module.named_parameters()
+
+    mmm.parallel.assemble.ParallelModel.named_parameters = named_parameters
