@@ -1,8 +1,11 @@
 """Bytes that a rank sends in a step: counted at the process groups, beside the formula of its layout."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import loss_parallel
@@ -19,7 +22,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.stages import cut, parts_of, take_stage
-from mmm.parallel.traffic import count_traffic
+from mmm.parallel.traffic import READERS, count_traffic
 from mmm.parallel.traffic_theory import expected_traffic
 from mmm.runtime.device import Precision
 from support import reference, vision
@@ -51,7 +54,7 @@ def sample(kind: str, layout: Layout, rank: int):
 
 
 def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, microbatches=1, bug=""):
-    """Counted and expected bytes by axis, of the second step; losses counted and not."""
+    """Counted and expected bytes of the third step, by axis; and what was sent in all, stated and by gloo."""
     # The ranks have had other process groups before: DTensor keeps what it has worked out for meshes that were like
     # this one, and with it the names of their groups, which are gone.
     _clear_sharding_prop_cache()
@@ -81,6 +84,7 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
         return total
 
     plain = step()
+    assert step() == plain  # in its second step DDP says how it has packed its gradients
     with count_traffic(mesh) as traffic:
         counted = step()
     assert counted == plain  # lr is 0
@@ -242,3 +246,29 @@ def test_joined_axes_have_their_own_name(pool):
     by_axis, table = pool.run(meshes, 4)[0]
     assert by_axis == {"dp_shard_cp": 24}
     assert table.splitlines()[1].split() == ["dp_shard_cp", "all_reduce", "1", "16", "24", "1,752"]
+
+
+def compiled(rank):
+    mesh = build_mesh(Layout().fit(2), "cpu", 60)
+    function = torch.compile(lambda x: funcol.all_reduce(x, "sum", mesh.get_group()).sum())
+    function(torch.ones(100))
+    with count_traffic(mesh) as traffic:
+        total = function(torch.ones(100))
+    return traffic.by_axis, total.item()
+
+
+@pytest.mark.long
+def test_what_a_compiled_function_sends(pool):
+    assert pool.run(compiled, 2, timeout=200) == [({"dp_shard": 400}, 200.0)] * 2
+
+
+def test_an_unknown_operator_is_an_error(pool):
+    pool.run(unknown, 2)
+
+
+def unknown(rank):
+    with mock.patch.dict(READERS), count_traffic():
+        del READERS["allreduce"]
+        with pytest.raises(RuntimeError, match=r"allreduce_.* does not know what it sends"):
+            dist.all_reduce(torch.ones(1))
+    dist.barrier()

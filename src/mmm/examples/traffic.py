@@ -2,7 +2,7 @@
 
     launch python3 -m mmm.examples.traffic
 
-The same small Transformer takes two steps on each layout that the ranks allow; in the second, all that is handed to a
+The same small Transformer takes three steps on each layout that the ranks allow; in the third, all that is handed to a
 process group is counted where it is handed over. Of the rank that sends most, the table has
 
     counted    by the algorithms that nobody undercuts: a ring's all-reduce, all-gather, …
@@ -48,7 +48,7 @@ LIMIT = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TransformerOptions, TextOptions, RunOptions):
-    """Bytes a step of every layout. Two steps each; flags of training, such as --lr, do nothing."""
+    """Bytes a step of every layout. Three steps each; flags of training, such as --lr, do nothing."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
     n_layers: int | None = 4
@@ -152,14 +152,15 @@ def make_step(
 
 
 def measure(run: Run, case: Case, sizes: TransformerConfig, tokens: Tokens, global_batch: int) -> list[Step]:
-    """The second step on a layout, by rank. A collective."""
+    """The third step on a layout, by rank. A collective."""
     layout, options = case.layout, run.options
     mesh = build_mesh(layout, run.device.type, options.timeout)
     each = global_batch // layout.dp
     whole = tokens.batch(0, global_batch, layout.dp_coordinate(run.rank.rank) * each, each).to(run.device)
     part, positions = cut_batch(whole, layout.coordinates(run.rank.rank)["cp"], layout.cp)
     step, formula = make_step(run, mesh, case, sizes, part, positions)
-    step()  # the first sends more: shapes, the names of DDP's buckets
+    for _ in range(2):  # they send more: a pipeline shapes, DDP how it has packed its gradients
+        step()
     by_gloo = run.device.type == "cpu" and sys.platform == "linux"
     dist.barrier()
     before = socket_bytes() if by_gloo else 0

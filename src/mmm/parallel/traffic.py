@@ -14,9 +14,9 @@ handled the mode is off, so that the ``c10d`` operator below a functional one is
 nothing is changed on its way, and at the end of the ``with`` block nothing is left. An operator that this file does not
 know is an error, not a gap in the sum.
 
-Every operator of the block goes through the mode, so that it is slower: do not time it. The first step of a pipeline or
-of DDP sends more than the others, shapes and names, so count a later one. ``torch.compile`` leaves a function with a
-mode around it uncompiled, and it then talks as written.
+Every operator of the block goes through the mode, so that it is slower: do not time it. What a compiled function sends
+is counted too. Count a step that is not among the first two: a pipeline sends shapes in its first, DDP how it has
+packed its gradients in its second.
 """
 
 from __future__ import annotations
