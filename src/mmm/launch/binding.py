@@ -55,6 +55,8 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
     check(bind)
     if bind == "none":
         return [None] * ranks
+    if not hasattr(os, "sched_setaffinity"):
+        raise LaunchError(f"--cpu-bind {bind}: this system cannot bind a process to CPUs. Leave it out.")
     allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
     if bind == "cores":
         cores = _cores(allowed, system)

@@ -108,6 +108,9 @@ class Head(Run):
         waiting = self.starter_ended + STARTER_END if self.starter_ended is not None else None
         return [*super().deadlines(), self.roll_call_ends, self.stop_starter_at, self.locate_until, waiting]
 
+    def idle_at(self) -> float | None:
+        return super().idle_at() if self.under_way else None             # nobody prints before the roll is complete
+
     def serve(self) -> bool:
         """Take in what has happened. False once the starter has ended and nobody is connected."""
         ready = self.wait()

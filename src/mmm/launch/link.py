@@ -19,6 +19,7 @@ LOST_AFTER = 6                           # s; detection, the ranks' grace and th
 CONNECT_TIMEOUT = 10.0                   # s for one address
 SEND_TIMEOUT = 5.0                       # s
 CHUNK = 1 << 16
+LONGEST = 1 << 24                        # bytes of a message
 
 Message = dict[str, Any]
 
@@ -33,6 +34,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.buffer = b""
+        self.early: list[Message] = []                       # what came together with the one that `one` returned
         connection.settimeout(SEND_TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -61,18 +63,21 @@ class Link:
         if not data:
             raise Lost("its end was closed")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
+        if len(self.buffer) > LONGEST:
+            raise Lost("it sent what is no message")
         try:
             return [message for line in lines if isinstance(message := json.loads(line), dict)]
         except ValueError:
             raise Lost("it sent what is no message") from None
 
     def one(self, timeout: float | None) -> Message:
-        """Wait for a message, when there can be only one. Raises `Lost`."""
+        """Wait for a message; others that came with it are in `early`. Raises `Lost`."""
         self.socket.settimeout(timeout)
         try:
-            while True:
-                for message in self.read():
-                    return message
+            while not (messages := self.read()):
+                pass
+            self.early += messages[1:]
+            return messages[0]
         finally:
             self.socket.settimeout(SEND_TIMEOUT)
 

@@ -52,6 +52,8 @@ class Entry(Supervisor):
         super().start()
         assert self.link is not None
         self.selector.register(self.link, selectors.EVENT_READ)
+        for message in self.link.early:
+            self.on_order(message)
 
     def passed_fds(self) -> tuple[int, ...]:
         return self.inherit

@@ -123,11 +123,14 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
             )
         if not 0 <= rank[1] < world[1]:
             raise LaunchError(f"{rank[0]}={rank[1]} is not between 0 and {world[0]}={world[1]}, less one")
-        if source.name == "slurm":
+        # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as MPICH's mpiexec does, and leaves the rest to Slurm's names.
+        pmi2 = source.name == "mpich" and "SLURM_STEP_ID" in env and _read(env, source.local_rank) is None
+        if source.name == "slurm" or pmi2:
             local_world = _slurm_local_world(env, world[1])
         else:
             local_world = (_read(env, source.local_world) or ("", world[1]))[1]
-        local_rank = (_read(env, source.local_rank) or ("", rank[1] % max(local_world, 1)))[1]
+        local_names = ("SLURM_LOCALID",) if pmi2 else source.local_rank
+        local_rank = (_read(env, local_names) or ("", rank[1] % max(local_world, 1)))[1]
         address, port = _meeting_point(env, one_host=local_world == world[1])
         name = "launch" if source.name == "torchrun" and MARKER_VARIABLE in env else source.name
         return Rank(rank[1], world[1], local_rank, local_world, name, address, port)
