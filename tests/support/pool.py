@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+from torch.distributed.tensor import DTensor, debug
 
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
@@ -61,7 +62,9 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """Call ``function(rank, *args)`` on ranks 0 … world_size - 1, inside a process group of theirs."""
-        assert world_size <= self.size
+        if world_size > self.size:
+            self.size = world_size
+            self._restart()
         where = (inspect.getfile(function), function.__qualname__)
         port = free_port()
         for rank in range(world_size):
@@ -87,8 +90,8 @@ class RankPool:
         return [results[rank] for rank in range(world_size)]
 
     def _restart(self) -> None:
-        """New processes after a failure. They come from this process, which may run OpenMP threads by now: on this
-        path one thread a rank keeps GNU OpenMP from touching them."""
+        """New processes, after a failure or for more ranks. They come from this process, which may run OpenMP threads
+        by now: on this path one thread a rank keeps GNU OpenMP from touching them."""
         self.close()
         self._start()
 
@@ -112,6 +115,14 @@ def _load(file: str, qualname: str) -> Callable[..., Any]:
     return getattr(sys.modules[name], qualname)
 
 
+def _forget_meshes() -> None:
+    """DTensor keeps what it has worked out for a mesh, with the names of groups that are gone after a call."""
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # PyTorch 2.8
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+
+
 def _serve(rank: int, end: connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -124,6 +135,7 @@ def _serve(rank: int, end: connection.Connection) -> None:
             me = Rank(rank, world_size, rank, world_size, "pool", "127.0.0.1", port)
             with process_group(me, torch.device("cpu"), timeout):
                 result = _load(*where)(me, *args)
+            _forget_meshes()
             end.send((True, result))
         except BaseException:
             end.send((False, traceback.format_exc()))

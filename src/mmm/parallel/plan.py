@@ -23,6 +23,8 @@ class Plan:
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
         stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
             in none (and has no parameters) is in every stage.
+        output: the matrix that makes logits of a sequence: what a loss in chunks takes over.
+        tiled: MLPs that can be worked out in tiles of the sequence, (batch, seq, dim) in and out.
     """
 
     tensor: Mapping[str, ParallelStyle]
@@ -32,6 +34,8 @@ class Plan:
     checkpointed: tuple[str, ...] = ()
     stages: tuple[str | tuple[str, ...], ...] = ()
     attention: tuple[str, ...] = ()
+    output: str = ""
+    tiled: tuple[str, ...] = ()
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -54,6 +54,7 @@ def vit_plan() -> Plan:
         # Not whole blocks: inside, attention takes a DTensor, whose gradients torch.compile has got silently wrong.
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
+        tiled=("layers.*.mlp",),
         stages=("embedding", "layers.*", ("norm", "head")),
     )
 
