@@ -28,19 +28,20 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, Tokens
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, local_value, loss_of, materialize
+from mmm.parallel.chunked_loss import Loss
 from mmm.parallel.context import cut_batch
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Preset, RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.options import MemoryOptions, Preset, RunOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TransformerOptions, TextOptions, MemoryOptions, RunOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
     cp: int | None = None
@@ -70,8 +71,10 @@ def train(config: Config) -> None:
     layout = config.layout(whoami().world_size)
     model_config = config.model_config(config.default_vocab())
     check_transformer(model_config, layout, config.seq_length, config.cp_style)
+    config.check_memory(config.seq_length // (layout.cp * layout.tp), config.dtype)
+    plan = transformer_plan(model_config)
     if config.compile:
-        check_compile(transformer_plan(), layout)
+        check_compile(plan, layout)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=1)
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))
@@ -88,10 +91,11 @@ def train(config: Config) -> None:
         run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, transformer_plan(), run.precision, cp_style=config.cp_style, compile=config.compile)
+        apply(model, mesh, plan, run.precision, cp_style=config.cp_style, compile=config.compile,
+              **config.memory())  # fmt: skip
         materialize(model, run.device, config.seed)
+        loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
-
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
@@ -100,7 +104,7 @@ def train(config: Config) -> None:
             part, positions = own_part(tokens, run, step, global_batch)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
-                loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
+                loss = loss_fn(model(part.inputs, positions), part.targets, part.count)
                 run.clock.lap("dtf")
                 scaler.scale(loss).backward()
             run.clock.lap("dtb")
@@ -112,7 +116,7 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, validation, run, config.eval_batches, global_batch)
+                more["val_loss"] = validate(model, loss_fn, validation, run, config.eval_batches, global_batch)
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
 
 
@@ -126,14 +130,14 @@ def own_part(tokens: Tokens, run: Run, step: int, global_batch: int) -> tuple[Ba
 
 
 @torch.no_grad()
-def validate(model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int) -> float:
+def validate(model: nn.Module, loss_fn: Loss, tokens: Tokens, run: Run, batches: int, global_batch: int) -> float:
     """Mean loss over the first global batches of the validation text: the same tokens on every mesh, every time."""
     total = 0.0
     batches = min(batches, tokens.steps_per_epoch(global_batch))
     for step in range(batches):
         part, positions = own_part(tokens, run, step, global_batch)
         with loss_parallel():
-            total += local_value(cross_entropy(model(part.inputs, positions), part.targets, part.count))
+            total += local_value(loss_fn(model(part.inputs, positions), part.targets, part.count))
     return run.global_sum(total) / batches
 
 

@@ -29,18 +29,20 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, local_value, loss_of, materialize
+from mmm.parallel.chunked_loss import Loss
+from mmm.parallel.offload import moved_text
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.options import MemoryOptions, RunOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TransformerOptions, TextOptions, MemoryOptions, RunOptions):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
 
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
@@ -57,8 +59,10 @@ def train(config: Config) -> None:
     layout = Layout(tp=config.tpsize).fit(whoami().world_size)
     model_config = config.model_config(config.default_vocab())
     check_transformer(model_config, layout, config.seq_length)
+    config.check_memory(config.seq_length // layout.tp, config.dtype)
+    plan = transformer_plan(model_config)
     if config.compile:
-        check_compile(transformer_plan(), layout)
+        check_compile(plan, layout)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))
@@ -76,8 +80,9 @@ def train(config: Config) -> None:
 
         # mesh -> plan -> weights: cut the shapes first, then give each rank memory and weights for its own part.
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, transformer_plan(), run.precision, compile=config.compile)
+        apply(model, mesh, plan, run.precision, compile=config.compile, **config.memory())
         materialize(model, run.device, config.seed)
+        loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
@@ -89,7 +94,7 @@ def train(config: Config) -> None:
             part = tokens.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # the logits stay cut over the vocabulary
-                loss = cross_entropy(model(part.inputs), part.targets, part.count)
+                loss = loss_fn(model(part.inputs), part.targets, part.count)
                 run.clock.lap("dtf")
                 scaler.scale(loss).backward()
             run.clock.lap("dtb")
@@ -101,13 +106,16 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, validation, run, config.eval_batches, global_batch, mine, batch)
+                size = config.eval_batches, global_batch, mine, batch
+                more["val_loss"] = validate(model, loss_fn, validation, run, *size)
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+        if config.offload:
+            run.log.info("%s", moved_text(model, optimizer, run.device))
 
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
+    model: nn.Module, loss_fn: Loss, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
 ) -> float:
     """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
     total = 0.0
@@ -115,7 +123,7 @@ def validate(
     for step in range(batches):
         part = tokens.batch(step, global_batch, mine, batch).to(run.device)
         with loss_parallel():
-            total += local_value(cross_entropy(model(part.inputs), part.targets, part.count))
+            total += local_value(loss_fn(model(part.inputs), part.targets, part.count))
     return run.global_sum(total) / batches
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, loss_of, materialize
 from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
@@ -35,13 +35,13 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.options import MemoryOptions, RunOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
+class Config(TransformerOptions, TextOptions, MemoryOptions, RunOptions):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
     pp: int = 2
@@ -66,7 +66,8 @@ def train(config: Config) -> None:
     layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
     model_config = config.model_config(config.default_vocab())
     check_transformer(model_config, layout, config.seq_length)
-    plan = transformer_plan()
+    config.check_memory(config.seq_length // layout.tp, config.dtype)
+    plan = transformer_plan(model_config)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=16)
     tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
     steps = config.steps(tokens.steps_per_epoch(global_batch))
@@ -97,14 +98,15 @@ def train(config: Config) -> None:
         numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each)
         mine = {number: take_stage(model, parts, cuts[number]) for number in numbers}
         for number, stage in mine.items():
-            apply(stage, mesh, plan, run.precision, compile=config.compile)
+            apply(stage, mesh, plan, run.precision, compile=config.compile, **config.memory())
             materialize(stage, run.device, config.seed)
             run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
 
         run.clock = StepClock(run.device, ("dtd", "dtf", "dtb", "dtw", "dto"))
         tokens_of_step = global_batch * config.seq_length  # micro-batches divide by it: their losses add up
+        loss_fn = loss_of(*mine.values())  # cross-entropy of the logits, or in chunks
         pipeline = Pipeline(mine, len(cuts), mesh, schedule=config.schedule, microbatches=config.microbatches,
-                            loss=lambda logits, targets: cross_entropy(logits, targets, tokens_of_step),
+                            loss=lambda output, targets: loss_fn(output, targets, tokens_of_step),
                             device=run.device, lap=run.clock.lap)  # fmt: skip
         optimizer = make_optimizer(config.optimizer, pipeline.parameters(), config.lr)
         first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch

@@ -48,7 +48,7 @@ def apply(
         cp_style: how attention goes over a cut sequence, where the mesh has cp: ``ring`` or ``ulysses``.
         checkpointing: of activations, of what the plan names: ``none``, ``full`` or ``selective``.
         compile: compile what the plan says can be compiled.
-        loss_chunks: chunks of the sequence that logits and loss are worked out in; the loss is then `loss_of` the model.
+        loss_chunks: chunks of the sequence that logits and loss are worked out in; the loss is `loss_of` the model.
         tile: tiles of the sequence that MLPs are worked out in.
         offload: keep what the optimizer works on in the host's memory.
 

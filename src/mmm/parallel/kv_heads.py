@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 
 class KVHeads(ColwiseParallel):
-    """`ColwiseParallel` for a matrix that makes `heads` key or value heads. Where tp is a multiple of `heads`, each rank
+    """`ColwiseParallel` for a matrix that makes `heads` key or value heads. Where there are fewer than ranks, each rank
     gets the whole of one head, which it shares with tp / heads - 1 others."""
 
     def __init__(self, heads: int) -> None:
@@ -58,6 +58,7 @@ def kv_head_problems(n_kv_heads: int, head_dim: int, tp: int) -> list[str]:
                 f"key/value heads, or several share one): use n_kv_heads {' or '.join(map(str, near))}, or a tp that "
                 f"divides {n_kv_heads}"]  # fmt: skip
     if n_kv_heads * head_dim % tp:
-        return [f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {tp // n_kv_heads} of a key/value head, and "
-                f"head_dim {head_dim} is not divisible by {tp // n_kv_heads}: use tp {n_kv_heads}, or another dim"]  # fmt: skip
+        part = tp // n_kv_heads
+        return [f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {part} of a key/value head, and head_dim "
+                f"{head_dim} is not divisible by {part}: use tp {n_kv_heads}, or another dim"]  # fmt: skip
     return []

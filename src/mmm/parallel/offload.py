@@ -10,8 +10,8 @@ A step brings the gradients of this rank's part down, updates the part on the ho
 and zero2 once, fsdp whenever it gathers them. It saves 4 numbers a parameter and rank under AdamW, and costs the link
 to the host and an optimizer at the host's speed.
 
-Gradients are then CPU tensors, and a norm over them is summed over the ranks by gloo: `clip_grad_norm` does so, PyTorch's
-own does not where the mesh is the accelerator's. On a CPU nothing changes but that zero1 and zero2 keep a second copy.
+Gradients are then CPU tensors, and a norm over them is summed over the ranks by gloo, which `clip_grad_norm` leaves to
+the groups' CPU backend. On a CPU nothing changes but that zero1 and zero2 keep a second copy of a rank's part.
 
 Sources: Ren et al., "ZeRO-Offload", 2021; ``torch.distributed.fsdp.CPUOffloadPolicy``.
 """
@@ -36,11 +36,11 @@ def check_offload(data_parallel: str, dtype: str = "auto") -> None:
         ConfigError: it cannot; with what to use.
     """
     if data_parallel not in OFFLOADED:
-        raise ConfigError(f"--offload with {data_parallel}: every rank updates the whole model, and PyTorch has nothing "
-                          f"that keeps DDP's optimizer state on the host; use zero1, zero2 or fsdp")  # fmt: skip
+        raise ConfigError(f"--offload with {data_parallel}: every rank updates the whole model, and PyTorch has "
+                          f"nothing that keeps DDP's state on the host; use zero1, zero2 or fsdp")  # fmt: skip
     if dtype == "fp16":
-        raise ConfigError("--offload with --dtype fp16: scaling gradients that lie on the host has not been shown to be "
-                          "right; use bf16 or fp32")  # fmt: skip
+        raise ConfigError("--offload with --dtype fp16: scaling gradients that lie on the host has not been shown to "
+                          "be right; use bf16 or fp32")  # fmt: skip
 
 
 def on_host(parameter: Tensor) -> Tensor:
@@ -52,12 +52,13 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of this rank that offload keeps on the host, and moves in a step; after the optimizer's first step.
 
     Returns:
-        ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters, host
-        to device, by fsdp once for forward and once for backward (what the root keeps, once).
+        ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
+        host to device, by fsdp once for forward and once for backward (what the root keeps, once).
     """
     parts = [on_host(p) for p in model.parameters()]
     kept = sum(part.nbytes for part in parts)
-    state = [on_host(value) for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    values = (value for of_one in optimizer.state.values() for value in of_one.values())
+    state = [on_host(value) for value in values if isinstance(value, Tensor)]
     up = kept
     if not isinstance(model, Copies):
         units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
@@ -66,9 +67,9 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return {"host_parameters": kept, "host_state": sum(s.nbytes for s in state if s.ndim), "down": kept, "up": up}
 
 
-def moved_text(numbers: dict[str, int], device: torch.device) -> str:
-    """`moved`, in words."""
-    mb = {name: f"{value / 1e6:.2f} MB" for name, value in numbers.items()}
+def moved_text(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """`moved`, in words; MB: 10⁶ bytes."""
+    mb = {name: f"{value / 1e6:.2f} MB" for name, value in moved(model, optimizer).items()}
     text = (f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state; a "
             f"step moves {mb['down']} of gradients down and {mb['up']} of parameters up")  # fmt: skip
     return text + (" (one memory: the device is the CPU)" if device.type == "cpu" else "")

@@ -18,7 +18,7 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.cnn import CNNOptions, settle
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import TrainingOptions, parse
+from mmm.trainer.options import LoopOptions, parse
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
@@ -27,7 +27,7 @@ from mmm.trainer.tasks import ImageTask, same_images
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, TrainingOptions):
+class Config(CNNOptions, LoopOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says; one row an epoch."""
 
     lr: float = 1e-3
@@ -51,7 +51,7 @@ def train(config: Config) -> None:
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
         mesh = build_mesh(setting.layout, run.device.type, config.timeout)
-        model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel, compile=config.compile)
+        model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel)
         materialize(model, run.device, config.seed)
         run.log.info("%s, %s\n%s", config.parallel, mesh, sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), setting.lr)
