@@ -48,6 +48,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     compute: torch.dtype | None = None,
     global_batch: int = reference.GLOBAL_BATCH,
+    seq: int = reference.SEQ,
     optimizer: str = "sgd",
 ):
     """Losses of each step, the gradients of the first that are here, whole, and their norm.
@@ -55,12 +56,12 @@ def train(
     Args:
         pieces: what `apply` takes by name. accumulate: micro-batches, of a pipeline as well.
     """
-    check_transformer(config, layout, reference.SEQ, pieces.get("cp_style", "ring"))
+    check_transformer(config, layout, seq, pieces.get("cp_style", "ring"))
     mesh, plan = build_mesh(layout, "cpu", 30), transformer_plan(config)
     precision = Precision("test", dtype, compute or dtype)
     with torch.device("meta"):
         model: nn.Module = Transformer(config)
-        sample = torch.zeros(2, reference.SEQ, dtype=torch.int64)
+        sample = torch.zeros(2, seq, dtype=torch.int64)
     stages: dict[int, nn.Module] = {0: model}
     if layout.pp > 1:
         parts = parts_of(model, plan)
@@ -71,7 +72,7 @@ def train(
     for number, stage in stages.items():
         stages[number] = apply(stage, mesh, plan, precision, **pieces)
         materialize(stages[number], CPU, reference.SEED)
-    size, count = global_batch // layout.dp, global_batch * reference.SEQ
+    size, count = global_batch // layout.dp, global_batch * seq
     loss_fn = loss_of(*stages.values())
     pipeline = None
     if layout.pp > 1:
@@ -82,7 +83,7 @@ def train(
     step_of = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](parameters, lr=reference.RATE[optimizer])
     losses, first, norm, judged, bound = [], {}, math.nan, math.nan, 1e-12 if dtype == torch.float64 else 1e-3
     for step in range(steps):
-        mine = reference.tokens().batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
+        mine = reference.tokens(seq).batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
         part, positions = cut_batch(mine, layout.coordinates(rank.rank)["cp"], layout.cp)
         share = 0.0
         with loss_parallel():

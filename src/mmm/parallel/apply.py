@@ -19,7 +19,7 @@ from mmm.parallel.mesh import Layout, has_axis
 from mmm.parallel.offload import check_offload
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.tensor import apply_tensor_parallel
-from mmm.parallel.tile import apply_tiles
+from mmm.parallel.tile import apply_tiles, check_tiles
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 
@@ -64,6 +64,7 @@ def apply(
     model.to(precision.storage)
     # 0. What is worked out piece by piece, before anything is cut: its modules take and give something else under tp.
     plan = apply_chunked_loss(model, plan, loss_chunks, precision.compute)
+    check_tiles(tile, checkpointing)
     plan = apply_tiles(model, plan, tile)
     # 1. Tensor parallel first: it decides which part of each matrix is this rank's, and finds modules by their names.
     tp = has_axis(mesh, "tp")

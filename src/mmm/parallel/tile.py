@@ -63,6 +63,13 @@ def apply_tiles(model: nn.Module, plan: Plan, tiles: int) -> Plan:
     return replace(plan, tensor={name: style for name, style in plan.tensor.items() if name not in plan.tiled})
 
 
+def check_tiles(tiles: int, checkpointing: str) -> None:
+    """Raises ConfigError where checkpointing would keep what the tiles are there to lose."""
+    if tiles > 1 and checkpointing == "selective":
+        raise ConfigError(f"tile {tiles} with activation checkpointing 'selective', which keeps what the MLPs' "
+                          f"products give, and so what tiles are there to lose: use 'full' or 'none'")  # fmt: skip
+
+
 def tiled(forward: Forward, tiles: int) -> Forward:
     """`forward`, (batch, seq, dim) in and out, in tiles of the sequence that are worked out again in backward."""
 

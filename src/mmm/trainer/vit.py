@@ -18,6 +18,7 @@ from mmm.errors import ConfigError
 from mmm.models.vit import PRESETS, ViT, ViTConfig
 from mmm.parallel import apply, batch_sizes, build_mesh, materialize
 from mmm.parallel.plans.vit import check_vit, vit_plan
+from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import choose_device
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -55,6 +56,8 @@ class Config(ImageOptions, TrainingOptions):
     """How parameters, gradients and optimizer state lie over the data-parallel ranks."""
     replicas: int = 0
     """Copies of the model under hsdp; 0: two."""
+    tile: int = 1
+    """Tiles of the patches that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10
@@ -74,6 +77,10 @@ def train(config: Config) -> None:
     preset = config.preset if config.preset != "auto" else ("large" if accelerator else "debug")
     sizes = config.sizes(preset)
     check_vit(sizes, layout)
+    if not 1 <= config.tile <= sizes.patches:
+        raise ConfigError(f"--tile {config.tile}: it must be at least 1, and at most the {sizes.patches} patches of an "
+                          f"image")  # fmt: skip
+    check_tiles(config.tile, config.activation_checkpointing)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, 64 if accelerator else 16)
     config.check_accumulate(batch)
     if config.summary:
@@ -109,6 +116,7 @@ def train(config: Config) -> None:
             data_parallel=config.parallel,
             compile=config.compile,
             checkpointing=config.activation_checkpointing,
+            tile=config.tile,
         )
         materialize(model, run.device, config.seed)
         run.log.info("%s\n%s", mesh, sharded_model(model))

@@ -102,8 +102,9 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
                 continue  # has had a stricter rule
             if size % layout.tp:
                 nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
+                broken = "is not divisible by" if size > layout.tp else "<"
                 wrong.append(
-                    f"{flag} {size} is not divisible by tp {layout.tp} ({what}): use {flag} "
+                    f"{flag} {size} {broken} tp {layout.tp} ({what}): use {flag} "
                     f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
                 )
         if (layout.tp - 1) * -(-config.vocab_size // layout.tp) >= config.vocab_size:

@@ -75,8 +75,9 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
         ):
             if size % layout.tp:
                 nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
+                broken = "is not divisible by" if size > layout.tp else "<"
                 wrong.append(
-                    f"{flag} {size} is not divisible by tp {layout.tp} ({what}): use {flag} "
+                    f"{flag} {size} {broken} tp {layout.tp} ({what}): use {flag} "
                     f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
                 )
     if layout.pp > 1 and config.n_layers < layout.pp:
