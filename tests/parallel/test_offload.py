@@ -31,6 +31,8 @@ def train(rank, layout, pieces, how):
         pytest.param(Layout(dp_shard=3), {"data_parallel": "zero2"}, marks=pytest.mark.long),
         pytest.param(Layout(dp_shard=2, tp=2), {}, marks=pytest.mark.long),
         pytest.param(Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}, marks=pytest.mark.long),
+        pytest.param(Layout(pp=2, dp_shard=2), {}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=1, cp=2), {}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -76,7 +76,8 @@ def train(config: Config) -> bool:
         stages = range(len(TECHNIQUES))
         held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in stages), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
-        run.log.info("numbers kept, on the rank that keeps most\n%s", table(held, whole, layout.dp, width))
+        lines = table(held, whole, layout.dp, width, config.offload)
+        run.log.info("numbers kept, on the rank that keeps most\n%s", lines)
         apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
         limit = TOLERANCE[run.precision.name]
         run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit)
@@ -120,22 +121,23 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
     return most, losses
 
 
-def theory(stage: int, whole: int, ranks: int) -> dict[str, float]:
-    """Numbers of `whole` parameters, their gradients and AdamW's state that a rank holds."""
+def theory(stage: int, whole: int, ranks: int, offload: bool = False) -> dict[str, float]:
+    """Numbers of `whole` parameters, their gradients and AdamW's state that a rank holds. With offload its part of
+    the gradient goes to the host, and then stage 1 does not keep the rest either."""
     cut = whole / ranks
     return {
         "parameters": cut if stage >= 3 else whole,
-        "gradients": cut if stage >= 2 else whole,
+        "gradients": cut if stage >= (1 if offload else 2) else whole,
         "optimizer_state": 2 * (cut if stage >= 1 else whole),
     }
 
 
-def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int) -> str:
+def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int, offload: bool = False) -> str:
     """A line a stage: of each kind, the numbers held and the theory; in all, megabytes of numbers of `width` bytes."""
     heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
     lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'held':>12}{'theory':>12}" * 4]
     for stage, numbers in enumerate(held):
-        says = theory(stage, whole, ranks)
+        says = theory(stage, whole, ranks, offload)
         cells = "".join(f"{numbers[kind]:>12,}{says[kind]:>12,.0f}" for kind in KINDS)
         megabytes = (sum(values.values()) * width / 1e6 for values in (numbers, says))
         lines.append(f"{stage} {TECHNIQUES[stage]:<7}{cells}" + "".join(f"{size:>12.2f}" for size in megabytes))

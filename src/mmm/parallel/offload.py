@@ -4,7 +4,7 @@
 
                  on the device                                  on the host
     fsdp         a unit's parameters, while it is worked on     parameters, gradients, optimizer state: this rank's part
-    zero1, 2     whole parameters; zero1: whole gradients       the same, of what this rank updates
+    zero1, 2     whole parameters                               the same, of what this rank updates
 
 A step brings the gradients of this rank's part down, updates the part on the host, and takes the parameters up: zero1
 and zero2 once, fsdp whenever it gathers them. It saves 4 numbers a parameter and rank under AdamW, and costs the link

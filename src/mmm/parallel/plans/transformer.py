@@ -121,6 +121,7 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
                     f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
                 )
         if (layout.tp - 1) * -(-config.vocab_size // layout.tp) >= config.vocab_size:
-            wrong.append(f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it")
+            wrong.append(f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it: use "
+                         f"a multiple of {layout.tp}, or a smaller tp")  # fmt: skip
     if wrong:
         raise LayoutError("; ".join(wrong))
