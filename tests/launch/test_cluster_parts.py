@@ -95,10 +95,10 @@ def test_when_a_scheduler_says_the_job_ends():
     assert walltime.ask(Job(), {}, lambda _: "") is None
 
 
-def test_the_signal_before_the_end_reaches_the_ranks(launcher, how):
+def test_the_signal_before_the_end_reaches_the_ranks(launcher):
     launcher.write("t.py", "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\n"
                            "print('ready', flush=True)\ntime.sleep(30)")
-    done = launcher.run(*how, "-n", "2", "--walltime", "6", "--signal", "USR1@4", "python3", "t.py")
+    done = launcher.run("-n", "2", "--walltime", "9", "--signal", "USR1@4", "python3", "t.py")
     assert done.returncode == 5
     assert "launch: 4 s before the job's end: SIGUSR1 to 2 ranks\n" in done.stderr
 

@@ -99,7 +99,7 @@ class Slurm:
 
     def run(self, *words, variables=None, cwd=None):
         return subprocess.run(words, env=os.environ | self.variables | (variables or {}), cwd=cwd, capture_output=True,
-                              text=True, timeout=120)
+                              text=True, timeout=240)
 
     def wait(self, check, what, timeout=30):
         deadline = time.monotonic() + timeout
