@@ -37,6 +37,7 @@ class Row:
         max_rel_loss_diff: the largest |l - l₀| / |l₀| of all steps. max_grad_diff: the largest max|g - g₀| / max|g₀| of
             all parameters and ranks, at step 1. None where there is no number.
         reason: why it did not pass; empty where it did. seconds: of training, without starting the ranks.
+        sent, expected: bytes of a step, of the rank that sends most: counted, and what the layout needs at least.
         losses, expected_losses: of each step, here and by the reference; empty where the ranks failed.
     """
 
@@ -51,6 +52,8 @@ class Row:
     steps: int
     seconds: float | None = None
     reason: str = ""
+    sent: int | None = None
+    expected: int | None = None
     losses: list[float] = field(default_factory=list)
     expected_losses: list[float] = field(default_factory=list)
     axes: dict[str, int] = field(default_factory=dict)
@@ -80,10 +83,12 @@ def judge(case: Case, optimizer: str, training: Training, expected: Reference, c
     if not grad_diff <= gradient_limit:
         wrong.append(f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than "
                      f"{gradient_limit:.0e}")  # fmt: skip
+    busiest = max(curves, key=lambda curve: curve.sent or 0)
     return Row(
         **_about(case, optimizer, training), max_rel_loss_diff=loss_diff, max_grad_diff=grad_diff, passed=not wrong,
         seconds=max(curve.seconds for curve in curves), reason="; ".join(wrong), losses=curves[0].losses,
-        expected_losses=expected.losses,
+        expected_losses=expected.losses, sent=busiest.sent,
+        expected=None if busiest.expected is None else round(busiest.expected),
     )  # fmt: skip
 
 
@@ -104,16 +109,18 @@ def _relative(got: float, wanted: float) -> float:
     return off if math.isfinite(off) else math.inf
 
 
-def table(rows: Sequence[Row], width: int = 118) -> str:
+def table(rows: Sequence[Row], width: int = 150) -> str:
     """One line a training; below it, why those that did not pass did not."""
     columns = Table(box=None, pad_edge=False)
-    for heading in ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "s", ""):
-        right = heading in ("ranks", "loss", "gradient", "s")
+    for heading in ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "sent", "least", "s", ""):
+        right = heading in ("ranks", "loss", "gradient", "sent", "least", "s")
         columns.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for row in rows:
+        sent, least = ("" if count is None else f"{count:,}" for count in (row.sent, row.expected))
         seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
         columns.add_row(row.model, row.layout, str(row.ranks), row.technique, row.optimizer,
-                        _short(row.max_rel_loss_diff), _short(row.max_grad_diff), seconds, row.result)  # fmt: skip
+                        _short(row.max_rel_loss_diff), _short(row.max_grad_diff), sent, least, seconds,
+                        row.result)  # fmt: skip
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(columns)
@@ -155,6 +162,8 @@ def dataset(rows: Sequence[Row], training: Training, attrs: Mapping[str, Any]) -
         "passed": ("case", np.array([int(row.passed) for row in rows])),
         "seconds": ("case", column("seconds"), {"long_name": "time of training", "units": "s"}),
         "ranks": ("case", np.array([row.ranks for row in rows])),
+        "sent": ("case", column("sent"), {"long_name": "sent in a step by the rank that sends most", "units": "bytes"}),
+        "expected": ("case", column("expected"), {"long_name": "least that the layout needs", "units": "bytes"}),
     }  # fmt: skip
     names = ("model", "layout", "technique", "optimizer", "reason")
     coordinates: dict[str, Any] = {name: ("case", np.array([getattr(row, name) for row in rows])) for name in names}
