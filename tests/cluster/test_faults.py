@@ -29,7 +29,9 @@ if rank == "3":
         while True: time.sleep(1)
 time.sleep(100)
 """
-HEEDING = FAULTY.replace("for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n", "")
+DEAF = "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+CLEANING = FAULTY.replace(DEAF, "").replace(
+    "time.sleep(100)", "try: time.sleep(100)\nfinally:\n    time.sleep(0.3)\n    open('cleaned-' + rank, 'w')")
 
 
 @dataclass
@@ -106,7 +108,7 @@ def test_a_run_hangs(launcher, way, by):
     found, err = end(launcher, process)
     assert found == 124, err
     assert "launch: no output from any rank for 2 s (--timeout): ending 4 ranks" in err
-    assert f"launch: rank 3 on {way.host} is not where the others are, but at:\n  File \"faulty.py\", line 14" in err
+    assert f"launch: rank 3 on {way.host} is not where the others are, but at:\n  File \"faulty.py\", line 13" in err
     assert "launch: the other 3, such as rank 0 on " in err
 
 
@@ -150,12 +152,23 @@ def test_scancel(launcher, way, by):
     assert "and not from launch: the scheduler, or srun, ends the run" in err
 
 
+@pytest.mark.parametrize("way", ["slurm"], indirect=True)
+def test_scancel_lets_ranks_end_in_order(launcher, way, by):
+    """Slurm's SIGTERM comes to every process of the step: those between launch and the ranks have to outlive it."""
+    process = start(launcher, way, *by, "python3", "faulty.py", "none", program=CLEANING)
+    launcher.write("go", "")
+    time.sleep(0.5)
+    way.cluster.run("scancel", way.job)
+    found, err = end(launcher, process)
+    assert found == 143, err
+    assert {f"cleaned-{rank}" for rank in range(4)} <= set(os.listdir(launcher.folder))
+
+
 @pytest.mark.parametrize("way", ["mpich", "openmpi", "slurm"], indirect=True)
 def test_ranks_that_heed_the_signal_end_in_order(launcher, way, by):
-    program = HEEDING.replace("time.sleep(100)", "try: time.sleep(100)\nfinally: open('cleaned-' + rank, 'w')")
-    process = start(launcher, way, *by, "python3", "faulty.py", "none", program=program)
+    process = start(launcher, way, *by, "python3", "faulty.py", "none", program=CLEANING)
     launcher.write("go", "")
-    time.sleep(0.2)
+    time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     found, err = end(launcher, process)
     assert found == 143, err

@@ -121,14 +121,13 @@ if os.environ["RANK"] == "1":
     time.sleep(30)
 time.sleep(30)
 """)
-    done = launcher.run("-n", "3", "--timeout", "1", "python3", "t.py")
+    done = launcher.run("-n", "3", "--timeout", "3", "python3", "t.py")
     assert (done.returncode, done.stdout) == (124, "x\n" * 12)
     host = socket.gethostname()
     assert done.stderr == (
-        "launch: no output from any rank for 1 s (--timeout): ending 3 ranks\n"
+        "launch: no output from any rank for 3 s (--timeout): ending 3 ranks\n"
         f'launch: rank 1 on {host} is not where the others are, but at:\n  File "t.py", line 5 in <module>\n'
-        + done.stderr[done.stderr.index("  File", 160):])
-    assert f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "t.py", line 6 in <module>\n' in done.stderr
+        f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "t.py", line 6 in <module>\n')
 
 
 def test_which_ranks_hang():

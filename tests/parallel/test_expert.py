@@ -182,35 +182,35 @@ def assert_same(got, expected):
     assert biases == right_biases, "biases differ"
 
 
-def long(*layouts):
-    return [pytest.param(layout, marks=pytest.mark.long) for layout in layouts]
-
-
-LAYOUTS = [
-    Layout(dp_shard=4, ep=2),
+MANY = [  # in `make test-long`
+    Layout(dp_shard=1),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_shard=4),
+    Layout(dp_shard=4, ep=4),
     Layout(dp_shard=2, cp=2, ep=2),
     Layout(dp_shard=2, tp=2, ep=2),
-    *long(
-        Layout(dp_shard=1),
-        Layout(dp_shard=2, ep=2),
-        Layout(dp_shard=4),
-        Layout(dp_shard=4, ep=4),
-        Layout(dp_replicate=2, dp_shard=2, ep=2),
-        Layout(dp_shard=2, tp=2),
-        Layout(dp_shard=1, tp=2),
-        Layout(dp_shard=1, cp=2),
-        Layout(dp_shard=1, cp=2, tp=2),
-    ),
+    Layout(dp_replicate=2, dp_shard=2, ep=2),
+    Layout(dp_shard=2, tp=2),
+    Layout(dp_shard=1, tp=2),
+    Layout(dp_shard=1, cp=2),
+    Layout(dp_shard=1, cp=2, tp=2),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_same_as_whole(pool, layout):
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        (Layout(dp_shard=4, ep=2), STEPS),
+        (Layout(dp_shard=2, cp=2, ep=2), 2),
+        (Layout(dp_shard=2, tp=2, ep=2), 2),
+        *(pytest.param(layout, STEPS, marks=pytest.mark.long) for layout in MANY),
+    ],
+    ids=str,
+)
+def test_same_as_whole(pool, layout, steps):
     check_transformer(CONFIG, layout, reference.SEQ)
-    expected = reference_run("sgd")
-    assert len({tuple(load) for step in expected[2] for load in step}) > STEPS  # routing does change
-    for got in pool.run(train, layout.ranks, layout):
-        assert_same(got, expected)
+    expected = check(pool, layout, steps)
+    assert len({tuple(load) for step in expected[2] for load in step}) > steps  # routing does change
 
 
 def check(pool, layout, steps, optimizer="sgd", biases=(), config=CONFIG, **more):
@@ -224,8 +224,9 @@ def with_keywords(rank, arguments, keywords):
     return train(rank, *arguments, **keywords)
 
 
-def test_adamw_with_micro_batches_and_checkpointing(pool):
-    check(pool, Layout(dp_shard=4, ep=2), STEPS, "adamw", accumulate=2, checkpointing="full")
+@pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.long)])
+def test_adamw_with_micro_batches_and_checkpointing(pool, steps):
+    check(pool, Layout(dp_shard=4, ep=2), steps, "adamw", accumulate=2, checkpointing="full")
 
 
 @pytest.mark.long
@@ -278,7 +279,8 @@ def test_initial_weights_and_what_is_saved(pool, layout):
 @pytest.mark.parametrize(
     ("layout", "schedule", "steps"),
     [
-        (Layout(pp=2, dp_shard=2, ep=2), "1F1B", STEPS),
+        (Layout(pp=2, dp_shard=2, ep=2), "1F1B", 2),
+        pytest.param(Layout(pp=2, dp_shard=2, ep=2), "1F1B", STEPS, marks=pytest.mark.long),
         pytest.param(Layout(pp=2, dp_shard=2, ep=2), "ZBVZeroBubble", 2, marks=pytest.mark.long),
         pytest.param(Layout(pp=2, dp_shard=1, tp=2), "1F1B", 2, marks=pytest.mark.long),
     ],

@@ -86,7 +86,7 @@ def test_batches_that_do_not_fit(batch, whole, dp, words):
     ("config", "tp", "seq", "words"),
     [
         ({}, 3, 96, "n_heads 32 is not divisible by tp 3 .* use n_heads 30 or 33"),
-        ({}, 16, 96, "n_kv_heads 8 is not divisible by tp 16"),
+        ({"n_kv_heads": 32}, 64, 192, "n_heads 32 < tp 64"),
         ({"ffn_dim": 81}, 2, 96, "ffn_dim 81"),
         ({}, 4, 30, "seq_length 30 is not divisible by tp 4 .* use seq_length 28 or 32"),
         ({"vocab_size": 5}, 4, 32, "vocab_size 5 cut over tp 4 leaves a rank without any"),

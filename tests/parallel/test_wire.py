@@ -14,7 +14,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.traffic import count_traffic
 from mmm.parallel.zero import all_gather, reduce_scatter
 from mmm.runtime.device import Precision
-from mmm.runtime.sockets import socket_bytes
+from mmm.runtime.sockets import sent_since, socket_bytes
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def measured(work, *meshes) -> tuple[int, int]:
     with count_traffic(*meshes) as traffic:
         work()
         dist.barrier()
-    return traffic.wire, socket_bytes() - before
+    return traffic.wire, sent_since(before)
 
 
 def each_call(rank, part: int):
@@ -93,13 +93,16 @@ def test_a_step_of_fsdp_and_tp(pool):
 
 
 def test_sockets_are_counted_exactly():
-    before = socket_bytes()
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
-        theirs, _ = server.accept()
-        with theirs:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed, ours = (socket.create_connection(server.getsockname()) for _ in range(2))
+        with ours, server.accept()[0] as first, server.accept()[0] as second:
+            closed.sendall(bytes(777))
+            assert len(first.recv(777, socket.MSG_WAITALL)) == 777
+            before = socket_bytes()
             ours.sendall(bytes(12_345))
-            assert len(theirs.recv(12_345, socket.MSG_WAITALL)) == 12_345
-            assert socket_bytes() - before == 12_345
+            assert len(second.recv(12_345, socket.MSG_WAITALL)) == 12_345
+            closed.close()
+            assert sent_since(before) == 12_345
 
 
 def test_stated_algorithms():

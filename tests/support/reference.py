@@ -19,8 +19,8 @@ RATE = {"sgd": 0.5, "adamw": 1e-2}
 
 
 @lru_cache
-def tokens() -> Tokens:
-    return TextTokens(standard_library().train, SEQ, SEED)
+def tokens(seq: int = SEQ) -> Tokens:
+    return TextTokens(standard_library().train, seq, SEED)
 
 
 def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -28,14 +28,21 @@ def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @lru_cache
-def train(optimizer: str, dtype: torch.dtype, steps: int, config: TransformerConfig = CONFIG):
+def train(
+    optimizer: str,
+    dtype: torch.dtype,
+    steps: int,
+    config: TransformerConfig = CONFIG,
+    global_batch: int = GLOBAL_BATCH,
+    seq: int = SEQ,
+):
     """Losses of each step, and the gradients of the first by name."""
     model = Transformer(config).to(dtype)
     weights.initialize(model, SEED)
     step_of = optimizer_of(optimizer, model)
     losses, first = [], {}
     for step in range(steps):
-        batch = tokens().batch(step, GLOBAL_BATCH, 0, GLOBAL_BATCH)
+        batch = tokens(seq).batch(step, global_batch, 0, global_batch)
         logits = model(batch.inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()

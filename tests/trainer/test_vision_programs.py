@@ -16,10 +16,11 @@ import mmm.history
 from mmm.data.datasets import load_images
 from mmm.data.datasets.download import Refused
 from mmm.errors import UserError
-from mmm.examples import fsdp
+from mmm.examples import collectives, fsdp, tensor_parallel
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.trainer import fsdp as fsdp_trainer
 from mmm.trainer import vit
+from mmm.trainer.options import parse
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
@@ -175,3 +176,39 @@ def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config
     with pytest.raises(UserError) as refused:
         program.train(program.Config(**config))
     assert re.search(words, str(refused.value)), refused.value
+
+
+@pytest.mark.parametrize(
+    ("program", "flags"),
+    [
+        (fsdp, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every", "accumulate")),
+        (fsdp_trainer, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every")),
+        (collectives, ("lr", "seed", "dtype", "compile", "max_iters", "log_every", "plots", "summary")),
+        (tensor_parallel, ("lr", "compile", "max_iters", "log_every", "plots", "summary")),
+    ],
+    ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
+)
+def test_a_flag_that_would_do_nothing_is_none(program, flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [program.__name__, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        parse(program.Config)
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--outdir" in shown
+    for flag in flags:
+        assert f"--{flag}" not in shown
+        monkeypatch.setattr("sys.argv", [program.__name__, f"--{flag}", "1"])
+        with pytest.raises(SystemExit) as stop:
+            parse(program.Config)
+        assert stop.value.code == 2
+        assert f"--{flag}" in capsys.readouterr().err
+
+
+def test_flags_of_the_loop_that_are_used(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fsdp", "--accumulate", "2", "--max_norm", "1", "--save_model"])
+    config = parse(fsdp_trainer.Config)
+    assert (config.accumulate, config.max_norm, config.save_model) == (2, 1.0, True)
+    with pytest.raises(UserError, match=r"--tile 99: .* 16 patches"):
+        vit.train(vit.Config(tile=99))
+    with pytest.raises(UserError, match="tile 2 with activation checkpointing 'selective'"):
+        vit.train(vit.Config(tile=2, activation_checkpointing="selective"))

@@ -41,13 +41,13 @@ from mmm.runtime.device import synchronize
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
-from mmm.trainer.options import RunOptions, parse
+from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import start_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """Collectives, shown and timed. Nothing is trained: flags of training, such as --lr, do nothing."""
+class Config(BaseOptions):
+    """Collectives, shown and timed; nothing is trained."""
 
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
     """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""

@@ -27,20 +27,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, Tokens
-from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, check_compile, local_value, loss_of, materialize
+from mmm.parallel.chunked_loss import Loss
 from mmm.parallel.context import cut_batch
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Preset, parse
+from mmm.trainer.options import MemoryOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions):
+class Config(TextProgramOptions, MemoryOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
     cp: int | None = None
@@ -67,10 +67,11 @@ class Config(TextProgramOptions):
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = config.layout(whoami().world_size)
-    if config.compile:
-        check_compile(transformer_plan(), layout)
     setting = settle(config, layout, default_batch=1, cp_style=config.cp_style)
-    model, global_batch, steps = setting.model, setting.global_batch, setting.steps
+    config.check_memory(config.seq_length // (layout.cp * layout.tp), config.dtype)
+    if config.compile:
+        check_compile(setting.plan, layout)
+    model, plan, global_batch, steps = setting.model, setting.plan, setting.global_batch, setting.steps
     if config.summary:
         print_once(setting.summary())
         return
@@ -80,10 +81,11 @@ def train(config: Config) -> None:
         run.describe(**setting.describe())
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, transformer_plan(), run.precision, cp_style=config.cp_style, compile=config.compile)
+        apply(model, mesh, plan, run.precision, cp_style=config.cp_style, compile=config.compile,
+              **config.memory())  # fmt: skip
         materialize(model, run.device, config.seed)
+        loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
-
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
@@ -92,7 +94,7 @@ def train(config: Config) -> None:
             part, positions = own_part(setting.tokens, run, step, global_batch)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
-                loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
+                loss = loss_fn(model(part.inputs, positions), part.targets, part.count)
                 run.clock.lap("dtf")
                 scaler.scale(loss).backward()
             run.clock.lap("dtb")
@@ -104,7 +106,7 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, setting.validation, run, config.eval_batches, global_batch)
+                more["val_loss"] = validate(model, loss_fn, setting.validation, run, config.eval_batches, global_batch)
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
 
 
@@ -118,14 +120,14 @@ def own_part(tokens: Tokens, run: Run, step: int, global_batch: int) -> tuple[Ba
 
 
 @torch.no_grad()
-def validate(model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int) -> float:
+def validate(model: nn.Module, loss_fn: Loss, tokens: Tokens, run: Run, batches: int, global_batch: int) -> float:
     """Mean loss over the first global batches of the validation text: the same tokens on every mesh, every time."""
     total = 0.0
     batches = min(batches, tokens.steps_per_epoch(global_batch))
     for step in range(batches):
         part, positions = own_part(tokens, run, step, global_batch)
         with loss_parallel():
-            total += local_value(cross_entropy(model(part.inputs, positions), part.targets, part.count))
+            total += local_value(loss_fn(model(part.inputs, positions), part.targets, part.count))
     return run.global_sum(total) / batches
 
 

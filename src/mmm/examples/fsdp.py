@@ -13,7 +13,7 @@ Every rank has its own samples of each step. What differs is what a rank keeps, 
       hsdp        fsdp within each of R groups of N/R ranks, an all-reduce between the groups
 
 The losses are the same for all of them. One row an epoch; every test image counts once, whatever the number of ranks.
-The same job with accumulation, clipping and checkpointing: ``mmm.trainer.fsdp``.
+The same job with accumulation and clipping: ``mmm.trainer.fsdp``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def train(config: Config) -> None:
         run.log.info("model, whole:\n%s", summary)
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel, compile=config.compile)
+        model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel)
         materialize(model, run.device, config.seed)
         run.log.info("%s, %s\n%s", config.parallel, mesh, sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), setting.lr)

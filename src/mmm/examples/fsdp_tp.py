@@ -28,19 +28,20 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
-from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, local_value, materialize
-from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel import Layout, apply, build_mesh, check_compile, local_value, loss_of, materialize
+from mmm.parallel.chunked_loss import Loss
+from mmm.parallel.offload import moved_text
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
+from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions):
+class Config(TextProgramOptions, MemoryOptions):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
 
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
@@ -54,9 +55,10 @@ class Config(TextProgramOptions):
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = Layout(tp=config.tpsize).fit(whoami().world_size)
-    if config.compile:
-        check_compile(transformer_plan(), layout)
     setting = settle(config, layout, default_batch=16)
+    config.check_memory(config.seq_length // layout.tp, config.dtype)
+    if config.compile:
+        check_compile(setting.plan, layout)
     model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
     if config.summary:
         print_once(setting.summary())
@@ -68,8 +70,9 @@ def train(config: Config) -> None:
 
         # mesh -> plan -> weights: cut the shapes first, then give each rank memory and weights for its own part.
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, transformer_plan(), run.precision, compile=config.compile)
+        apply(model, mesh, setting.plan, run.precision, compile=config.compile, **config.memory())
         materialize(model, run.device, config.seed)
+        loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
@@ -81,7 +84,7 @@ def train(config: Config) -> None:
             part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # the logits stay cut over the vocabulary
-                loss = cross_entropy(model(part.inputs), part.targets, part.count)
+                loss = loss_fn(model(part.inputs), part.targets, part.count)
                 run.clock.lap("dtf")
                 scaler.scale(loss).backward()
             run.clock.lap("dtb")
@@ -93,14 +96,16 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, setting.validation, run, config.eval_batches, global_batch, mine,
-                                            batch)  # fmt: skip
+                size = config.eval_batches, global_batch, mine, batch
+                more["val_loss"] = validate(model, loss_fn, setting.validation, run, *size)
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+        if config.offload:
+            run.log.info("%s", moved_text(model, optimizer, run.device))
 
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
+    model: nn.Module, loss_fn: Loss, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
 ) -> float:
     """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
     total = 0.0
@@ -108,7 +113,7 @@ def validate(
     for step in range(batches):
         part = tokens.batch(step, global_batch, mine, batch).to(run.device)
         with loss_parallel():
-            total += local_value(cross_entropy(model(part.inputs), part.targets, part.count))
+            total += local_value(loss_fn(model(part.inputs), part.targets, part.count))
     return run.global_sum(total) / batches
 
 

@@ -92,7 +92,7 @@ def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tup
             sizes = TransformerConfig(dim=64, n_layers=config.n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192)
             check_transformer(sizes, layout, config.seq_length, config.cp_style)
             tokens, validation, _ = TextOptions(seq_length=config.seq_length).load(sizes.vocab_size, config.seed)
-            return (Transformer(sizes), transformer_plan(), torch.zeros(batch, config.seq_length).long(),
+            return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, config.seq_length).long(),
                     lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4))  # fmt: skip
         model: nn.Module
         if config.model == "vit":

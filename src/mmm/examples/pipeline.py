@@ -28,15 +28,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
 from mmm.errors import ConfigError
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
 from mmm.parallel.bubble import Recorder, gather
 from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
+from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, settle
@@ -44,7 +43,7 @@ from mmm.trainer.timeline import report_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions):
+class Config(TextProgramOptions, MemoryOptions):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
     pp: int = 2
@@ -68,7 +67,9 @@ class Config(TextProgramOptions):
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
-    setting, plan = settle(config, layout, default_batch=16), transformer_plan()
+    setting = settle(config, layout, default_batch=16)
+    plan = setting.plan
+    config.check_memory(config.seq_length // layout.tp, config.dtype)
     model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
     if config.timeline and steps < 2:
         raise ConfigError(f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
@@ -94,13 +95,14 @@ def train(config: Config) -> None:
         numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each)
         mine = {number: take_stage(model, parts, cuts[number]) for number in numbers}
         for number, stage in mine.items():
-            apply(stage, mesh, plan, run.precision, compile=config.compile)
+            apply(stage, mesh, plan, run.precision, compile=config.compile, **config.memory())
             materialize(stage, run.device, config.seed)
             run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
 
         tokens_of_step = global_batch * config.seq_length  # micro-batches divide by it: their losses add up
+        loss_fn = loss_of(*mine.values())  # cross-entropy of the logits, or in chunks
         pipeline = Pipeline(mine, len(cuts), mesh, schedule=config.schedule, microbatches=config.microbatches,
-                            loss=lambda logits, targets: cross_entropy(logits, targets, tokens_of_step),
+                            loss=lambda output, targets: loss_fn(output, targets, tokens_of_step),
                             device=run.device, lap=run.clock.lap)  # fmt: skip
         optimizer = make_optimizer(config.optimizer, pipeline.parameters(), config.lr)
         first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch

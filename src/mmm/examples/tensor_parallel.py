@@ -39,16 +39,18 @@ from mmm.parallel import Layout, build_mesh
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
-from mmm.trainer.options import RunOptions, parse
+from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import start_run
 
 LIMIT = {"fp64": 1e-12, "fp32": 1e-5}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """Tensor parallelism by hand and as a plan. Nothing is trained: flags of training, such as --lr, do nothing."""
+class Config(BaseOptions):
+    """Tensor parallelism by hand and as a plan; nothing is trained."""
 
+    seed: int = 0
+    """Decides the numbers that are computed with."""
     dtype: Literal["fp64", "fp32"] = "fp64"
     forget_all_reduce: bool = False
     """A bug to order: leave out the all-reduce after the rows."""

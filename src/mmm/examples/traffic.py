@@ -39,7 +39,7 @@ from mmm.parallel.traffic import count_traffic
 from mmm.parallel.traffic_theory import expected_traffic
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.runtime.sockets import socket_bytes
+from mmm.runtime.sockets import sent_since, socket_bytes
 from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.run import Run, start_run
 
@@ -163,12 +163,12 @@ def measure(run: Run, case: Case, sizes: TransformerConfig, tokens: Tokens, glob
         step()
     by_gloo = run.device.type == "cpu" and sys.platform == "linux"
     dist.barrier()
-    before = socket_bytes() if by_gloo else 0
+    before = socket_bytes() if by_gloo else {}
     with count_traffic(mesh) as traffic:
         step()
     with count_traffic() as end:
         dist.barrier()  # nothing is on its way after it; it has sent something itself
-    sockets = socket_bytes() - before - end.wire if by_gloo else 0
+    sockets = sent_since(before) - end.wire if by_gloo else 0
     everyone: list[Step] = [None] * run.rank.world_size  # type: ignore[list-item]
     dist.all_gather_object(everyone, Step(traffic.by_axis, formula, traffic.wire, sockets))
     run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, traffic.table())

@@ -13,7 +13,7 @@ which has two numbers of state for each::
 
 (Sent: times (N-1)/N.) Each stage trains a Transformer, from the same weights, on the same samples, to the same losses.
 Then a table says what the rank that holds most really holds, beside the theory: a part is a little more than P/N where
-N does not divide a matrix's rows. MB: 10⁶ bytes.
+N does not divide a matrix's rows. MB: 10⁶ bytes. With --offload, stages 1 to 3 keep on the host what a rank updates.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
 """
@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, local_value, materialize
+from mmm.parallel.offload import moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
@@ -56,6 +57,8 @@ class Config(TextProgramOptions):
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     optimizer: Literal["adamw"] = "adamw"
     """SGD has no state, and stage 1 would save nothing."""
+    offload: bool = False
+    """Stages 1 to 3: keep on the host, and update there, what a rank updates."""
 
 
 def train(config: Config) -> bool:
@@ -73,7 +76,8 @@ def train(config: Config) -> bool:
         stages = range(len(TECHNIQUES))
         held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in stages), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
-        run.log.info("numbers kept, on the rank that keeps most\n%s", table(held, whole, layout.dp, width))
+        lines = table(held, whole, layout.dp, width, config.offload)
+        run.log.info("numbers kept, on the rank that keeps most\n%s", lines)
         apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
         limit = TOLERANCE[run.precision.name]
         run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit)
@@ -86,7 +90,10 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
     with torch.device("meta"):
         model: nn.Module = Transformer(setting.sizes)
     options, technique = run.options, TECHNIQUES[stage]
-    model = apply(model, mesh, transformer_plan(), run.precision, data_parallel=technique, compile=options.compile)
+    assert isinstance(options, Config)
+    offload = options.offload and stage > 0
+    model = apply(model, mesh, transformer_plan(), run.precision, data_parallel=technique, compile=options.compile,
+                  offload=offload)  # fmt: skip
     materialize(model, run.device, options.seed)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
     batch, global_batch = setting.batch, setting.global_batch
@@ -107,26 +114,30 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
         everyone = gather_floats([float(here[kind]) for kind in KINDS], run.device)
         most = {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
         at, share = {"stage": stage, "iter": step}, {"loss": local_value(loss)}
-        losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more=most))
+        due = step % options.log_every == 0 or step == setting.steps - 1
+        losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more=most, due=due))
+    if offload:
+        run.log.info("stage %d, %s", stage, moved_text(model, optimizer, run.device))
     return most, losses
 
 
-def theory(stage: int, whole: int, ranks: int) -> dict[str, float]:
-    """Numbers of `whole` parameters, their gradients and AdamW's state that a rank holds."""
+def theory(stage: int, whole: int, ranks: int, offload: bool = False) -> dict[str, float]:
+    """Numbers of `whole` parameters, their gradients and AdamW's state that a rank holds. With offload its part of
+    the gradient goes to the host, and then stage 1 does not keep the rest either."""
     cut = whole / ranks
     return {
         "parameters": cut if stage >= 3 else whole,
-        "gradients": cut if stage >= 2 else whole,
+        "gradients": cut if stage >= (1 if offload else 2) else whole,
         "optimizer_state": 2 * (cut if stage >= 1 else whole),
     }
 
 
-def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int) -> str:
+def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int, offload: bool = False) -> str:
     """A line a stage: of each kind, the numbers held and the theory; in all, megabytes of numbers of `width` bytes."""
     heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
     lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'held':>12}{'theory':>12}" * 4]
     for stage, numbers in enumerate(held):
-        says = theory(stage, whole, ranks)
+        says = theory(stage, whole, ranks, offload)
         cells = "".join(f"{numbers[kind]:>12,}{says[kind]:>12,.0f}" for kind in KINDS)
         megabytes = (sum(values.values()) * width / 1e6 for values in (numbers, says))
         lines.append(f"{stage} {TECHNIQUES[stage]:<7}{cells}" + "".join(f"{size:>12.2f}" for size in megabytes))

@@ -1,6 +1,7 @@
 """Where each rank of a run that hangs is, and which of them are not where the others wait."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 STACK_FILE = "mmm-stack"                 # a rank's memory file, into which its SIGQUIT handler writes its Python stack
+RUNNER = "/mmm/runtime/child.py"         # from here on outwards it is launch's own part
 PATIENCE = 0.5                           # s for the handlers to write
 SHOWN = 6                                # frames of a stack
 WAITING = ("/torch/distributed/", "/torch/nn/parallel/")     # a frame in these files waits for other ranks
@@ -36,7 +38,8 @@ def ask(pids: Mapping[int, int]) -> dict[int, Stack]:
 def read(text: str) -> Stack:
     """The frames in what `faulthandler` writes; of the last stack, if there are several."""
     last = text.rpartition("(most recent call first):\n")[2]
-    return tuple(line.strip() for line in last.splitlines() if line.startswith("  File "))
+    frames = [line.strip() for line in last.splitlines() if line.startswith("  File ")]
+    return tuple(itertools.takewhile(lambda frame: RUNNER not in frame, frames))
 
 
 def explain(stacks: Mapping[int, Stack], hosts: Mapping[int, str]) -> str:

@@ -97,6 +97,8 @@ class Supervisor(Run):
     def on_status(self, status: Status) -> None:
         if status.code is None:
             self.pids[status.rank] = status.pid
+            if self.output is not None:
+                self.output.last = time.monotonic()          # what is before the ranks does not count as idle
             return
         self.ended.add(status.rank)
         if status.code != 0 and not any(f.rank == status.rank for f in self.failures):

@@ -1,6 +1,7 @@
 """Meshes, and one file a technique; ``plans/`` says how each model is cut."""
 
 from mmm.parallel.apply import apply, check_compile, materialize
+from mmm.parallel.chunked_loss import loss_of
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.data import DATA_PARALLEL, check_data_parallel, sync_gradients
 from mmm.parallel.expert import balance_experts, imbalance
@@ -22,6 +23,7 @@ __all__ = [
     "held_elements",
     "imbalance",
     "local_value",
+    "loss_of",
     "materialize",
     "sync_gradients",
 ]

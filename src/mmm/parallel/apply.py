@@ -10,13 +10,17 @@ from torch.distributed.tensor import DTensor, Shard
 from mmm.errors import LayoutError
 from mmm.models import weights
 from mmm.parallel.checkpoint import apply_checkpointing
+from mmm.parallel.chunked_loss import apply_chunked_loss, keep_output_gathered
 from mmm.parallel.context import apply_context_parallel
 from mmm.parallel.copies import Copies
 from mmm.parallel.data import apply_data_parallel, check_data_parallel
 from mmm.parallel.expert import apply_expert_parallel
+from mmm.parallel.fsdp import is_offloaded
 from mmm.parallel.mesh import Layout, has_axis, layout_of
+from mmm.parallel.offload import check_offload
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.tensor import apply_tensor_parallel
+from mmm.parallel.tile import apply_tiles, check_tiles
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 
@@ -31,6 +35,9 @@ def apply(
     cp_style: str = "ring",
     checkpointing: str = "none",
     compile: bool = False,
+    loss_chunks: int = 1,
+    tile: int = 1,
+    offload: bool = False,
 ) -> nn.Module:
     """Cut `model` over `mesh`, in place, and give back what to train.
 
@@ -42,6 +49,9 @@ def apply(
         cp_style: how attention goes over a cut sequence, where the mesh has cp: ``ring`` or ``ulysses``.
         checkpointing: of activations, of what the plan names: ``none``, ``full`` or ``selective``.
         compile: compile what the plan says can be compiled.
+        loss_chunks: chunks of the sequence that logits and loss are worked out in; the loss is `loss_of` the model.
+        tile: tiles of the sequence that MLPs are worked out in.
+        offload: keep what the optimizer works on in the host's memory.
 
     Returns:
         `model`, or for ddp, zero1 and zero2 a wrapper around it: this is what to materialize, call and optimize.
@@ -50,7 +60,13 @@ def apply(
     check_data_parallel(data_parallel, layout)
     if compile:
         check_compile(plan, layout)
+    if offload:
+        check_offload(data_parallel, precision.name)
     model.to(precision.storage)
+    # 0. What is worked out piece by piece, before anything is cut: its modules take and give something else under tp.
+    plan = apply_chunked_loss(model, plan, loss_chunks, precision.compute)
+    check_tiles(tile, checkpointing)
+    plan = apply_tiles(model, plan, tile)
     # 1. Tensor parallel first: it decides which part of each matrix is this rank's, and finds modules by their names.
     tp = has_axis(mesh, "tp")
     if tp:
@@ -66,7 +82,9 @@ def apply(
     if compile:
         compile_modules(model, plan, plan.compiled_with_tp if tp else plan.compiled)
     # 6. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
-    return apply_data_parallel(model, mesh, plan, precision, data_parallel)
+    model = apply_data_parallel(model, mesh, plan, precision, data_parallel, offload)
+    keep_output_gathered(model)
+    return model
 
 
 def check_compile(plan: Plan, layout: Layout) -> None:
@@ -104,7 +122,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     Copies that are whole on every rank begin to talk here, because what they send must have memory first.
     """
     inner = model.module if isinstance(model, Copies) else model
-    inner.to_empty(device=device)
+    inner.to_empty(device="cpu" if is_offloaded(inner) else device)
     weights.initialize(inner, seed, box_of=local_box, local_of=local_part)
     if isinstance(model, Copies):
         model.connect()

@@ -25,17 +25,17 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.models.weights import canonical_name
 from mmm.parallel.apply import apply, check_compile, materialize
 from mmm.parallel.checkpoint import check_checkpointing
+from mmm.parallel.chunked_loss import Loss, loss_of
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.context import positions_of
 from mmm.parallel.data import check_data_parallel, sync_gradients
-from mmm.parallel.loss import cross_entropy, local_value
+from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout, has_axis
 from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.stages import Part, cut, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 
-Loss = Callable[[Tensor, Tensor, int], Tensor]
 Measure = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -44,7 +44,7 @@ class Techniques:
     """What the sizes of a layout leave open.
 
     Attributes:
-        data_parallel, cp_style, checkpointing, compile: as `mmm.parallel.apply` takes them.
+        data_parallel, cp_style, checkpointing, compile, loss_chunks, tile, offload: as `mmm.parallel.apply` takes them.
         schedule: of a pipeline. stages_per_rank: None for the fewest that the schedule takes.
         microbatches: parts that a batch goes through in. None: with pp what the schedule needs at least, else 1. With
             pp they are equal; else they differ by one sample at most (gradient accumulation).
@@ -57,6 +57,9 @@ class Techniques:
     stages_per_rank: int | None = None
     checkpointing: str = "none"
     compile: bool = False
+    loss_chunks: int = 1
+    tile: int = 1
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,19 +140,18 @@ class ParallelModel:
         *,
         device: torch.device,
         seed: int,
-        loss: Loss = cross_entropy,
+        loss: Loss | None = None,
         lap: Lap | None = None,
     ) -> None:
         """
         Args:
             model: on the meta device; it is used up. mesh: of `build_mesh`. division: of `divide`.
             seed: of the initial weights.
-            loss: (output, targets, count) → this rank's share, its sum over `count`.
+            loss: (output, targets, count) → this rank's share, its sum over `count`. None: of `loss_of`.
             lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
         """
-        self.layout, self.mesh, self.device, self._loss, self._lap = layout, mesh, device, loss, lap
+        self.layout, self.mesh, self.device, self._lap = layout, mesh, device, lap
         self.microbatches, self._positions = division.microbatches, plan.sequence
-        self._value: Measure = lambda output, targets: loss(output, targets, 1)  # what becomes of a pipeline's outputs
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.at = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
@@ -163,8 +165,11 @@ class ParallelModel:
             held = take_stage(model, division.parts, division.stages[number]) if division.stages else model
             self.modules[number] = apply(held, mesh, plan, precision, data_parallel=how.data_parallel,
                                          cp_style=how.cp_style, checkpointing=how.checkpointing,
-                                         compile=how.compile)  # fmt: skip
+                                         compile=how.compile, loss_chunks=how.loss_chunks, tile=how.tile,
+                                         offload=how.offload)  # fmt: skip
             materialize(self.modules[number], device, seed)
+        self._loss = loss or loss_of(*self.modules.values())
+        self._value: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
             self.pipeline = Pipeline(self.modules, len(division.stages), mesh, schedule=how.schedule,

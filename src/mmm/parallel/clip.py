@@ -42,7 +42,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: Device
             mesh, axes = kind
             for axis in axes:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
-        total = squares if total is None else total + squares
+        total = squares if total is None else total + squares.to(total.device)
     if total is None:
         total = torch.zeros(())
     if stages is not None:

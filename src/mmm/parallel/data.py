@@ -80,18 +80,22 @@ def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def apply_data_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, data_parallel: str
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, data_parallel: str, offload: bool = False
 ) -> nn.Module:
-    """The model to train: `model` itself, cut in place, or for ddp, zero1 and zero2 a wrapper around it."""
+    """The model to train: `model` itself, cut in place, or for ddp, zero1 and zero2 a wrapper around it.
+
+    Args:
+        offload: keep this rank's part of it on the host (not ddp).
+    """
     if data_parallel not in WHOLE:
         if (experts := expert_mesh(mesh)) is not None:
-            apply_expert_fsdp(model, experts, plan, precision)  # first: a unit takes what no earlier one has
-        apply_fsdp(model, dp_mesh(mesh), plan, precision)
+            apply_expert_fsdp(model, experts, plan, precision, offload)  # first: a unit takes what no earlier one has
+        apply_fsdp(model, dp_mesh(mesh), plan, precision, offload)
         return model
     replicas = mesh["dp_replicate" if has_axis(mesh, "dp_replicate") else "dp_shard"]
     if data_parallel == "ddp":
         return DDP(model, replicas, precision)
-    return Zero(model, replicas, precision, keep_gradients=data_parallel == "zero1")
+    return Zero(model, replicas, precision, keep_gradients=data_parallel == "zero1", offload=offload)
 
 
 def sync_gradients(model: nn.Module, now: bool) -> None:

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmm.errors import LayoutError
 from mmm.models.experts import Experts, MixtureOfExperts, loads, work_out
-from mmm.parallel.fsdp import mixed_precision
+from mmm.parallel.fsdp import mixed_precision, offload_policy
 from mmm.parallel.mesh import Layout, expert_mesh, has_axis
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.device import Precision
@@ -101,17 +101,20 @@ def _experts_in(layers: Iterable[nn.Module]) -> list[Experts]:
     return [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
 
 
-def apply_expert_fsdp(model: nn.Module, experts: DeviceMesh, plan: Plan, precision: Precision) -> None:
+def apply_expert_fsdp(
+    model: nn.Module, experts: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False
+) -> None:
     """``fully_shard`` each layer's experts over expert_dp, as units of their own, in place.
 
     Args:
-        experts: of `expert_mesh`.
+        experts: of `expert_mesh`. offload: keep what is cut on the host.
     """
     over = experts["dp_replicate", "expert_dp"] if has_axis(experts, "dp_replicate") else experts["expert_dp"]
     ranks = experts["expert_dp"].size()
     layers = [module for pattern in plan.experts for module in find(model, pattern)]
     for module in _experts_in(layers):
         fully_shard(module, mesh=over, mp_policy=mixed_precision(precision, False),
+                    offload_policy=offload_policy(over, offload),
                     shard_placement_fn=lambda parameter: Shard(_cut_dim(parameter, ranks)))  # fmt: skip
 
 

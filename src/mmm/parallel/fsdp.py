@@ -1,7 +1,8 @@
 """FSDP (ZeRO-3): each parameter, its gradient and its optimizer state cut over ``dp_shard``.
 
 A unit's parameters are gathered just for its forward and its backward. With ``dp_replicate`` as well (HSDP) there are
-copies of that, kept equal by all-reduce: the gathering stays within a group, ideally on one host.
+copies of that, kept equal by all-reduce: the gathering stays within a group, ideally on one host. With offload, what is
+cut lives in the host's memory (`mmm.parallel.offload`).
 
 Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard``.
 """
@@ -9,13 +10,23 @@ Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard`
 from __future__ import annotations
 
 import warnings
+import weakref
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.device import Precision
+
+# Which models keep their parts on the host: `materialize` has to know, and FSDP has no public way to ask.
+_OFFLOADED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def mixed_precision(precision: Precision, root: bool) -> MixedPrecisionPolicy:
@@ -28,12 +39,19 @@ def mixed_precision(precision: Precision, root: bool) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=root)
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision) -> None:
+def offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
+    """Pinned memory is what an accelerator copies from fastest; without one there is none to pin it for."""
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False) -> None:
     """``fully_shard`` each unit of the plan, then the model itself, in place.
 
     Args:
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
+        offload: keep what is cut on the host.
     """
+    where = offload_policy(mesh, offload)
     # PyTorch warns of any unit whose output is a view, because writing into it would be wrong. No model here does.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for unit in plan.units:
@@ -41,9 +59,16 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
         modules = [module for pattern in patterns for module in find(model, pattern)]
         groups = [modules] if isinstance(unit, tuple) else [[module] for module in modules]
         for group in filter(None, groups):
-            fully_shard(group if len(group) > 1 else group[0], mesh=mesh, mp_policy=mixed_precision(precision, False))
-    fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True))
+            together = group if len(group) > 1 else group[0]
+            fully_shard(together, mesh=mesh, mp_policy=mixed_precision(precision, False), offload_policy=where)
+    fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True), offload_policy=where)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    _OFFLOADED[model] = offload
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether `apply_fsdp` has put the parts of `model` on the host."""
+    return _OFFLOADED.get(model, False)

@@ -125,7 +125,7 @@ def check_pipeline(
     elif pp * each > parts:
         wrong.append(
             f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
-            f"them: use pp {parts // each} or less, a model with more layers"
+            f"them: use {f'pp {parts // each} or less, ' if parts // each > 1 else ''}a model with more layers"
             + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 else "")
         )
     least, multiple = kind.microbatches(pp)

@@ -32,6 +32,8 @@ class Plan:
         refused: axes that the model has nothing to be cut by, and why.
         check: (model, layout, inputs of a step, cp_style) → nothing; raises LayoutError where the model's sizes do not
             go onto the layout. None: any go.
+        output: the matrix that makes logits of a sequence: what a loss in chunks takes over.
+        tiled: MLPs that can be worked out in tiles of the sequence, (batch, seq, dim) in and out.
     """
 
     tensor: Mapping[str, ParallelStyle]
@@ -45,6 +47,8 @@ class Plan:
     sequence: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Any, Layout, Tensor, str], None] | None = None
+    output: str = ""
+    tiled: tuple[str, ...] = ()
 
 
 def axis_problems(plan: Plan, layout: Layout) -> list[str]:

@@ -20,6 +20,9 @@ the parameters. So any optimizer that treats every element by itself (SGD, Adam,
 clipping, GradScaler and learning-rate schedules; its state has the shape of FSDP's. ``state_dict()`` has the whole
 parameters, and ``module`` is the model.
 
+With offload the parts, their gradients and so the optimizer's state and its step are on the host; the step's result
+goes up to the device, and is then gathered (`mmm.parallel.offload`).
+
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 """
 
@@ -54,20 +57,24 @@ class Part:
     Attributes:
         whole: the model's parameter. shard: this rank's rows of it, in the same memory.
         memory: that of `whole`, with rows added until all ranks have the same number, as collectives want it.
+        host: with offload the memory of `shard`, on the host; else None.
     """
 
-    def __init__(self, name: str, whole: nn.Parameter, mesh: DeviceMesh) -> None:
+    def __init__(self, name: str, whole: nn.Parameter, mesh: DeviceMesh, host: DeviceMesh | None = None) -> None:
         if whole.ndim == 0:
             raise ValueError(f"parameter {name} is a single number, which has no rows to cut: give it shape (1,)")
         rows, ranks, rank = whole.shape[0], mesh.size(), mesh.get_local_rank()
         chunk = -(-rows // ranks)
-        self.whole, self.mesh, self.group = whole, mesh, mesh.get_group()
+        self.whole, self.mesh, self.group = whole, host or mesh, mesh.get_group()
         self.memory = whole.data.new_zeros(chunk * ranks, *whole.shape[1:])
         self.memory[:rows] = whole.data
         whole.data = self.memory[:rows]
         self.rows = slice(min(rank * chunk, rows), min((rank + 1) * chunk, rows))
         self.slot = slice(rank * chunk, (rank + 1) * chunk)  # the same, with the rows added
-        self.shard = nn.Parameter(self._cut(self.memory[self.rows]))
+        mine = self.memory[self.rows]
+        pinned = mesh.device_type != "cpu"
+        self.host = torch.empty(mine.shape, dtype=mine.dtype, pin_memory=pinned).copy_(mine) if host else None
+        self.shard = nn.Parameter(self._cut(mine if self.host is None else self.host))
 
     def _cut(self, rows: Tensor) -> DTensor:
         """This rank's rows as a part of the whole; no copy."""
@@ -92,6 +99,8 @@ class Part:
 
     def accumulate(self, rows: Tensor) -> None:
         """Add to the gradient of the shard."""
+        if self.host is not None:
+            rows = rows.to("cpu", copy=True)
         if self.shard.grad is None:
             self.shard.grad = self._cut(rows)
         else:
@@ -99,6 +108,8 @@ class Part:
 
     def gather(self) -> dist.Work:
         """Begin to fill in the rows that other ranks have updated."""
+        if self.host is not None:
+            self.memory[self.rows].copy_(self.host)
         return all_gather(self.memory, self.memory[self.slot].clone(), group=self.group, async_op=True)
 
 
@@ -109,18 +120,24 @@ class Zero(Copies):
     not reduce (`sync_gradients`) keep this rank's own whole gradients until one does.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, precision: Precision, keep_gradients: bool) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, precision: Precision, keep_gradients: bool, offload: bool = False
+    ) -> None:
         super().__init__(module, mesh, precision)
-        self.keep_gradients = keep_gradients
+        self.keep_gradients, self.offload = keep_gradients, offload
         self.reduce_now = True
         self.parts: dict[str, Part] = {}
         self.pending: list[tuple[Part, dist.Work, Tensor]] = []
 
     def _connect(self) -> None:
+        # The same ranks, by their CPU backend: what is summed over parts on the host, such as a norm, goes by gloo.
+        host = DeviceMesh.from_group(self.mesh.get_group(), "cpu") if self.offload else None
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self.parts[name] = part = Part(name, parameter, self.mesh)
+                self.parts[name] = part = Part(name, parameter, self.mesh, host)
                 parameter.register_post_accumulate_grad_hook(lambda _, part=part: self._begin(part))
+        if self.offload:
+            self.module.register_load_state_dict_post_hook(lambda *_: self._to_host())
         # After the step of whichever optimizer has the shards.
         shards = {id(part.shard) for part in self.parts.values()}
         model = weakref.ref(self)
@@ -131,6 +148,12 @@ class Zero(Copies):
                 zero.gather()
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    def _to_host(self) -> None:
+        """Make the parts on the host those of the whole parameters."""
+        for part in self.parts.values():
+            if part.host is not None:
+                part.host.copy_(part.memory[part.rows])
 
     def _begin(self, part: Part) -> None:
         """Backward has made a gradient: send it off, and have `_finish` called at the end of this backward."""

@@ -128,6 +128,9 @@ def _own_frames_off(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
+    """Once: a scheduler and launch may both say it, and the second would break off what the first has begun."""
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     raise Terminated(128 + number)
 
 

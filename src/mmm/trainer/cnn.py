@@ -14,7 +14,7 @@ from mmm.models.cnn import CNNConfig
 from mmm.parallel.mesh import Layout, batch_sizes
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.runtime.ranks import Rank
-from mmm.trainer.options import RunOptions
+from mmm.trainer.options import RunOptions, Unused
 from mmm.trainer.vision import ImageOptions
 
 
@@ -41,6 +41,8 @@ class CNNOptions(ImageOptions):
     scale_lr: Literal["none", "sqrt", "linear"] = "none"
     """Scale the learning rate with the number of data-parallel ranks."""
     dropout: bool = True
+    compile: Unused[bool] = False  # the net's plan names nothing to compile
+    log_every: Unused[int] = 1  # a row an epoch
 
 
 @dataclass(frozen=True)

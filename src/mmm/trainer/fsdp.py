@@ -19,7 +19,7 @@ from mmm.trainer.cnn import CNNOptions, settle
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import TrainingOptions, parse
+from mmm.trainer.options import LoopOptions, parse
 from mmm.trainer.place import place
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
@@ -29,7 +29,7 @@ from mmm.trainer.tasks import ImageTask, same_images
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, LayoutOptions, TrainingOptions):
+class Config(CNNOptions, LayoutOptions, LoopOptions):
     """The MNIST net on images; one row an epoch. The ranks that --pp and --tpsize leave are data parallel."""
 
     lr: float = 1e-3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -67,8 +67,8 @@ class LayoutOptions(DataParallelOptions):
     def axes(self) -> dict[str, int]:
         return {**super().axes(), "pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
 
-    def techniques(self, compile: bool) -> Techniques:
-        """What `mmm.parallel.assemble` takes. `compile`: the flag of the run."""
+    def techniques(self, compile: bool, **memory: Any) -> Techniques:
+        """What `mmm.parallel.assemble` takes. compile: the flag of the run. memory: of `MemoryOptions`."""
         return Techniques(
             data_parallel=self.parallel,
             cp_style=self.cp_style,
@@ -77,4 +77,5 @@ class LayoutOptions(DataParallelOptions):
             stages_per_rank=self.stages_per_rank,
             checkpointing=self.activation_checkpointing,
             compile=compile,
+            **memory,
         )

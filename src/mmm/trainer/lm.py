@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from mmm.errors import ConfigError
 from mmm.parallel.assemble import divide
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import TrainingOptions, parse
+from mmm.trainer.options import MemoryOptions, TrainingOptions, parse
 from mmm.trainer.place import place
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
@@ -27,7 +26,7 @@ from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions, TextProgramOptions, TrainingOptions):
+class Config(LayoutOptions, TextProgramOptions, MemoryOptions, TrainingOptions):
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     max_norm: float = 1.0
@@ -44,9 +43,10 @@ def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     if config.eval_batches < 1:
         raise ConfigError(f"--eval_batches {config.eval_batches}: it must be at least 1")
-    plan, how = transformer_plan(), config.techniques(config.compile)
+    how = config.techniques(config.compile, **config.memory())
     setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=config.cp_style)
-    division = divide(setting.model, plan, setting.layout, how, setting.sample, config.dtype)
+    config.check_memory(config.seq_length // (setting.layout.cp * setting.layout.tp), config.dtype)
+    division = divide(setting.model, setting.plan, setting.layout, how, setting.sample, config.dtype)
     if config.summary:
         print_once(setting.summary())
         return
@@ -54,7 +54,7 @@ def train(config: Config) -> None:
     with start_run("lm", config, setting.layout) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
-        model = place(run, setting.model, plan, how, division)
+        model = place(run, setting.model, setting.plan, how, division)
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         task = TokenTask(run, setting.tokens, setting.validation, setting.batch, setting.global_batch,
                          config.eval_batches)  # fmt: skip

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -14,6 +14,7 @@ from mmm.data import Corpus, RandomTokens, TextTokens, Tokens, read_text_files, 
 from mmm.data.text import BYTES
 from mmm.errors import ConfigError
 from mmm.models.transformer import PRESETS, TransformerConfig
+from mmm.parallel.offload import check_offload
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import command_line
 
@@ -21,9 +22,48 @@ T = TypeVar("T")
 DEFAULT_ITERS = 50
 
 
+# A flag that a program inherits and has no use for: not in --help, and an error on the command line.
+Unused = Annotated[T, tyro.conf.Suppress, tyro.conf.Fixed]
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Flags that every example and trainer has."""
+class BaseOptions:
+    """Flags that every runnable program has: where it runs, and where it writes."""
+
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    outdir: Path | None = None
+    """The run's own folder. Default: outputs/<module>/<time>."""
+    overwrite: bool = False
+    """Replace a record that is already in --outdir."""
+    flush_every: int = 10
+    """Rows of history that a killed run may lose."""
+    log_all_ranks: bool = False
+    """Log from every rank, not just rank 0."""
+    timeout: float = 600.0
+    """Seconds that a collective may take before the run gives up."""
+
+    # What a program that has no such flag goes by.
+    seed = 0
+    dtype = "auto"
+    lr = 0.0
+    log_every = 1
+    plots = False
+
+    def check(self) -> None:
+        """Values that are wrong by themselves.
+
+        Raises:
+            ConfigError: the first of them.
+        """
+        if self.flush_every < 1:
+            raise ConfigError(f"--flush_every {self.flush_every}: it must be at least 1")
+        if not self.timeout > 0:
+            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(BaseOptions):
+    """Flags that every example and trainer that trains has."""
 
     max_iters: int | None = None
     """End after this many optimizer steps, whatever --epochs says. With neither: 50."""
@@ -40,39 +80,23 @@ class RunOptions:
     """Decides initial weights and the order of the data, on every mesh alike."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """auto: bf16 mixed precision where the hardware computes in it, else fp32."""
-    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
-    outdir: Path | None = None
-    """The run's own folder. Default: outputs/<module>/<time>."""
-    overwrite: bool = False
-    """Replace a record that is already in --outdir."""
-    flush_every: int = 10
-    """Rows of history that a killed run may lose."""
     log_every: int = 1
     """Steps between two logged rows."""
-    log_all_ranks: bool = False
-    """Log from every rank, not just rank 0."""
-    timeout: float = 600.0
-    """Seconds that a collective may take before the run gives up."""
     plots: bool = True
     """Draw the history at the end: pictures in the run's folder, and the loss in the terminal."""
     summary: bool = False
     """Print the model's summary and leave."""
 
     def check(self) -> None:
-        """Values that are wrong by themselves.
-
-        Raises:
-            ConfigError: the first of them.
-        """
-        for name in ("max_iters", "epochs", "flush_every", "log_every"):
+        super().check()
+        for name in ("max_iters", "epochs", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
-        for name in ("lr", "timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name} {getattr(self, name)}: it must be greater than 0")
+        if not self.lr > 0:
+            raise ConfigError(f"--lr {self.lr}: it must be greater than 0")
 
     def steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the run."""
@@ -82,23 +106,66 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(RunOptions):
-    """Flags of the shared training loop, on top of every run's."""
+class LoopOptions(RunOptions):
+    """Flags of the shared training loop, on top of every run's, whatever it trains."""
 
     max_norm: float = 0.0
     """Cut the gradient's norm down to this; 0 leaves it."""
-    warmup: int = 0
-    """Steps over which the learning rate rises; then it falls as half a cosine."""
-    eval_every: int = 0
-    """Steps between two evaluations; 0: at the end alone."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
 
     def check(self) -> None:
         super().check()
-        for name in ("max_norm", "warmup", "eval_every"):
+        if self.max_norm < 0:
+            raise ConfigError(f"--max_norm {self.max_norm}: it must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(LoopOptions):
+    """Flags of the shared training loop for a deep model that is trained step by step."""
+
+    warmup: int = 0
+    """Steps over which the learning rate rises; then it falls as half a cosine."""
+    eval_every: int = 0
+    """Steps between two evaluations; 0: at the end alone."""
+
+    def check(self) -> None:
+        super().check()
+        for name in ("warmup", "eval_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} {getattr(self, name)}: it must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Flags of what is too large for one device: worked out piece by piece, or kept on the host."""
+
+    loss_chunks: int = 1
+    """Chunks of the sequence that logits and loss are worked out in: the whole logits never exist."""
+    tile: int = 1
+    """Tiles of the sequence that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
+    offload: bool = False
+    """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there."""
+
+    def check_memory(self, tokens: int, dtype: str) -> None:
+        """Whether there are as many tokens as pieces, and offload goes with the dtype.
+
+        Args:
+            tokens: of a sequence, on one rank.
+
+        Raises:
+            ConfigError: fewer than one piece, or more than tokens; a dtype that does not go.
+        """
+        for name in ("loss_chunks", "tile"):
+            if not 1 <= (value := getattr(self, name)) <= tokens:
+                raise ConfigError(f"--{name} {value}: it must be at least 1, and at most the {tokens} tokens of a "
+                                  f"sequence that a rank has")  # fmt: skip
+        if self.offload:
+            check_offload("fsdp", dtype)
+
+    def memory(self) -> dict[str, Any]:
+        """What ``parallel.apply`` takes of them."""
+        return {"loss_chunks": self.loss_chunks, "tile": self.tile, "offload": self.offload}
 
 
 Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]

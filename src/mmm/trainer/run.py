@@ -37,7 +37,7 @@ from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
-from mmm.trainer.options import RunOptions
+from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 
 
@@ -51,7 +51,7 @@ class Run:
         outdir: the run's folder (known on rank 0 only). ranks: every rank's host, pid and place.
     """
 
-    options: RunOptions
+    options: BaseOptions
     rank: Rank
     layout: Layout
     device: torch.device
@@ -173,7 +173,7 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
 
 
 @contextmanager
-def start_run(module: str, options: RunOptions, layout: Layout) -> Iterator[Run]:
+def start_run(module: str, options: BaseOptions, layout: Layout) -> Iterator[Run]:
     """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
 
     Everything that can be refused without the other ranks is refused before the process group is made.

@@ -12,7 +12,8 @@ from torch import Tensor
 from mmm.data import Tokens
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes
-from mmm.parallel.plans.transformer import check_transformer
+from mmm.parallel.plan import Plan
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions
 from mmm.trainer.report import model_summary
 
@@ -28,6 +29,7 @@ class Setting:
 
     Attributes:
         sizes: of the model. model: on the meta device: shapes without memory, so that no rank ever holds it whole.
+        plan: how it is cut.
         batch, global_batch: samples of a step, of one data-parallel coordinate and of all. steps: of the run.
         tokens, validation: to train on, and to judge by. about_data: what the record says of them.
         sample: what a step's forward takes of one coordinate, (batch, seq) int64, on the meta device.
@@ -36,6 +38,7 @@ class Setting:
     layout: Layout
     sizes: TransformerConfig
     model: Transformer
+    plan: Plan
     batch: int
     global_batch: int
     steps: int
@@ -76,4 +79,5 @@ def settle(options: TextProgramOptions, layout: Layout, default_batch: int, cp_s
     with torch.device("meta"):
         model = Transformer(sizes)
         sample = torch.zeros(batch, options.seq_length, dtype=torch.int64)
-    return Setting(layout, sizes, model, batch, global_batch, steps, tokens, validation, about, sample)
+    plan = transformer_plan(sizes)
+    return Setting(layout, sizes, model, plan, batch, global_batch, steps, tokens, validation, about, sample)

@@ -18,6 +18,7 @@ from mmm.models.vit import PRESETS, ViT, ViTConfig
 from mmm.parallel import batch_sizes
 from mmm.parallel.assemble import divide
 from mmm.parallel.plans.vit import check_vit, vit_plan
+from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import choose_device
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -51,6 +52,8 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
     attention: Literal["sdpa", "native"] = "sdpa"
     """sdpa: PyTorch's fused kernels. native: written out."""
     sdpa_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
+    tile: int = 1
+    """Tiles of the patches that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10
@@ -64,12 +67,16 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
 
 def train(config: Config) -> None:
     config.check()
-    rank, plan, how = whoami(), vit_plan(), config.techniques(config.compile)
+    rank, plan, how = whoami(), vit_plan(), config.techniques(config.compile, tile=config.tile)
     layout = config.layout(rank.world_size)
     accelerator = choose_device(config.device, rank).type != "cpu"
     preset = config.preset if config.preset != "auto" else ("large" if accelerator else "debug")
     sizes = config.sizes(preset)
     check_vit(sizes, layout)
+    if not 1 <= config.tile <= sizes.patches:
+        raise ConfigError(f"--tile {config.tile}: it must be at least 1, and at most the {sizes.patches} patches of an "
+                          f"image")  # fmt: skip
+    check_tiles(config.tile, config.activation_checkpointing)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, 64 if accelerator else 16)
     if config.summary:
         data, sizes = None, replace(sizes, classes=config.classes or sizes.classes)

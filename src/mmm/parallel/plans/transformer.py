@@ -35,12 +35,18 @@ from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel.context import context_problems
 from mmm.parallel.expert import expert_problems
+from mmm.parallel.kv_heads import KVHeads, kv_head_problems
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
 
 
-def transformer_plan() -> Plan:
-    """The plan of `mmm.models.transformer.Transformer`, of any size."""
+def transformer_plan(config: TransformerConfig | None = None) -> Plan:
+    """The plan of `mmm.models.transformer.Transformer`, of any size.
+
+    Args:
+        config: needed where tp is larger than the number of key/value heads, which are then shared (`KVHeads`).
+    """
+    kv_heads = ColwiseParallel if config is None else lambda: KVHeads(config.n_kv_heads)
     styles: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
@@ -48,8 +54,8 @@ def transformer_plan() -> Plan:
             input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
         ),
         "layers.*.attention.wq": ColwiseParallel(),
-        "layers.*.attention.wk": ColwiseParallel(),
-        "layers.*.attention.wv": ColwiseParallel(),
+        "layers.*.attention.wk": kv_heads(),
+        "layers.*.attention.wv": kv_heads(),
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.ffn_norm": SequenceParallel(),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
@@ -73,6 +79,8 @@ def transformer_plan() -> Plan:
         sequence=True,
         check=lambda model, layout, inputs, style: check_transformer(model.config, layout, inputs.shape[1], style),
         experts=("layers.*.moe",),
+        output="output",
+        tiled=("layers.*.feed_forward",),
         # Nothing with tp > 1: a compiled block fails in backward, and a compiled attention or feed-forward layer, which
         # takes a DTensor, has had silently wrong gradients (PyTorch 2.13).
     )
@@ -95,9 +103,9 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
     wrong += context_problems(config.n_heads, layout, seq_length, cp_style)
     wrong += expert_problems(config.n_experts, layout)
     if layout.tp > 1:
+        wrong += kv_head_problems(config.n_kv_heads, config.head_dim, layout.tp)
         for flag, size, what in (
             ("n_heads", config.n_heads, "each rank takes whole heads"),
-            ("n_kv_heads", config.n_kv_heads, "each rank takes whole key/value heads"),
             ("ffn_dim", config.hidden_dim, "each rank takes the same part of the feed-forward layer"),
             ("seq_length", seq_length, "between the cut matrices each rank takes the same part of the sequence"),
         ):
@@ -107,11 +115,13 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
                 continue  # experts are whole on each tp rank
             if size % layout.tp:
                 nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
+                broken = "is not divisible by" if size > layout.tp else "<"
                 wrong.append(
-                    f"{flag} {size} is not divisible by tp {layout.tp} ({what}): use {flag} "
+                    f"{flag} {size} {broken} tp {layout.tp} ({what}): use {flag} "
                     f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
                 )
         if (layout.tp - 1) * -(-config.vocab_size // layout.tp) >= config.vocab_size:
-            wrong.append(f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it")
+            wrong.append(f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it: use "
+                         f"a multiple of {layout.tp}, or a smaller tp")  # fmt: skip
     if wrong:
         raise LayoutError("; ".join(wrong))

@@ -54,6 +54,7 @@ def vit_plan() -> Plan:
         # Not whole blocks: inside, attention takes a DTensor, whose gradients torch.compile has got silently wrong.
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
+        tiled=("layers.*.mlp",),
         stages=("embedding", "layers.*", ("norm", "head")),
         refused={"cp": "the ViT's sequence is not cut", "ep": "the ViT has no experts"},
         check=lambda model, layout, inputs, cp_style: check_vit(model.config, layout),
@@ -75,8 +76,9 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
         ):
             if size % layout.tp:
                 nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
+                broken = "is not divisible by" if size > layout.tp else "<"
                 wrong.append(
-                    f"{flag} {size} is not divisible by tp {layout.tp} ({what}): use {flag} "
+                    f"{flag} {size} {broken} tp {layout.tp} ({what}): use {flag} "
                     f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
                 )
     if layout.pp > 1 and config.n_layers < layout.pp:

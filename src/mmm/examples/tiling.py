@@ -1,0 +1,144 @@
+"""A layer too large for one device: the loss in chunks and the MLP in tiles of the sequence.
+
+    launch python3 -m mmm.examples.tiling
+
+Cutting a model over ranks does not help where one layer of one sequence is too large. Two layers are larger than all
+others, and both work token by token, so that they need not be worked out for the whole sequence at once::
+
+                     what is largest                            piece by piece
+      output, loss   logits (seq, V), their softmax             ┌──┐ ▷ ▷ ▷   (seq / chunks, V), --loss_chunks
+                     and gradient                               └──┘
+      MLP            hidden activations (seq, ffn_dim),         ┌──┐ ▷ ▷ ▷   (seq / tiles, ffn_dim), --tile
+                     four of them, kept for backward            └──┘
+
+Of a chunk only the loss is kept, and of a tile nothing: backward works each out once more, makes its gradients, and
+goes on to the next. Gradients of the weights are summed over the pieces, and reduced over the ranks once.
+
+The same few steps, from the same weights on the same samples, go by each of four ways. A table says how much memory a
+step takes at its peak beyond parameters (measured: `mmm.runtime.peak`), and that the losses are the same.
+
+Sources: Bekman et al., "Arctic long sequence training", 2025; Hsu et al., "Liger kernel", 2024.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.data import Tokens
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, apply, batch_sizes, build_mesh, local_value, loss_of, materialize
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.runtime.failure import run_main
+from mmm.runtime.peak import Peak
+from mmm.runtime.process_group import gather_floats
+from mmm.runtime.ranks import whoami
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import MemoryOptions, Preset, RunOptions, TextOptions, TransformerOptions, Unused, parse
+from mmm.trainer.report import model_summary
+from mmm.trainer.run import Run, start_run
+
+WAYS = ("whole", "loss in chunks", "MLP in tiles", "both")
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TransformerOptions, TextOptions, MemoryOptions, RunOptions):
+    """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
+    given) by each way."""
+
+    loss_chunks: int = 8
+    tile: int = 8
+    offload: Unused[bool] = False
+    compile: Unused[bool] = False
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is cut. Those that are left are data parallel."""
+    preset: Preset = "debug"
+    ffn_dim: int | None = 1024
+    vocab_size: int | None = 8192
+    seq_length: int = 1024
+    dataset: Literal["text", "random"] = "random"
+    """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
+    max_iters: int | None = 2
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+
+
+def train(config: Config) -> bool:
+    """Every way, and the table. Whether the losses are the same."""
+    config.check()
+    layout = Layout(tp=config.tpsize).fit(whoami().world_size)
+    sizes = config.model_config(config.default_vocab())
+    check_transformer(sizes, layout, config.seq_length)
+    config.check_memory(config.seq_length // layout.tp, config.dtype)
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=1)
+    tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
+    if config.summary:
+        with torch.device("meta"):
+            model, inputs = Transformer(sizes), torch.zeros(batch, config.seq_length, dtype=torch.int64)
+        if whoami().is_main:
+            print(model_summary(model, inputs))
+        return True
+
+    with start_run("tiling", config, layout) as run:
+        run.describe(model=sizes, data=about_data, global_batch_size=global_batch)
+        mesh = build_mesh(layout, run.device.type, config.timeout)
+        peaks, curves = zip(*(train_way(run, mesh, sizes, tokens, batch, way) for way in range(4)), strict=True)
+        apart = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
+        limit = TOLERANCE[run.precision.name]
+        lines = [f"{'':16}{'peak, MB':>10}{'of whole':>10}{'loss at the end':>18}"]
+        for way, peak, curve in zip(WAYS, peaks, curves, strict=True):
+            lines.append(f"{way:16}{peak / 1e6:10.1f}{peak / peaks[0]:10.0%}{curve[-1]:18.9f}")
+        run.log.info("memory of a step beyond parameters, on the rank that needs most\n%s", "\n".join(lines))
+        run.log.info("the losses differ by %.1e at most (allowed: %.0e)", apart, limit)
+        run.describe(peak_bytes=dict(zip(WAYS, peaks, strict=True)), losses_differ=apart)
+    return apart <= limit
+
+
+def train_way(
+    run: Run, mesh: DeviceMesh, sizes: TransformerConfig, tokens: Tokens, batch: int, way: int
+) -> tuple[int, list[float]]:
+    """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
+    config = run.options
+    assert isinstance(config, Config)
+    with torch.device("meta"):
+        model: nn.Module = Transformer(sizes)
+    loss_chunks, tile = config.loss_chunks if way in (1, 3) else 1, config.tile if way in (2, 3) else 1
+    model = apply(model, mesh, transformer_plan(sizes), run.precision, loss_chunks=loss_chunks, tile=tile)
+    materialize(model, run.device, config.seed)
+    loss_fn = loss_of(model)
+    optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+    global_batch, mine = batch * run.layout.dp, batch * run.layout.dp_coordinate(run.rank.rank)
+    losses, steps = [], config.steps(tokens.steps_per_epoch(global_batch))
+    for step in range(steps):
+        run.clock.start()
+        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+        run.clock.lap("dtd")
+        with Peak(run.device, model) as peak, loss_parallel():
+            loss = loss_fn(model(part.inputs), part.targets, part.count)
+            run.clock.lap("dtf")
+            loss.backward()
+        run.clock.lap("dtb")
+        optimizer.step()
+        optimizer.zero_grad()
+        run.clock.lap("dto")
+        most = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
+        at, share = {"way": way, "iter": step}, {"loss": local_value(loss)}
+        due = step % config.log_every == 0 or step == steps - 1
+        losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more={"peak": most}, due=due))
+    return int(most), losses
+
+
+def main() -> None:
+    if not train(parse(Config, __doc__)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,64 @@
+"""Fewer key/value heads than tensor-parallel ranks: each rank needs the one that its query heads share.
+
+With 2 key/value heads on 4 ranks, wk and wv are cut by columns as ever, so that a rank makes half a head::
+
+    wk           [ k₀ │ k₀ │ k₁ │ k₁ ]      columns: each rank 1/4 of them
+      │ all-gather                           (batch, seq, kv heads · head_dim), small: that is why there are few
+      ▼
+    its own        k₀   k₀   k₁   k₁         (batch, seq, head_dim) for the query heads of this rank
+      │ backward: the ranks' gradients are summands, zero for the heads of others: reduce-scatter
+      ▼
+    attention      q₀   q₁   q₂   q₃
+
+Source: the rule that keys and values are shared by groups of query heads: Ainslie et al., "GQA", 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+
+class KVHeads(ColwiseParallel):
+    """`ColwiseParallel` for a matrix that makes `heads` key or value heads. Where there are fewer than ranks, each rank
+    gets the whole of one head, which it shares with tp / heads - 1 others."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.heads % device_mesh.size() == 0:
+            return super()._apply(module, device_mesh)
+        self.output_layouts, self.use_local_output = (Replicate(),), False
+        module = super()._apply(module, device_mesh)
+        shared_by = device_mesh.size() // self.heads
+        head = device_mesh.get_local_rank() // shared_by
+
+        def own_head(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+            whole = output.to_local(grad_placements=[Partial()])  # (batch, seq, kv heads · head_dim)
+            return whole.unflatten(-1, (self.heads, -1))[..., head, :]  # (batch, seq, head_dim)
+
+        module.register_forward_hook(own_head)
+        return module
+
+
+def kv_head_problems(n_kv_heads: int, head_dim: int, tp: int) -> list[str]:
+    """What keeps key/value heads from being cut over tp, one sentence each; empty when nothing does."""
+    if n_kv_heads % tp == 0:
+        return []
+    if tp % n_kv_heads:
+        near = [n for n in range(1, 2 * max(n_kv_heads, tp) + 1) if n % tp == 0 or tp % n == 0]
+        near = sorted(sorted(near, key=lambda n: abs(n - n_kv_heads))[:2])
+        return [f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes whole "
+                f"key/value heads, or several share one): use n_kv_heads {' or '.join(map(str, near))}, or a tp that "
+                f"divides {n_kv_heads}"]  # fmt: skip
+    if n_kv_heads * head_dim % tp:
+        part = tp // n_kv_heads
+        return [f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {part} of a key/value head, and head_dim "
+                f"{head_dim} is not divisible by {part}: use tp {n_kv_heads}, or another dim"]  # fmt: skip
+    return []

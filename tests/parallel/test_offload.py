@@ -1,0 +1,108 @@
+"""Parts of a model on the host: the same losses, gradients and norm, and what it moves."""
+
+import pytest
+import torch
+
+import mmm.parallel.zero
+from mmm.errors import ConfigError
+from mmm.examples import zero
+from mmm.models.transformer import Transformer
+from mmm.models.weights import parameter_count
+from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
+from mmm.parallel.offload import check_offload, moved, moved_text
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.device import Precision
+from support import anywhere, reference
+
+CPU = torch.device("cpu")
+F64 = torch.float64
+
+
+def train(rank, layout, pieces, how):
+    return anywhere.train(rank, layout, pieces, **how)
+
+
+@pytest.mark.parametrize(
+    ("layout", "pieces"),
+    [
+        (Layout(dp_shard=2), {"data_parallel": "fsdp", "loss_chunks": 2, "tile": 2}),
+        (Layout(dp_shard=2), {"data_parallel": "zero2"}),
+        pytest.param(Layout(dp_shard=2), {"data_parallel": "zero1"}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=3), {"data_parallel": "zero2"}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=2, tp=2), {}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}, marks=pytest.mark.long),
+        pytest.param(Layout(pp=2, dp_shard=2), {}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=1, cp=2), {}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_same_as_without(pool, layout, pieces):
+    batch = 6 if layout.ranks == 3 else 8
+    how = {"accumulate": 2, "steps": 3, "optimizer": "adamw", "global_batch": batch}
+    ranks = pool.run(train, layout.ranks, layout, {**pieces, "offload": True}, how)
+    anywhere.assert_same(ranks, reference.train("adamw", F64, 3, reference.CONFIG, batch))
+
+
+def kept(rank, technique):
+    mesh = build_mesh(Layout(dp_shard=2), "cpu", 30)
+    with torch.device("meta"):
+        model = Transformer(reference.CONFIG)
+    precision = Precision("fp64", F64, F64)
+    model = apply(model, mesh, transformer_plan(), precision, data_parallel=technique, offload=True)
+    materialize(model, CPU, reference.SEED)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = reference.tokens().batch(0, 2, rank.rank, 1)
+    loss_of(model)(model(batch.inputs), batch.targets, batch.count).backward()
+    optimizer.step()
+    if technique == "zero2":  # loading reaches the host as well
+        part = model.parts["layers.0.attention.wq.weight"]
+        model.module.load_state_dict({name: p.detach() * 2 for name, p in model.module.state_dict().items()})
+        assert torch.equal(part.host, part.memory[part.rows])
+        assert part.host.data_ptr() != part.memory[part.rows].data_ptr()
+    return moved(model, optimizer), moved_text(model, optimizer, CPU)
+
+
+@pytest.mark.parametrize(("technique", "times"), [("fsdp", 2), ("zero2", 1)])
+def test_what_is_kept_and_moved(pool, technique, times):
+    """Half of all parameters on each of two ranks, in float64; AdamW's state is twice that."""
+    half = parameter_count(Transformer(reference.CONFIG)) * 8 / 2
+    for numbers, text in pool.run(kept, 2, technique):
+        expected = {"host_parameters": 1, "host_state": 2, "down": 1, "up": times}
+        assert numbers == {name: share * half for name, share in expected.items()}
+        assert f"on the host {half / 1e6:.2f} MB of parameters" in text
+        assert text.endswith("(one memory: the device is the CPU)")
+
+
+def forgotten(rank):
+    """A planted bug: what was updated on the host never reaches the device."""
+    original = mmm.parallel.zero.Part.gather
+
+    def gather(self):
+        self.host = None
+        return original(self)
+
+    mmm.parallel.zero.Part.gather = gather
+    try:
+        return anywhere.train(rank, Layout(dp_shard=2), {"data_parallel": "zero2", "offload": True})
+    finally:
+        mmm.parallel.zero.Part.gather = original
+
+
+def test_a_planted_bug_is_caught(pool):
+    ranks = pool.run(forgotten, 2)
+    with pytest.raises(AssertionError, match="losses differ"):
+        anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
+
+
+def test_the_example(tmp_path, capsys):
+    config = zero.Config(seq_length=16, max_iters=2, dtype="fp64", plots=False, offload=True, outdir=tmp_path)
+    assert zero.train(config)
+    out = capsys.readouterr().out
+    assert [f"stage {stage}, offload: on the host" in out for stage in range(4)] == [False, True, True, True]
+
+
+def test_refused():
+    with pytest.raises(ConfigError, match=r"--offload with ddp: .* use zero1, zero2 or fsdp"):
+        check_offload("ddp")
+    with pytest.raises(ConfigError, match=r"--offload with --dtype fp16: .* use bf16 or fp32"):
+        check_offload("fsdp", "fp16")

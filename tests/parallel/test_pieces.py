@@ -1,0 +1,285 @@
+"""Loss in chunks and MLPs in tiles of the sequence: the same losses and gradients as whole, and less at once."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mmm.parallel.chunked_loss
+import mmm.parallel.tile
+from mmm.errors import ConfigError
+from mmm.models import weights
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.vit import ViT
+from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
+from mmm.parallel.apply import apply, materialize
+from mmm.parallel.chunked_loss import apply_chunked_loss
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.tile import apply_tiles
+from mmm.runtime.device import Precision
+from mmm.runtime.peak import Peak
+from mmm.trainer.options import MemoryOptions
+from support import anywhere, reference, vision
+
+CPU = torch.device("cpu")
+F64 = torch.float64
+SEQ, VOCAB = 48, 2048
+LARGE = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=512, vocab_size=VOCAB)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that any operation gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                self.bytes = max(self.bytes, local.nbytes)
+        return out
+
+
+def large_model(chunks: int, tiles: int):
+    model = Transformer(LARGE).double()
+    weights.initialize(model, reference.SEED)
+    apply_tiles(model, apply_chunked_loss(model, transformer_plan(), chunks, F64), tiles)
+    numbers = torch.Generator().manual_seed(1)
+    rows = torch.randint(VOCAB, (2, SEQ + 1), generator=numbers)
+    return model, rows[:, :-1], rows[:, 1:]
+
+
+def one_step(chunks: int, tiles: int):
+    """Loss, gradients, the largest tensor and the peak of a step in bytes."""
+    model, inputs, targets = large_model(chunks, tiles)
+    loss_fn = loss_of(model)
+    with Largest() as largest:
+        loss = loss_fn(model(inputs), targets, targets.numel())
+        loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with Peak(CPU, model) as peak:
+        loss_fn(model(inputs), targets, targets.numel()).backward()
+    return loss.item(), gradients, largest.bytes, peak.bytes
+
+
+LOGITS = 2 * SEQ * VOCAB * 8  # bytes
+HIDDEN = 2 * SEQ * LARGE.hidden_dim * 8
+
+
+def test_the_whole_never_exists():
+    """The largest tensor shrinks with the pieces, and so does the peak; unsharded weights are smaller than a chunk."""
+    plain_loss, plain, largest, peak = one_step(1, 1)
+    assert largest >= LOGITS
+    assert peak > LOGITS
+    for chunks, tiles in ((6, 1), (6, 6)):
+        loss, gradients, piece, less = one_step(chunks, tiles)
+        assert loss == pytest.approx(plain_loss, rel=1e-12)
+        assert gradients.keys() == plain.keys()
+        for name, gradient in plain.items():
+            assert (gradients[name] - gradient).abs().max() <= 1e-11 * gradient.abs().max(), name
+        assert piece <= max(LOGITS / 6, HIDDEN / (6 if tiles > 1 else 1), 8 * LARGE.vocab_size * LARGE.dim)
+        assert less < peak - 0.8 * LOGITS
+    assert one_step(1, 6)[3] < peak - 2 * HIDDEN
+
+
+LAYOUTS = [
+    (Layout(dp_shard=2), {"accumulate": 2}),
+    (Layout(dp_shard=1, tp=2), {}),
+    (Layout(dp_shard=1, cp=2), {}),
+    (Layout(pp=2, dp_shard=1), {"accumulate": 4}),
+]
+LONG = [
+    (Layout(dp_shard=2, tp=2), {}),
+    (Layout(dp_shard=1, cp=2, tp=2), {}),
+    (Layout(pp=2, dp_shard=1, tp=2), {"accumulate": 4}),
+    (Layout(pp=2, dp_shard=2), {"accumulate": 2, "schedule": "ZBVZeroBubble"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
+)
+def test_same_as_whole(pool, layout, how):
+    ranks = pool.run(train, layout.ranks, layout, {"loss_chunks": 3, "tile": 3}, how)
+    anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
+
+
+def train(rank, layout, pieces, how):
+    return anywhere.train(rank, layout, pieces, **how)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pieces", [{"loss_chunks": 5}, {"tile": 5}], ids=str)
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
+def test_each_alone_for_ten_steps(pool, layout, pieces):
+    ranks = pool.run(train, 2, layout, pieces, {"steps": 10, "optimizer": "adamw"})
+    anywhere.assert_same(ranks, reference.train("adamw", F64, 10))
+
+
+@pytest.mark.parametrize("technique", ["ddp", pytest.param("zero1", marks=pytest.mark.long), "zero2"])
+def test_copies(pool, technique):
+    pieces = {"loss_chunks": 3, "tile": 3, "data_parallel": technique}
+    ranks = pool.run(train, 2, Layout(dp_shard=2), pieces, {"accumulate": 2})
+    anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
+def test_with_activation_checkpointing(pool, layout):
+    pieces = {"loss_chunks": 2, "tile": 2, "checkpointing": "full"}
+    anywhere.assert_same(pool.run(train, 2, layout, pieces, {}), reference.train("sgd", F64, 2))
+
+
+def test_a_vocabulary_that_tp_does_not_divide(pool):
+    config = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=259)
+    ranks = pool.run(train, 4, Layout(dp_shard=1, tp=4), {"loss_chunks": 3}, {"config": config})
+    anywhere.assert_same(ranks, reference.train("sgd", F64, 2, config))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("technique", ["fsdp", "zero2"])
+def test_half_precision(pool, technique):
+    """bf16 products, as close to float64 as without pieces."""
+    how = {"dtype": torch.float32, "compute": torch.bfloat16, "steps": 1}
+    whole = pool.run(train, 2, Layout(dp_shard=2), {"data_parallel": technique}, how)[0]
+    pieces = pool.run(train, 2, Layout(dp_shard=2), {"data_parallel": technique, "loss_chunks": 3, "tile": 3}, how)[0]
+    (loss,), gradients = reference.train("sgd", F64, 1)
+    assert pieces[0] == pytest.approx([loss], rel=1e-3)
+    for name, gradient in gradients.items():
+        off, usual = ((got[1][name] - gradient).norm() / gradient.norm() for got in (pieces, whole))
+        assert off <= 1.5 * usual + 1e-3, name
+
+
+def gathers(rank, pieces):
+    """All-gathers of FSDP in a step."""
+    import torch.distributed as dist
+
+    mesh = build_mesh(Layout(dp_shard=2), "cpu", 30)
+    with torch.device("meta"):
+        model = Transformer(reference.CONFIG)
+    apply(model, mesh, transformer_plan(), Precision("fp64", F64, F64), **pieces)
+    materialize(model, CPU, reference.SEED)
+    batch = reference.tokens().batch(0, 2, rank.rank, 1)
+    calls = []
+    watched = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+    originals = {name: getattr(dist, name) for name in watched if hasattr(dist, name)}
+    for name, original in originals.items():
+        setattr(dist, name, lambda *a, o=original, n=name[:6], **k: (calls.append(n), o(*a, **k))[1])
+    try:
+        loss_of(model)(model(batch.inputs), batch.targets, batch.count).backward()
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return calls
+
+
+def test_fsdp_gathers_and_reduces_as_often_as_without(pool):
+    whole, pieces = (pool.run(gathers, 2, p)[0] for p in ({}, {"loss_chunks": 4, "tile": 4}))
+    assert whole.count("reduce") == 4  # embedding, two layers, output
+    assert pieces.count("reduce") == whole.count("reduce")
+    assert 4 <= pieces.count("all_ga") <= whole.count("all_ga")
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_vit(pool, tp):
+    _, _, expected = vision.train("vit", "sgd")
+    got = pool.run(vit_gradients, 2, Layout(dp_shard=2 // tp, tp=tp), 4)
+    for gradients in got:
+        for name, gradient in expected.items():
+            assert (gradients[name] - gradient).abs().max() <= 1e-8 * gradient.abs().max(), name
+
+
+def vit_gradients(rank, layout, tiles):
+    mesh = build_mesh(layout, "cpu", 30)
+    with torch.device("meta"):
+        model = ViT(vision.CONFIGS["vit"])
+    apply(model, mesh, vit_plan(), Precision("fp64", F64, F64), tile=tiles)
+    materialize(model, CPU, vision.SEED)
+    size = vision.GLOBAL_BATCH // layout.dp
+    mine = layout.dp_coordinate(rank.rank) * size
+    images, classes = (whole[mine : mine + size] for whole in vision.batch("vit", 0))
+    cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
+    return {weights.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+# ---- planted bugs
+
+
+def averaged(rank, layout):
+    """The gradient of the output matrix is that of DDP's mean, where it is a sum."""
+    original = mmm.parallel.chunked_loss.ScaleGradient
+    mmm.parallel.chunked_loss.ScaleGradient = type("Same", (), {"apply": staticmethod(lambda x, factor: x)})
+    try:
+        return anywhere.train(rank, layout, {"loss_chunks": 3, "data_parallel": "ddp"})
+    finally:
+        mmm.parallel.chunked_loss.ScaleGradient = original
+
+
+def own_part_alone(rank, layout):
+    """Each rank of tp leaves the other ranks' logits out of the sum of exponentials."""
+    original = mmm.parallel.chunked_loss.Vocabulary.reduce
+    mmm.parallel.chunked_loss.Vocabulary.reduce = lambda self, tensor, op=None: None
+    try:
+        return anywhere.train(rank, layout, {"loss_chunks": 3})
+    finally:
+        mmm.parallel.chunked_loss.Vocabulary.reduce = original
+
+
+def stretches_of_the_whole(rank, layout):
+    """Tiles of the whole sequence, which leave each rank of tp with pieces of others' tokens."""
+    original = mmm.parallel.tile.tiled
+
+    def wrong(forward, tiles):
+        def in_tiles(x):
+            whole = x.redistribute(placements=[Replicate()])
+            return torch.cat([forward(part) for part in whole.tensor_split(tiles, dim=1)], dim=1)
+
+        return in_tiles
+
+    mmm.parallel.tile.tiled = wrong
+    try:
+        return anywhere.train(rank, layout, {"tile": 2})
+    finally:
+        mmm.parallel.tile.tiled = original
+
+
+@pytest.mark.parametrize(
+    ("planted", "layout"),
+    [
+        (averaged, Layout(dp_shard=2)),
+        (own_part_alone, Layout(dp_shard=1, tp=2)),
+        (stretches_of_the_whole, Layout(dp_shard=1, tp=2)),
+    ],
+)
+def test_planted_bugs_are_caught(pool, planted, layout):
+    ranks = pool.run(planted, 2, layout)
+    with pytest.raises(AssertionError, match="differ"):
+        anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (lambda: apply_tiles(Transformer(LARGE), cnn_plan(), 2), "tile 2: the plan of this model names no MLP"),
+        (lambda: apply_tiles(Transformer(LARGE), transformer_plan(), 0), "tile 0: it must be at least 1"),
+        (lambda: apply_chunked_loss(ViT(vision.CONFIGS["vit"]), vit_plan(), 2, F64), "2: .* names no output matrix"),
+        (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0: it must be"),
+        (lambda: MemoryOptions(tile=65).check_memory(64, "fp32"), "--tile 65: .* at most the 64 tokens of a sequence"),
+        (lambda: MemoryOptions(loss_chunks=0).check_memory(64, "fp32"), "--loss_chunks 0: it must be at least 1"),
+        (lambda: MemoryOptions(offload=True).check_memory(64, "fp16"), "--offload with --dtype fp16"),
+        (lambda: mmm.parallel.tile.check_tiles(2, "selective"), "use 'full' or 'none'"),
+    ],
+)
+def test_refused(refused, words):
+    with pytest.raises(ConfigError, match=words):
+        refused()

@@ -1,0 +1,125 @@
+"""What does not divide evenly: works like plain PyTorch, or is refused with the numbers and what to change."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmm.errors import LayoutError
+from mmm.models.transformer import TransformerConfig
+from mmm.parallel import Layout
+from mmm.parallel.kv_heads import KVHeads
+from mmm.parallel.plans.transformer import check_transformer
+from support import anywhere, reference
+
+F64 = torch.float64
+# 6 heads, which tp 3 divides; 5 layers, which no pp does; 30 tokens, which 2 · cp 3 and 2 · cp 5 divide
+THREE = TransformerConfig(dim=48, n_layers=5, n_heads=6, n_kv_heads=3, ffn_dim=60, vocab_size=259)
+SMALL = replace(reference.CONFIG, n_layers=1)
+
+
+def train(rank, layout, pieces, how):
+    return anywhere.train(rank, layout, pieces, **how)
+
+
+def check(pool, layout, config, how=None, pieces=None):
+    how = {"config": config, "steps": 2, **(how or {})}
+    ranks = pool.run(train, layout.ranks, layout, pieces or {}, how)
+    sizes = (how.get("global_batch", reference.GLOBAL_BATCH), how.get("seq", reference.SEQ))
+    anywhere.assert_same(ranks, reference.train("sgd", F64, how["steps"], config, *sizes))
+
+
+ODD = [
+    (Layout(dp_shard=3), {}),
+    (Layout(dp_shard=1, tp=3), {}),
+    (Layout(dp_shard=1, cp=3), {}),
+    (Layout(pp=3, dp_shard=1), {"accumulate": 3}),
+]
+MORE = [
+    (Layout(dp_shard=5), {"global_batch": 5}),
+    (Layout(dp_shard=7), {"global_batch": 7}),
+    (Layout(dp_shard=1, cp=5), {}),
+    (Layout(pp=5, dp_shard=1), {"accumulate": 6}),
+    (Layout(dp_shard=3, tp=2), {"config": replace(THREE, n_kv_heads=2)}),
+    (Layout(dp_replicate=3, dp_shard=2), {}),
+    (Layout(pp=2, dp_shard=1, tp=3), {"accumulate": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"), [*ODD, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)], ids=str
+)
+def test_odd_ranks(pool, layout, how):
+    how = {"global_batch": 6, "seq": 30, **how}
+    check(pool, layout, how.pop("config", THREE), how)
+
+
+def test_five_layers_on_two_stages(pool):
+    check(pool, Layout(pp=2, dp_shard=1), replace(SMALL, n_layers=5), {"accumulate": 2, "steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("layout", "kv_heads", "pieces"),
+    [
+        (Layout(dp_shard=1, tp=4), 2, {}),
+        (Layout(dp_shard=2, tp=2), 1, {}),
+        pytest.param(Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ring"}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ulysses"}, marks=pytest.mark.long),
+        pytest.param(Layout(pp=2, dp_shard=1, tp=2), 1, {}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=1, tp=4), 1, {"checkpointing": "full"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_key_value_heads_that_ranks_share(pool, layout, kv_heads, pieces):
+    config = replace(SMALL, n_layers=2 if layout.pp > 1 else 1, n_kv_heads=kv_heads)
+    check(pool, layout, config, {"accumulate": layout.pp}, pieces)
+
+
+def wrong_head(rank, layout, how):
+    """A planted bug: every rank takes the first key/value head."""
+    original = torch.distributed.device_mesh.DeviceMesh.get_local_rank
+    apply = KVHeads._apply
+
+    def first(self, module, mesh):
+        torch.distributed.device_mesh.DeviceMesh.get_local_rank = lambda self, *_: 0
+        try:
+            return apply(self, module, mesh)
+        finally:
+            torch.distributed.device_mesh.DeviceMesh.get_local_rank = original
+
+    KVHeads._apply = first
+    try:
+        return anywhere.train(rank, layout, {}, **how)
+    finally:
+        KVHeads._apply = apply
+
+
+def not_summed(rank, layout, how):
+    """A planted bug: a rank's gradient of a head that it shares is taken for the whole."""
+    original = torch.distributed.tensor.DTensor.to_local
+    torch.distributed.tensor.DTensor.to_local = lambda self, *, grad_placements=None: original(self)
+    try:
+        return anywhere.train(rank, layout, {}, **how)
+    finally:
+        torch.distributed.tensor.DTensor.to_local = original
+
+
+@pytest.mark.parametrize("planted", [wrong_head, not_summed])
+def test_planted_bugs_are_caught(pool, planted):
+    config = replace(SMALL, n_kv_heads=2)
+    ranks = pool.run(planted, 4, Layout(dp_shard=1, tp=4), {"config": config, "steps": 1})
+    with pytest.raises(AssertionError, match="differ"):
+        anywhere.assert_same(ranks, reference.train("sgd", F64, 1, config))
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "words"),
+    [
+        ({"n_heads": 4, "n_kv_heads": 4, "dim": 64}, 8, r"n_heads 4 < tp 8 .* use n_heads 8, or a tp that divides 4"),
+        ({"n_heads": 12, "n_kv_heads": 6, "dim": 96}, 4, r"n_kv_heads 6 and tp 4: .* use n_kv_heads 4 or 8"),
+        ({"n_heads": 12, "n_kv_heads": 2, "dim": 96}, 6, r"n_kv_heads 2 < tp 6: .* head_dim 8 is not divisible by 3"),
+    ],
+)
+def test_refused(config, tp, words):
+    with pytest.raises(LayoutError, match=words):
+        check_transformer(replace(TransformerConfig(), **config), Layout(dp_shard=1, tp=tp), 48)
