@@ -27,11 +27,15 @@ def rows_of(path):
     "arguments",
     [
         ("--model", "transformer", "--layout", "cp2.pp2"),
-        ("--model", "transformer", "--layout", "tp2.dp2"),
-        ("--model", "vit", "--layout", "pp2.tp2", "--schedule", "ZBVZeroBubble"),
-        ("--model", "cnn", "--layout", "dp_shard2.dp_replicate2"),
+        ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
+        ("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"),
+        ("--model", "cnn", "--layout", "tp2.dp2", "--layout", "dp_shard2.dp_replicate2", "--optimizer", "sgd"),
         ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero1"),
         ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
+        pytest.param(("--model", "transformer", "--layout", "tp2.dp2"), marks=pytest.mark.long),
+        pytest.param(("--model", "transformer", "--layout", "tp2.cp2.pp2"), marks=pytest.mark.long),
+        pytest.param(("--model", "vit", "--layout", "pp2.dp2.tp2"), marks=pytest.mark.long),
+        pytest.param(("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"), marks=pytest.mark.long),
     ],
     ids=lambda arguments: " ".join(arguments[1::2]),
 )
@@ -46,29 +50,31 @@ def test_passes(parity, tmp_path, arguments):
         assert row["passed"]
         assert 0 <= row["max_rel_loss_diff"] <= limits[0]
         assert 0 < row["max_grad_diff"] <= limits[1]
+        assert row["sent"] > 0
+        assert row["expected"] is None or 0.95 < row["sent"] / row["expected"] < 1.05
 
 
 def test_what_is_left(parity, tmp_path):
-    done = parity("--layout", "1", "--layout", "dp2", "--layout", "cp2", "--ranks", "1..2", "--model", "transformer",
+    done = parity("--layout", "1", "--layout", "dp2", "--layout", "pp2", "--ranks", "1..2", "--model", "cnn",
                   "--steps", 4, "--outdir", tmp_path / "out")  # fmt: skip
     assert done.code == 0, done.out + done.err
-    assert "[2/3] transformer dp2 (fsdp): sgd pass, adamw pass" in done.out
-    assert re.search(r"^transformer +cp2 +2 +ring +adamw +\S+e-1\d +\S+e-1\d +[\d.]+ +pass$", done.out, re.MULTILINE)
+    assert "[2/3] cnn dp2 (fsdp): sgd pass, adamw pass" in done.out
+    assert re.search(r"^cnn +pp2 +2 +1F1B +adamw +\S+e-1\d +\S+e-1\d +16,392 +[\d.]+ +pass$", done.out, re.MULTILINE)
     assert "6 of 6 trainings on 3 layouts passed" in done.out
     rows = rows_of(tmp_path / "out" / "parity.json")
     assert [(row["layout"], row["ranks"], row["optimizer"]) for row in rows] == [
-        (layout, ranks, name) for layout, ranks in (("1", 1), ("dp2", 2), ("cp2", 2)) for name in ("sgd", "adamw")
+        (layout, ranks, name) for layout, ranks in (("1", 1), ("dp2", 2), ("pp2", 2)) for name in ("sgd", "adamw")
     ]
     data = xarray.open_dataset(tmp_path / "out" / "parity.h5", engine="h5netcdf")
     assert data.loss.shape == (6, 4)
     np.testing.assert_allclose(data.loss, data.reference_loss, rtol=1e-9)
-    assert (data.loss.isel(step=0, case=0) > data.loss.isel(step=-1, case=0)) == True  # noqa: E712
+    assert data.loss[0, 0] > data.loss[0, -1]
     assert data.max_rel_loss_diff.values.tolist() == [row["max_rel_loss_diff"] for row in rows]
     assert data.layout.values.tolist() == [row["layout"] for row in rows]
-    assert data.axis_cp.values.tolist() == [1, 1, 1, 1, 2, 2]
+    assert data.axis_pp.values.tolist() == [1, 1, 1, 1, 2, 2]
     assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["options"]["layout"] == ["1", "dp2", "cp2"]
+    assert config["options"]["layout"] == ["1", "dp2", "pp2"]
     again = parity("--layout", "1", "--model", "cnn", "--outdir", tmp_path / "out")
     assert (again.code, again.err.count("already holds a run's record")) == (2, 1)
 
@@ -139,7 +145,9 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     ("arguments", "message"),
     [
         (("--model", "cnn", "--layout", "cp2"), "--model cnn: cp 2: an image has no sequence to cut; use cp 1"),
-        (("--model", "cnn", "--layout", "dp4.ep2"), "ep"),
+        (("--model", "cnn", "--layout", "dp4.ep2"), "--model cnn: ep 2: the CNN has no experts; use ep 1"),
+        (("--model", "moe", "--layout", "dp4.ep3"), "ep 3 does not divide dp_shard 4"),
+        (("--model", "moe", "--layout", "ep2"), "ep 2 does not divide dp_shard 1"),
         (("--model", "vit", "--layout", "tp3"), "n_heads 8 is not divisible by tp 3"),
         (("--model", "vit", "--layout", "pp2", "--schedule", "DualPipeV", "--microbatches", "2"), "at least 4"),
         (("--model", "cnn", "--layout", "dp3"), "16 samples does not divide over 3 data-parallel coordinates"),
@@ -163,10 +171,10 @@ def test_refused_in_one_line(parity, tmp_path, arguments, message):
 
 
 def test_without_a_model_those_that_go_are_trained(parity):
-    done = parity("--layout", "cp2", "--steps", 2, "--optimizer", "sgd", "--no_plots")
+    done = parity("--layout", "dp2.ep2", "--steps", 2, "--optimizer", "sgd", "--no_plots")
     assert done.code == 0, done.out + done.err
-    assert "left out: cnn: cp 2: an image has no sequence to cut; use cp 1\n" in done.out
-    assert "left out: vit: cp 2: " in done.out
+    assert "left out: cnn: ep 2: the CNN has no experts; use ep 1\n" in done.out
+    assert "left out: transformer: ep 2: the model has no experts to cut" in done.out
     assert "1 of 1 trainings" in done.out
 
 

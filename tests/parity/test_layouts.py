@@ -13,7 +13,7 @@ from mmm.parity import layouts, models
 from mmm.parity.layouts import Case, canonical, matrix, optimizers_for, ranks_of, sizes_of
 
 SOURCE = Path(layouts.__file__).parent.parent
-CASES = {name: list(matrix(name)) for name in ("transformer", "vit", "cnn")}
+CASES = {name: list(matrix(name)) for name in ("transformer", "moe", "vit", "cnn")}
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,7 @@ CASES = {name: list(matrix(name)) for name in ("transformer", "vit", "cnn")}
 def test_names(given, name):
     assert canonical(given) == name
     assert canonical(name) == name
-    sizes = sizes_of(given)
-    if "ep" not in sizes:
-        assert str(Layout(**{"dp_shard": 1, **sizes})) == name
+    assert str(Layout(**{"dp_shard": 1, **sizes_of(given)})) == name
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_techniques_in_words():
 
 
 def test_models_are_found_by_their_files():
-    assert {"transformer", "vit", "cnn"} <= set(models.names())
+    assert {"transformer", "moe", "vit", "cnn"} <= set(models.names())
     assert "weights" not in models.names()
     with pytest.raises(ConfigError, match=r"there is no mmm/models/resnet\.py; the models here are cnn, "):
         models.find("resnet")

@@ -6,8 +6,9 @@ It is the data flow of this package's plans, each operation by the algorithm tha
     dp    ddp          2 c G                           G  its gradients
           zero1        2 c G + c P                     P  its parameters before FSDP, rows filled up to a multiple of n
           zero2        c G + c P
-          fsdp         2 k c P' + c G                  P' in the dtype of compute, k micro-batches (1 where gathered
-                                                          parameters are kept, as in a pipeline: c P' + c G)
+          fsdp         2 k c P' + c G                  P' in the dtype of compute, k micro-batches (what is in no unit
+                                                          stays gathered until backward: k c P' of it; in a pipeline
+                                                          all does, for the whole step: c P' + c G)
           hsdp         that within dp_shard, and 2 c G / S over dp_replicate, S: ranks of dp_shard
     tp    Transformer  (8 L + 4 if all parts are here) c A, and 2 c (norms' gradients + 3 numbers a token)
           ViT          4 L · 2 c A                     A  batch · tokens held along cp · dim, L layers
@@ -33,7 +34,7 @@ Abbeel, "Ring Attention", 2023, and Jacobs et al., "DeepSpeed Ulysses", 2023 (cp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -114,12 +115,20 @@ def _data_parallel(
     held: Mapping[int, nn.Module], plan: Plan, layout: Layout, precision: Precision, technique: str, microbatches: int
 ) -> dict[str, float]:
     shapes = [shape for stage in held.values() for shape in held_shapes(stage, plan, layout.tp)]
+    names = [name for stage in held.values() for name, _ in stage.named_parameters()]
+    units = [pattern for unit in plan.units for pattern in ((unit,) if isinstance(unit, str) else unit)]
+
+    def root(name: str) -> bool:
+        """Whether a parameter is in no unit of the plan, and so goes with the root."""
+        parts = name.split(".")
+        return not any(matches(unit, ".".join(parts[:n])) for unit in units for n in range(1, len(parts)))
+
     whole = sum(math.prod(shape) for shape in shapes) * _size(precision.storage)
     replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
 
-    def filled(ranks: int) -> int:
-        """Bytes of all parameters, with the rows added that make each divide over the ranks."""
-        rows = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes)
+    def filled(ranks: int, some: Sequence[tuple[int, ...]] = shapes) -> int:
+        """Bytes of parameters, with the rows added that make each divide over the ranks."""
+        rows = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in some)
         return rows * _size(precision.storage)
 
     if technique in ("ddp", "zero1", "zero2"):
@@ -130,12 +139,15 @@ def _data_parallel(
         summed = factor("all_reduce", n) * whole if technique == "zero1" else factor("reduce_scatter", n) * filled(n)
         return {axis: summed + factor("all_gather", n) * filled(n)}
     narrow = _size(precision.compute) / _size(precision.storage)
-    gathers = 1 if layout.pp > 1 else 2 * microbatches
-    padded = filled(shards)
+    padded, of_root = filled(shards), filled(shards, [s for s, name in zip(shapes, names, strict=True) if root(name)])
     once = factor("all_gather", shards) * padded
+    if layout.pp > 1:
+        gathered = float(padded)
+    else:
+        gathered = microbatches * (2.0 * padded - of_root)
     axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
     return {
-        axis: once * narrow * gathers + once,
+        axis: factor("all_gather", shards) * narrow * gathered + once,
         "dp_replicate": factor("all_reduce", replicas) * padded / shards,
     }
 

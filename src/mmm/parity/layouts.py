@@ -116,7 +116,7 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
 def optimizers_for(case: Case) -> tuple[str, ...]:
     """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
     that is wrong by a factor."""
-    alone = len(case.sizes) < 2 or case.sizes.keys() == {"dp_replicate", "dp_shard"}
+    alone = len(case.sizes) < 2 or case.sizes.keys() in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
     return OPTIMIZERS if alone and case.ranks <= 4 and case.checkpointing == "none" else ("sgd",)
 
 
@@ -178,6 +178,20 @@ MATRIX: dict[str, dict[str, str]] = {
         "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble",
         "pp2·cp2·tp2": "-",
         "pp2·dp2·cp2": "-",
+    },
+    "moe": {
+        "1": "-",
+        "dp2": "fsdp",
+        "tp2": "-",
+        "dp2·ep2": "-",
+        "dp4·ep2": "-",
+        "dp4·ep4": "-",
+        "dp8·ep4": "-",
+        "dp2·cp2·ep2": "ring ulysses",
+        "dp2·tp2·ep2": "-",
+        "dp_replicate2·dp_shard2·ep2": "-",
+        "pp2·dp2·ep2": "1F1B ZBVZeroBubble",
+        "pp2·dp2·tp2·ep2": "-",
     },
     "vit": {**_IMAGES, "pp4": _SCHEDULES},
     "cnn": _IMAGES,

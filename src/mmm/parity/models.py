@@ -2,7 +2,8 @@
 
 ::
 
-    models/NAME.py           parity_model(), a small one; parity_batch(samples, numbers), made-up samples
+    models/NAME.py           parity_model(), a small one; parity_batch(samples, numbers), made-up samples; and if there
+                             is more to a step than the optimizer's, parity_after_step(model), on one device
     parallel/plans/NAME.py   NAME_plan(), how it is cut
 
 ``NAME`` means these in mmm; ``package.NAME`` means ``package/models/NAME.py`` and ``package/parallel/plans/NAME.py``.

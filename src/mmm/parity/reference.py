@@ -51,7 +51,8 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
     """Train the model of a module.
 
     Args:
-        source: a module with ``parity_model`` and ``parity_batch``. optimizer: ``sgd`` or ``adamw``.
+        source: a module with ``parity_model``, ``parity_batch`` and, where a step changes more than an optimizer does,
+            ``parity_after_step``. optimizer: ``sgd`` or ``adamw``.
     """
     model: nn.Module = source.parity_model().to(DTYPES[training.dtype])
     weights.initialize(model, training.seed)
@@ -65,5 +66,7 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         update.step()
         update.zero_grad()
+        if hasattr(source, "parity_after_step"):
+            source.parity_after_step(model)
         losses.append(loss.item())
     return Reference(losses, gradients)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LOSS_LIMIT = {"fp64": 1e-9, "fp32": 1e-4}  # relative
 GRADIENT_LIMIT = {"fp64": 1e-8, "fp32": 1e-3}  # of the largest element of the parameter's gradient
 JSON, DATASET, PICTURE, ERRORS = "parity.json", "parity.h5", "curves", "errors.txt"
+NO_DIFFERENCE = 1e-17  # where a curve of differences that are 0 is drawn on a logarithmic axis
 NOT_IN_JSON = ("losses", "expected_losses", "axes")
 
 
@@ -37,6 +38,7 @@ class Row:
         max_rel_loss_diff: the largest |l - l₀| / |l₀| of all steps. max_grad_diff: the largest max|g - g₀| / max|g₀| of
             all parameters and ranks, at step 1. None where there is no number.
         reason: why it did not pass; empty where it did. seconds: of training, without starting the ranks.
+        sent, expected: bytes of a step, of the rank that sends most: counted, and what the layout needs at least.
         losses, expected_losses: of each step, here and by the reference; empty where the ranks failed.
     """
 
@@ -51,6 +53,8 @@ class Row:
     steps: int
     seconds: float | None = None
     reason: str = ""
+    sent: int | None = None
+    expected: int | None = None
     losses: list[float] = field(default_factory=list)
     expected_losses: list[float] = field(default_factory=list)
     axes: dict[str, int] = field(default_factory=dict)
@@ -80,10 +84,12 @@ def judge(case: Case, optimizer: str, training: Training, expected: Reference, c
     if not grad_diff <= gradient_limit:
         wrong.append(f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than "
                      f"{gradient_limit:.0e}")  # fmt: skip
+    busiest = max(curves, key=lambda curve: curve.sent or 0)
     return Row(
         **_about(case, optimizer, training), max_rel_loss_diff=loss_diff, max_grad_diff=grad_diff, passed=not wrong,
         seconds=max(curve.seconds for curve in curves), reason="; ".join(wrong), losses=curves[0].losses,
-        expected_losses=expected.losses,
+        expected_losses=expected.losses, sent=busiest.sent,
+        expected=None if busiest.expected is None else round(busiest.expected),
     )  # fmt: skip
 
 
@@ -104,16 +110,18 @@ def _relative(got: float, wanted: float) -> float:
     return off if math.isfinite(off) else math.inf
 
 
-def table(rows: Sequence[Row], width: int = 118) -> str:
+def table(rows: Sequence[Row], width: int = 150) -> str:
     """One line a training; below it, why those that did not pass did not."""
     columns = Table(box=None, pad_edge=False)
-    for heading in ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "s", ""):
-        right = heading in ("ranks", "loss", "gradient", "s")
+    for heading in ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "sent", "least", "s", ""):
+        right = heading in ("ranks", "loss", "gradient", "sent", "least", "s")
         columns.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for row in rows:
+        sent, least = ("" if count is None else f"{count:,}" for count in (row.sent, row.expected))
         seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
         columns.add_row(row.model, row.layout, str(row.ranks), row.technique, row.optimizer,
-                        _short(row.max_rel_loss_diff), _short(row.max_grad_diff), seconds, row.result)  # fmt: skip
+                        _short(row.max_rel_loss_diff), _short(row.max_grad_diff), sent, least, seconds,
+                        row.result)  # fmt: skip
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(columns)
@@ -155,6 +163,8 @@ def dataset(rows: Sequence[Row], training: Training, attrs: Mapping[str, Any]) -
         "passed": ("case", np.array([int(row.passed) for row in rows])),
         "seconds": ("case", column("seconds"), {"long_name": "time of training", "units": "s"}),
         "ranks": ("case", np.array([row.ranks for row in rows])),
+        "sent": ("case", column("sent"), {"long_name": "sent in a step by the rank that sends most", "units": "bytes"}),
+        "expected": ("case", column("expected"), {"long_name": "least that the layout needs", "units": "bytes"}),
     }  # fmt: skip
     names = ("model", "layout", "technique", "optimizer", "reason")
     coordinates: dict[str, Any] = {name: ("case", np.array([getattr(row, name) for row in rows])) for name in names}
@@ -170,6 +180,7 @@ def picture(rows: Sequence[Row], training: Training) -> Any:
     Returns:
         A matplotlib figure; None where no training came to an end.
     """
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     drawn = [row for row in rows if row.losses]
@@ -178,38 +189,43 @@ def picture(rows: Sequence[Row], training: Training) -> Any:
     if not drawn:
         return None
     steps = np.arange(1, training.steps + 1)
-    height = 0.9 + 4.3 * len(optimizers)
-    figure = figures.new_figure(1.2 + 4.2 * len(models), height)
-    figure.subplots_adjust(left=0.11 if len(models) > 1 else 0.17, right=0.975, bottom=0.55 / height,
-                           top=1 - 0.5 / height, wspace=0.22, hspace=0.5)  # fmt: skip
+    width, height = 1.3 + 3.8 * max(len(models), 2), 1.3 + 4.2 * len(optimizers)
+    figure = figures.new_figure(width, height)
+    figure.subplots_adjust(left=0.85 / width, right=1 - 0.2 / width, bottom=0.55 / height, top=1 - 0.95 / height,
+                           wspace=0.22, hspace=0.28)  # fmt: skip
     grid = figure.subplots(2 * len(optimizers), len(models), squeeze=False, sharex=True)
     for column, model in enumerate(models):
         for number, optimizer in enumerate(optimizers):
             above, below = grid[2 * number][column], grid[2 * number + 1][column]
             some = [row for row in drawn if (row.model, row.optimizer) == (model, optimizer)]
-            above.set_title(f"{model}, {optimizer}: {len(some)} layouts")
+            above.set_title(f"{model}, {optimizer}: {len(some)} layout{'s' * (len(some) != 1)}")
             if not some:
                 continue
-            above.plot(steps, some[0].expected_losses, color=figures.PALE, lw=7, label="plain PyTorch, one device")
-            for i, row in enumerate(some):
-                label = "each layout" if i == 0 else None
-                above.plot(steps, row.losses, color=figures.BLUE if row.passed else figures.ORANGE, lw=0.8, label=label)
+            above.plot(steps, some[0].expected_losses, color=figures.PALE, lw=7)
+            for row in some:
+                color = figures.BLUE if row.passed else figures.ORANGE
+                above.plot(steps, row.losses, color=color, lw=0.8)
                 off = np.abs(np.array(row.losses) / np.array(row.expected_losses) - 1)
-                below.plot(steps, np.maximum(off, 1e-17), ".-", ms=3, lw=0.6, alpha=0.5,
-                           color=figures.BLUE if row.passed else figures.ORANGE)  # fmt: skip
+                below.plot(steps, np.maximum(off, NO_DIFFERENCE), ".-", ms=3, lw=0.6, alpha=0.5, color=color)
             limit = LOSS_LIMIT[training.dtype]
             below.axhline(limit, color=figures.INK, lw=1, ls="--")
             below.annotate(f"limit {limit:.0e}", (0.99, limit), xycoords=("axes fraction", "data"), xytext=(0, -10),
                            textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
             below.set_yscale("log")
-            below.set_ylim(5e-18, max(limit * 10, below.get_ylim()[1]))
-            above.legend(loc="upper right")
+            below.set_ylim(NO_DIFFERENCE / 2, max(limit * 10, below.get_ylim()[1]))
             if column == 0:
                 above.set_ylabel("loss")
                 below.set_ylabel("relative difference")
             above.tick_params(labelbottom=False)
+    lines = [Line2D([], [], color=figures.PALE, lw=7), Line2D([], [], color=figures.BLUE, lw=0.8),
+             Line2D([], [], color=figures.ORANGE, lw=0.8)]  # fmt: skip
+    names = ["plain PyTorch, one device", "each layout, on top of each other", "a layout that fails"]
+    figure.legend(lines, names, ncols=3, loc="upper left", bbox_to_anchor=(0.75 / width, 1 - 0.36 / height),
+                  borderpad=0)  # fmt: skip
+    figure.text(0.85 / width, 1 - 0.12 / height, "Training loss on every layout, and how far it is from one device",
+                fontsize=13, fontweight="bold", va="top")  # fmt: skip
     for axes in grid[-1]:
-        axes.set_xlabel("step")
+        axes.set_xlabel("step (no difference is drawn at 1e-17)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 

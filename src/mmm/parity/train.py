@@ -14,10 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
+from mmm.models.experts import MixtureOfExperts
 from mmm.models.weights import canonical_name
 from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
-from mmm.parallel.mesh import Layout, build_mesh
+from mmm.parallel.expert import balance_experts
+from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
 from mmm.parallel.pipeline import SCHEDULES
+from mmm.parallel.stages import take_stage
+from mmm.parallel.traffic import count_traffic
+from mmm.parallel.traffic_theory import expected_traffic
 from mmm.parity.layouts import Case
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, GLOBAL_BATCH, Reference, Training, batch, make_optimizer
@@ -31,12 +36,13 @@ LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
 @dataclass(frozen=True)
 class Ready:
-    """A case that has been checked, before any rank is started."""
+    """A case that has been checked, before any rank is started. experts: whether the model has any."""
 
     case: Case
     layout: Layout
     how: Techniques
     division: Division
+    experts: bool
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,16 @@ class Curve:
 
     Attributes:
         differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
+        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.parallel.traffic`);
+            None with one step. expected: what the layout needs at least (`mmm.parallel.traffic_theory`); None where
+            there is no formula.
     """
 
     losses: list[float]
     differences: dict[str, float]
     seconds: float
+    sent: int | None
+    expected: float | None
 
 
 def make_ready(model: Model, case: Case, training: Training) -> Ready:
@@ -58,10 +69,7 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     Raises:
         UserError: it does not; with the reason.
     """
-    sizes = case.sizes
-    if sizes.pop("ep", 1) > 1:
-        raise LayoutError(f"layout {case.layout}: ep cuts experts, and the model {case.model} has none; use ep 1")
-    layout = Layout(**{"dp_shard": 1, **sizes})
+    layout = Layout(**{"dp_shard": 1, **case.sizes}).fit(case.ranks)
     if GLOBAL_BATCH % layout.dp:
         raise LayoutError(f"layout {case.layout}: the global batch of {GLOBAL_BATCH} samples does not divide over "
                           f"{layout.dp} data-parallel coordinates: use 1, 2, 4, 8 or 16")  # fmt: skip
@@ -78,7 +86,8 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with torch.device("meta"):
         whole = model.source.parity_model()
-    return Ready(case, layout, how, divide(whole, model.plan(), layout, how, meta))
+    division = divide(whole, model.plan(), layout, how, meta)
+    return Ready(case, layout, how, division, any(isinstance(module, MixtureOfExperts) for module in whole.modules()))
 
 
 def train(
@@ -87,7 +96,7 @@ def train(
     """Train once for each optimizer of the case, in one process group. A collective."""
     torch.set_num_threads(1)
     with process_group(rank, CPU, timeout):
-        mesh = build_mesh(ready.layout, "cpu", timeout)
+        mesh = build_mesh(ready.layout, "cpu", timeout, experts=ready.experts)
         curves = [_train(rank, model, ready, training, mesh, name, references[name]) for name in ready.case.optimizers]
     return curves
 
@@ -102,21 +111,56 @@ def _train(
     precision = Precision(training.dtype, dtype, dtype)
     made = ParallelModel(whole, model.plan(), layout, mesh, precision, ready.how, ready.division, device=CPU,
                          seed=training.seed)  # fmt: skip
+    expected = least_traffic(model, ready, made, precision)
     update = make_optimizer(optimizer, made.parameters())
+    sent = None
     size = GLOBAL_BATCH // layout.dp
     first = layout.dp_coordinate(rank.rank) * size
     losses: list[float] = []
     differences: dict[str, float] = {}
     for step in range(training.steps):
         inputs, targets = batch(model.source, training, step)
-        share = made.step(inputs[first : first + size], targets[first : first + size], targets.numel())
-        if step == 0:
-            differences = gradient_differences(made, reference.gradients)
-        update.step()
+        some = (inputs[first : first + size], targets[first : first + size], targets.numel())
+        if step == 1:  # the first step of a pipeline, or of DDP, sends more than the others
+            with count_traffic(*filter(None, (mesh, expert_mesh(mesh)))) as traffic:
+                share = made.step(*some)
+                update.step()
+            sent = traffic.sent
+        else:
+            share = made.step(*some)
+            if step == 0:
+                differences = gradient_differences(made, reference.gradients)
+            update.step()
         update.zero_grad()
+        balance_experts(made.modules.values(), mesh)
         shares = gather_floats([share.item()], CPU)
         losses.append(sum(shares[loss_rank][0] for loss_rank in layout.loss_ranks()))
-    return Curve(losses, differences, time.perf_counter() - began)
+    return Curve(losses, differences, time.perf_counter() - began, sent, expected)
+
+
+def least_traffic(model: Model, ready: Ready, made: ParallelModel, precision: Precision) -> float | None:
+    """Bytes that this rank has to send a step; None where there is no formula.
+
+    There is none for experts, whose tokens go where the numbers say, nor for layers whose forward is repeated.
+    """
+    if ready.experts or ready.how.checkpointing != "none":
+        return None
+    division, layout = ready.division, ready.layout
+    with torch.device("meta"):
+        whole = model.source.parity_model()
+    held = {0: whole}
+    if division.stages:
+        held = {number: take_stage(whole, division.parts, division.stages[number]) for number in made.modules}
+    inputs, _ = batch(model.source, Training(), 0)
+    try:
+        by_axis = expected_traffic(
+            held, model.plan(), layout, batch=GLOBAL_BATCH // layout.dp, seq_length=inputs.shape[1],
+            precision=precision, data_parallel=ready.how.data_parallel, cp_style=ready.how.cp_style,
+            microbatches=division.microbatches, stages=max(1, len(division.stages)),
+        )  # fmt: skip
+    except ValueError:  # "no formula for …"
+        return None
+    return sum(by_axis.values())
 
 
 def gradient_differences(made: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
