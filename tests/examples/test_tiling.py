@@ -7,7 +7,7 @@ import pytest
 import mmm.history
 from mmm.examples import tiling
 
-SMALL = {"seq_length": 128, "vocab_size": 1024, "ffn_dim": 512, "n_layers": 1, "dtype": "fp64", "plots": False}
+SMALL = {"seq_length": 256, "vocab_size": 4096, "ffn_dim": 512, "n_layers": 1, "dtype": "fp64", "plots": False}
 
 
 def test_the_table_is_true(tmp_path, monkeypatch, capsys):
@@ -16,7 +16,7 @@ def test_the_table_is_true(tmp_path, monkeypatch, capsys):
     about = json.loads((tmp_path / "config.json").read_text())
     peaks = list(about["peak_bytes"].values())
     assert about["losses_differ"] < 1e-9
-    logits, hidden = 128 * 1024 * 8, 128 * 512 * 8
+    logits, hidden = 256 * 4096 * 8, 256 * 512 * 8
     assert peaks[1] < peaks[0] - logits
     assert peaks[2] < peaks[0] - 2 * hidden
     assert peaks[3] < 0.4 * peaks[0]
