@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.collective_bytes import Call, factor
+from mmm.parallel.collective_bytes import TAKE, Call, factor
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.traffic import count_traffic
 from mmm.parallel.zero import all_gather, reduce_scatter
@@ -58,16 +58,21 @@ def measured(work, *meshes) -> tuple[int, int]:
     return traffic.wire, sent_since(before)
 
 
-def each_call(rank, part: int):
-    return {name: measured(call) for name, call in calls(rank.world_size, rank.rank, part).items()}
+def each_call(rank, part: int, times: int):
+    def repeated(call):
+        return lambda: [call() for _ in range(times)]
+
+    return {name: measured(repeated(call)) for name, call in calls(rank.world_size, rank.rank, part).items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("part", [60, 1 << 16])
-def test_gloo_sends_what_is_worked_out(pool, ranks, part):
-    for rank, found in enumerate(pool.run(each_call, ranks, part)):
+@pytest.mark.parametrize(("part", "times"), [(60, 50), (1 << 16, 1)], ids=["headers", "payload"])
+def test_gloo_sends_what_is_worked_out(pool, ranks, part, times):
+    """Many small messages, mostly headers, and few large ones. gloo's own thread may send the last headers of what was
+    before only after the sockets have been read: a few are allowed for."""
+    for rank, found in enumerate(pool.run(each_call, ranks, part, times)):
         for name, (worked_out, sent) in found.items():
-            assert worked_out == pytest.approx(sent, rel=0.01, abs=16), (name, rank)  # halves are cut at whole numbers
+            assert worked_out == pytest.approx(sent, rel=0.01, abs=4 * TAKE), (name, rank)
 
 
 def a_step(rank):
