@@ -109,8 +109,8 @@ def train_way(
     assert isinstance(config, Config)
     with torch.device("meta"):
         model: nn.Module = Transformer(sizes)
-    chunks, tiles = config.loss_chunks if way in (1, 3) else 1, config.tile if way in (2, 3) else 1
-    model = apply(model, mesh, transformer_plan(sizes), run.precision, loss_chunks=chunks, tile=tiles)
+    loss_chunks, tile = config.loss_chunks if way in (1, 3) else 1, config.tile if way in (2, 3) else 1
+    model = apply(model, mesh, transformer_plan(sizes), run.precision, loss_chunks=loss_chunks, tile=tile)
     materialize(model, run.device, config.seed)
     loss_fn = loss_of(model)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
