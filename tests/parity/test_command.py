@@ -207,8 +207,9 @@ def test_nothing_outlives_it(tmp_path, number):
     assert running.wait(20) == (-9 if number == signal.SIGKILL else 130)
     _, err = running.communicate(timeout=20)
     assert not members(running.pid)
+    assert [row["layout"] for row in rows_of(next(tmp_path.glob("outputs/parity/*/parity.json")))] == ["1", "1"]
     if number == signal.SIGINT:
-        assert err == "interrupted\n"
+        assert err == "interrupted: 1 of 2 layouts were not tried\n"
 
 
 def members(session: int) -> list[int]:

@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -23,6 +23,9 @@ from mmm.parity import models
 from mmm.parity.layouts import AXES, Case, canonical, matrix, optimizers_for, ranks_of
 from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error, said_once
 from mmm.runtime.ranks import whoami
+
+if TYPE_CHECKING:
+    from mmm.parity.report import Row
 
 INTERRUPTED = 130
 
@@ -166,12 +169,18 @@ def compare(options: Options) -> int:
     (folder / report.ERRORS).unlink(missing_ok=True)
     about = {"options": asdict(options), "versions": versions(), "command": sys.argv}
     write_config(folder, about)
-    rows = list(run.compare(ready, training, options.timeout, folder, lambda text: print(text, flush=True)))
+    rows: list[Row] = []
+    interrupted = False
+    try:
+        for row in run.compare(ready, training, options.timeout, folder, lambda text: print(text, flush=True)):
+            rows.append(row)
+            report.write_json(rows, folder)  # at once: a run that is killed leaves what it has found
+    except KeyboardInterrupt:
+        interrupted = True
     written = report.write(rows, training, folder, options.plots, {"versions": versions(), "command": sys.argv})
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        report.write_atomically(options.json, report.json_rows(rows))
-        written.append(options.json)
+        written.append(report.write_json(rows, options.json.parent, options.json.name))
     print(f"\n{report.table(rows)}\n")
     print("record: " + " ".join(map(str, written)))
     bad = sum(not row.passed for row in rows)
@@ -179,6 +188,9 @@ def compare(options: Options) -> int:
     print(f"{len(rows) - bad} of {len(rows)} trainings on {len(layouts)} layouts passed, "
           f"in {time.perf_counter() - began:.0f} s; limits: loss {report.LOSS_LIMIT[options.dtype]:.0e}, gradient "
           f"{report.GRADIENT_LIMIT[options.dtype]:.0e}")  # fmt: skip
+    if interrupted:
+        print(f"interrupted: {len(ready) - len(layouts)} of {len(ready)} layouts were not tried", file=sys.stderr)
+        return INTERRUPTED
     return 1 if bad else 0
 
 

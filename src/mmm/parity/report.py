@@ -144,6 +144,11 @@ def json_rows(rows: Sequence[Row]) -> bytes:
     return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
 
 
+def write_json(rows: Sequence[Row], folder: Path, name: str = JSON) -> Path:
+    write_atomically(folder / name, json_rows(rows))
+    return folder / name
+
+
 def dataset(rows: Sequence[Row], training: Training, attrs: Mapping[str, Any]) -> xarray.Dataset:
     """The table and the curves: dimensions ``case`` and ``step``; each axis' size as a coordinate ``axis_<name>``."""
     import xarray
@@ -234,9 +239,10 @@ def write(
     rows: Sequence[Row], training: Training, folder: Path, plots: bool, attrs: Mapping[str, Any]
 ) -> list[Path]:
     """The record of all rows: JSON, dataset and, with `plots`, the picture; the paths that were written."""
-    write_atomically(folder / JSON, json_rows(rows))
-    write_dataset(dataset(rows, training, attrs), folder / DATASET)
-    written = [folder / JSON, folder / DATASET]
+    written = [write_json(rows, folder)]
+    if rows:
+        write_dataset(dataset(rows, training, attrs), folder / DATASET)
+        written.append(folder / DATASET)
     with figures.style():
         if plots and (figure := picture(rows, training)) is not None:
             for ending, how in (("png", {}), ("svg", {"metadata": {"Date": None}})):
