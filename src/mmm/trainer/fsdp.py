@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -19,7 +20,7 @@ from mmm.trainer.cnn import CNNOptions, settle
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import LoopOptions, parse
+from mmm.trainer.options import LoopOptions, Unused, parse
 from mmm.trainer.place import place
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
@@ -33,6 +34,9 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
     """The MNIST net on images; one row an epoch. The ranks that --pp and --tpsize leave are data parallel."""
 
     lr: float = 1e-3
+    cp: Unused[int] = 1  # an image has no sequence to cut
+    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
+    activation_checkpointing: Unused[Literal["none", "full", "selective"]] = "none"  # the net's plan names nothing
 
 
 def train(config: Config) -> None:
