@@ -205,7 +205,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
 def test_one_clear_message(tmp_path, flags, words):
     begin = time.monotonic()
     done = launch(4, tmp_path / "out", *flags)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 20  # 4 s on a quiet machine
     assert done.returncode == 2
     assert len(re.findall(words, done.stderr)) == 1, done.stderr
     assert "Traceback" not in done.stderr

@@ -122,5 +122,5 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
 
 def test_a_workers_own_signal_handling_is_pythons(launcher, how):
     launcher.write("t.py", "import multiprocessing as mp, time\np = mp.get_context('fork').Process(target=time.sleep, "
-                           "args=(30,))\np.start()\ntime.sleep(0.1)\np.terminate()\np.join()\nprint(p.exitcode)")
+                           "args=(30,))\np.start()\ntime.sleep(0.5)\np.terminate()\np.join()\nprint(p.exitcode)")
     assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "-15\n"

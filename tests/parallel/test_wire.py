@@ -44,7 +44,6 @@ def calls(n: int, rank: int, part: int):
         "scatter": lambda: dist.scatter(new(1), parts if rank == root else None, src=root),
         "gather": lambda: dist.gather(new(1), parts if rank == root else None, dst=root),
         "send, receive": ring,
-        "barrier": dist.barrier,
     }
 
 
@@ -65,6 +64,7 @@ def each_call(rank, part: int, times: int):
     return {name: measured(repeated(call)) for name, call in calls(rank.world_size, rank.rank, part).items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("part", "times"), [(60, 50), (1 << 16, 1)], ids=["headers", "payload"])
 def test_gloo_sends_what_is_worked_out(pool, ranks, part, times):
