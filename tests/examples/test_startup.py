@@ -62,6 +62,7 @@ def test_refused_as_a_rank(monkeypatch):
         train(Config())
 
 
+@pytest.mark.long
 def test_a_run(tmp_path, monkeypatch, capsys):
     """One real start; the others' costs are made up."""
     real = start_once("forked", 2, "mpiexec", str(tmp_path))

@@ -83,7 +83,7 @@ def stages(rank):
     return found, parameter_count(setting.model)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_zero(alone, pool, ranks):
     """DDP on one rank has the same losses; what is held is what the theory says, and the table says both."""
     for found, whole in pool.run(stages, ranks):
@@ -100,6 +100,7 @@ def test_zero(alone, pool, ranks):
             assert float(line.split()[8]) == pytest.approx(4 * sum(held.values()) / 1e6, abs=0.006)
 
 
+@pytest.mark.long
 def test_zero_says_when_losses_differ(tmp_path, monkeypatch):
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
     monkeypatch.setattr(zero, "TECHNIQUES", ("ddp", "zero1"))

@@ -10,6 +10,7 @@ from mmm.examples import tiling
 SMALL = {"seq_length": 256, "vocab_size": 4096, "ffn_dim": 512, "n_layers": 1, "dtype": "fp64", "plots": False}
 
 
+@pytest.mark.long
 def test_the_table_is_true(tmp_path, monkeypatch, capsys):
     config = tiling.Config(**SMALL, outdir=tmp_path, overwrite=True)
     assert tiling.train(config)

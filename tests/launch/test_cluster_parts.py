@@ -95,6 +95,7 @@ def test_when_a_scheduler_says_the_job_ends():
     assert walltime.ask(Job(), {}, lambda _: "") is None
 
 
+@pytest.mark.long
 def test_the_signal_before_the_end_reaches_the_ranks(launcher):
     launcher.write("t.py", "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\n"
                            "print('ready', flush=True)\ntime.sleep(30)")

@@ -31,11 +31,11 @@ def check(pool, layout, config, how=None, pieces=None):
 
 ODD = [
     (Layout(dp_shard=3), {}),
-    (Layout(dp_shard=1, tp=3), {}),
-    (Layout(dp_shard=1, cp=3), {}),
     (Layout(pp=3, dp_shard=1), {"accumulate": 3}),
 ]
 MORE = [
+    (Layout(dp_shard=1, tp=3), {}),
+    (Layout(dp_shard=1, cp=3), {}),
     (Layout(dp_shard=5), {"global_batch": 5}),
     (Layout(dp_shard=7), {"global_batch": 7}),
     (Layout(dp_shard=1, cp=5), {}),
@@ -54,6 +54,7 @@ def test_odd_ranks(pool, layout, how):
     check(pool, layout, how.pop("config", THREE), how)
 
 
+@pytest.mark.long
 def test_five_layers_on_two_stages(pool):
     check(pool, Layout(pp=2, dp_shard=1), replace(SMALL, n_layers=5), {"accumulate": 2, "steps": 1})
 
@@ -61,8 +62,8 @@ def test_five_layers_on_two_stages(pool):
 @pytest.mark.parametrize(
     ("layout", "kv_heads", "pieces"),
     [
-        (Layout(dp_shard=1, tp=4), 2, {}),
         (Layout(dp_shard=2, tp=2), 1, {}),
+        pytest.param(Layout(dp_shard=1, tp=4), 2, {}, marks=pytest.mark.long),
         pytest.param(Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ring"}, marks=pytest.mark.long),
         pytest.param(Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ulysses"}, marks=pytest.mark.long),
         pytest.param(Layout(pp=2, dp_shard=1, tp=2), 1, {}, marks=pytest.mark.long),
@@ -104,7 +105,7 @@ def not_summed(rank, layout, how):
         torch.distributed.tensor.DTensor.to_local = original
 
 
-@pytest.mark.parametrize("planted", [wrong_head, not_summed])
+@pytest.mark.parametrize("planted", [wrong_head, pytest.param(not_summed, marks=pytest.mark.long)])
 def test_planted_bugs_are_caught(pool, planted):
     config = replace(SMALL, n_kv_heads=2)
     ranks = pool.run(planted, 4, Layout(dp_shard=1, tp=4), {"config": config, "steps": 1})

@@ -45,8 +45,8 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"tpsize": 2, "microbatches": 3},
         {"pp": 2},
+        pytest.param({"tpsize": 2, "microbatches": 3}, marks=pytest.mark.long),
         {"cp": 2, "dp_shard": 1},
         pytest.param({"pp": 2, "tpsize": 2, "schedule": "DualPipeV"}, marks=pytest.mark.long),
         pytest.param({"parallel": "hsdp", "microbatches": 2}, marks=pytest.mark.long),
