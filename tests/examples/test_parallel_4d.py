@@ -21,10 +21,10 @@ FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(val
 @pytest.mark.parametrize(
     ("model", "ranks", "flags", "layout"),
     [
-        ("transformer", 4, "", "pp2·tp2"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ("transformer", 4, "", "pp2·tp2"),
                 ("vit", 4, "--pp 2 --schedule GPipe", "pp2·dp2"),
                 ("cnn", 4, "--microbatches 4", "pp2·tp2"),
                 ("cnn", 4, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),

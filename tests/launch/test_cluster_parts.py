@@ -114,6 +114,7 @@ def test_a_signal_for_the_program_is_passed_on(launcher, how):
     assert process.returncode == 0
 
 
+@pytest.mark.long
 def test_a_run_that_prints_nothing(launcher):
     launcher.write("t.py", """
 import os, time

@@ -150,6 +150,7 @@ def plain(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.long
 def test_checkpoints_are_alike(pool):
     """Every technique saves the same whole weights and the same whole moments, under the same names."""
     expected, expected_moments = pool.run(states, 1, Layout(dp_shard=1), "fsdp")[0]

@@ -94,6 +94,7 @@ def test_a_planted_bug_is_caught(pool):
         anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
 
+@pytest.mark.long
 def test_the_example(tmp_path, capsys):
     config = zero.Config(seq_length=16, max_iters=2, dtype="fp64", plots=False, offload=True, outdir=tmp_path)
     assert zero.train(config)

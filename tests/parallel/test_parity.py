@@ -89,9 +89,10 @@ def test_ten_steps_in_float32(pool, layout):
         assert_same(got, reference.train(optimizer, dtype, STEPS), 1e-4, 1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=2, tp=2), *(pytest.param(layout, marks=pytest.mark.long) for layout in (LAYOUTS[2], LAYOUTS[4]))],
+    [LAYOUTS[5], LAYOUTS[2], LAYOUTS[4]],
     ids=str,
 )
 def test_vocabulary_that_no_rank_count_divides(pool, layout):

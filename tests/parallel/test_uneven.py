@@ -105,7 +105,8 @@ def not_summed(rank, layout, how):
         torch.distributed.tensor.DTensor.to_local = original
 
 
-@pytest.mark.parametrize("planted", [wrong_head, pytest.param(not_summed, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("planted", [wrong_head, not_summed])
 def test_planted_bugs_are_caught(pool, planted):
     config = replace(SMALL, n_kv_heads=2)
     ranks = pool.run(planted, 4, Layout(dp_shard=1, tp=4), {"config": config, "steps": 1})

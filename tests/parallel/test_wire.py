@@ -92,6 +92,7 @@ def a_step(rank):
     return measured(step, mesh)
 
 
+@pytest.mark.long
 def test_a_step_of_fsdp_and_tp(pool):
     for worked_out, sent in pool.run(a_step, 4):
         assert worked_out == pytest.approx(sent, rel=0.01)

@@ -26,7 +26,7 @@ def rows_of(path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--model", "transformer", "--layout", "cp2.pp2"),
+        pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
         ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
         ("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"),
         ("--model", "cnn", "--layout", "tp2.dp2", "--layout", "dp_shard2.dp_replicate2", "--optimizer", "sgd"),

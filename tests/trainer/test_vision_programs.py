@@ -75,6 +75,7 @@ def test_the_saved_model_is_plain_pytorch(cnn):
     assert loss.item() == pytest.approx(float(judged.test_loss[-1]), rel=1e-9)
 
 
+@pytest.mark.long
 def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
     config = fsdp_trainer.Config(
         dataset="digits",
