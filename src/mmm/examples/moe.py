@@ -33,20 +33,19 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Tokens
-from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, local_value, materialize
 from mmm.parallel.expert import balance_experts, imbalance
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import ExpertOptions, Preset, RunOptions, TextOptions, parse
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.options import ExpertOptions, Preset, parse
+from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertOptions, TextOptions, RunOptions):
+class Config(ExpertOptions, TextProgramOptions):
     """A Transformer with routed experts, cut over --ep of the data-parallel ranks; × tensor parallel."""
 
     ep: int | None = None
@@ -68,29 +67,21 @@ class Config(ExpertOptions, TextOptions, RunOptions):
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    config.check()
     layout = config.layout(whoami().world_size)
-    model_config = config.model_config(config.default_vocab())
-    check_transformer(model_config, layout, config.seq_length)
+    setting = settle(config, layout, default_batch=4)
     if config.compile:
-        check_compile(transformer_plan(), layout)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=4)
-    tokens, validation, about_data = config.load(model_config.vocab_size, config.seed)
-    steps = config.steps(tokens.steps_per_epoch(global_batch))
-    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
-        model = Transformer(model_config)
-    summary = model_summary(model, torch.zeros(batch, config.seq_length, dtype=torch.int64, device="meta"))
+        check_compile(setting.plan, layout)
+    model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
     if config.summary:
-        if whoami().is_main:
-            print(summary)
+        print_once(setting.summary())
         return
 
     with start_run("moe", config, layout) as run:
-        run.log.info("model, whole:\n%s", summary)
-        run.describe(model=model_config, data=about_data, global_batch_size=global_batch, steps=steps)
+        run.log.info("model, whole:\n%s", setting.summary())
+        run.describe(**setting.describe())
 
         mesh = build_mesh(layout, run.device.type, config.timeout, experts=True)
-        apply(model, mesh, transformer_plan(), run.precision, compile=config.compile)
+        apply(model, mesh, setting.plan, run.precision, compile=config.compile)
         materialize(model, run.device, config.seed)
         run.log.info("%s\n%s", mesh, sharded_model(model))
 
@@ -99,7 +90,7 @@ def train(config: Config) -> None:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
                 loss = cross_entropy(model(part.inputs), part.targets, part.count)
@@ -114,7 +105,8 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {"imbalance": imbalance(load)} if last or step % config.log_every == 0 else {}
             if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, validation, run, config.eval_batches, global_batch, mine, batch)
+                more["val_loss"] = validate(model, setting.validation, run, config.eval_batches, global_batch, mine,
+                                            batch)  # fmt: skip
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         run.log.info("tokens of the last step, by layer and expert: %s", load.tolist())
 

@@ -32,25 +32,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Tokens
-from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, apply, batch_sizes, build_mesh, local_value, loss_of, materialize
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.models.transformer import Transformer
+from mmm.parallel import Layout, apply, build_mesh, local_value, loss_of, materialize
 from mmm.runtime.failure import run_main
 from mmm.runtime.peak import Peak
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, Preset, RunOptions, TextOptions, TransformerOptions, Unused, parse
-from mmm.trainer.report import model_summary
+from mmm.trainer.options import MemoryOptions, Preset, Unused, parse
+from mmm.trainer.report import print_once
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.text import Setting, TextProgramOptions, settle
 
 WAYS = ("whole", "loss in chunks", "MLP in tiles", "both")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, MemoryOptions, RunOptions):
+class Config(TextProgramOptions, MemoryOptions):
     """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
     given) by each way."""
 
@@ -72,24 +71,17 @@ class Config(TransformerOptions, TextOptions, MemoryOptions, RunOptions):
 
 def train(config: Config) -> bool:
     """Every way, and the table. Whether the losses are the same."""
-    config.check()
     layout = Layout(tp=config.tpsize).fit(whoami().world_size)
-    sizes = config.model_config(config.default_vocab())
-    check_transformer(sizes, layout, config.seq_length)
+    setting = settle(config, layout, default_batch=1)
     config.check_memory(config.seq_length // layout.tp, config.dtype)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=1)
-    tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
     if config.summary:
-        with torch.device("meta"):
-            model, inputs = Transformer(sizes), torch.zeros(batch, config.seq_length, dtype=torch.int64)
-        if whoami().is_main:
-            print(model_summary(model, inputs))
+        print_once(setting.summary())
         return True
 
     with start_run("tiling", config, layout) as run:
-        run.describe(model=sizes, data=about_data, global_batch_size=global_batch)
+        run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        peaks, curves = zip(*(train_way(run, mesh, sizes, tokens, batch, way) for way in range(4)), strict=True)
+        peaks, curves = zip(*(train_way(run, mesh, setting, way) for way in range(4)), strict=True)
         apart = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
         limit = TOLERANCE[run.precision.name]
         lines = [f"{'':16}{'peak, MB':>10}{'of whole':>10}{'loss at the end':>18}"]
@@ -101,24 +93,22 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(
-    run: Run, mesh: DeviceMesh, sizes: TransformerConfig, tokens: Tokens, batch: int, way: int
-) -> tuple[int, list[float]]:
+def train_way(run: Run, mesh: DeviceMesh, setting: Setting, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.options
     assert isinstance(config, Config)
     with torch.device("meta"):
-        model: nn.Module = Transformer(sizes)
+        model: nn.Module = Transformer(setting.sizes)
     loss_chunks, tile = config.loss_chunks if way in (1, 3) else 1, config.tile if way in (2, 3) else 1
-    model = apply(model, mesh, transformer_plan(sizes), run.precision, loss_chunks=loss_chunks, tile=tile)
+    model = apply(model, mesh, setting.plan, run.precision, loss_chunks=loss_chunks, tile=tile)
     materialize(model, run.device, config.seed)
     loss_fn = loss_of(model)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-    global_batch, mine = batch * run.layout.dp, batch * run.layout.dp_coordinate(run.rank.rank)
-    losses, steps = [], config.steps(tokens.steps_per_epoch(global_batch))
-    for step in range(steps):
+    batch, global_batch = setting.batch, setting.global_batch
+    mine, losses = batch * run.layout.dp_coordinate(run.rank.rank), []
+    for step in range(setting.steps):
         run.clock.start()
-        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
+        part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
         run.clock.lap("dtd")
         with Peak(run.device, model) as peak, loss_parallel():
             loss = loss_fn(model(part.inputs), part.targets, part.count)
@@ -130,7 +120,7 @@ def train_way(
         run.clock.lap("dto")
         most = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
         at, share = {"way": way, "iter": step}, {"loss": local_value(loss)}
-        due = step % config.log_every == 0 or step == steps - 1
+        due = step % config.log_every == 0 or step == setting.steps - 1
         losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more={"peak": most}, due=due))
     return int(most), losses
 
