@@ -63,9 +63,10 @@ def test_salloc(launcher, slurm, by, local):
 
 def batch(launcher, slurm, *words, options=()):
     """Run launch in a batch script of two nodes; the script's exit code and output."""
-    script = launcher.write("batch.sh", f"#!/bin/sh\n{' '.join([*LAUNCH, *words])}\necho exit code $?\n")
-    done = slurm.run("sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-o", "batch.out", *options, str(script),
+    script = launcher.write("batch.sh", f"#!/bin/sh\n{' '.join([*LAUNCH, *words])}\necho exit code $?\n: > over\n")
+    done = slurm.run("sbatch", "-N2", "--ntasks-per-node=2", "-o", "batch.out", *options, str(script),
                      variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
+    launcher.wait_for("over", timeout=200)                   # sbatch --wait asks ever more rarely
     slurm.idle()
     return done, (launcher.folder / "batch.out").read_text()
 
@@ -267,7 +268,7 @@ def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
 def test_hosts_that_do_not_start(launcher, mpi):
     """An mpiexec that ends before its ranks are there is said, with what it printed."""
     done = launcher.run("--hosts", "localhost,no-such-host-1", "-ppn", "1", "--mpiexec", mpi.mpiexec, "--start-timeout",
-                        "15", "sh", "-c", "true", timeout=60, **mpi.variables)
+                        "8", "sh", "-c", "true", timeout=60, **mpi.variables)
     assert done.returncode not in (0, 2)
     assert "have not connected to launch" in done.stderr
     assert "no-such-host-1" in done.stderr

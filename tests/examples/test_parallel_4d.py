@@ -30,6 +30,7 @@ FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(val
                 ("cnn", 4, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),
                 ("transformer", 4, "--pp 2 --cp 2 --schedule ZBVZeroBubble --microbatches 4", "pp2·cp2"),
                 ("transformer", 8, "--pp 2 --cp 2 --tp 2", "pp2·cp2·tp2"),
+                ("transformer", 4, "--n_experts 4 --ep 2 --tp 2", "dp2·tp2·ep2"),
             ]
         ),
     ],
@@ -43,7 +44,8 @@ def test_losses_of_one_rank(tmp_path, monkeypatch, model, ranks, flags, layout):
     assert config["layout"] == layout
     assert (f"layout {layout} chosen for 4 ranks" in done.stdout) == (not flags or flags.startswith("--micro"))
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])
-    parallel_4d.train(parallel_4d.Config(**SMALL, model=model, outdir=tmp_path / "one"))
+    experts = 4 * ("experts" in flags)
+    parallel_4d.train(parallel_4d.Config(**SMALL, model=model, n_experts=experts, outdir=tmp_path / "one"))
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     for name in ("loss", "val_loss" if model == "transformer" else "test_loss"):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-9)

@@ -9,7 +9,7 @@ import pytest
 
 from mmm.errors import UserError
 from mmm.examples import traffic
-from mmm.parallel import Layout
+from mmm.trainer.traffic import Sent, apart, table
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
@@ -32,12 +32,11 @@ def test_every_layout_on_four_ranks(tmp_path):
 
 
 def test_table_and_verdict():
-    case = traffic.Case("tp", Layout(tp=2, dp_shard=2))
-    good = traffic.Step({"tp": 1040, "dp_shard": 500}, {"tp": 1000.0, "dp_shard": 500.0}, 3000, 3001)
-    assert traffic.apart(good) == pytest.approx(0.04)
-    assert traffic.apart(good._replace(counted={"tp": 1000, "dp_shard": 500, "cp": 8})) == float("inf")
-    assert traffic.apart(good._replace(counted={"tp": 1000})) == 1.0
-    lines = [line.split() for line in traffic.table({case: [good._replace(counted={"tp": 1}), good]}).splitlines()]
+    good = Sent({"tp": 1040, "dp_shard": 500}, {"tp": 1000.0, "dp_shard": 500.0}, 3000, 3001)
+    assert apart(good) == pytest.approx(0.04)
+    assert apart(good._replace(counted={"tp": 1000, "dp_shard": 500, "cp": 8})) == float("inf")
+    assert apart(good._replace(counted={"tp": 1000})) == 1.0
+    lines = [line.split() for line in table({("tp", "dp2·tp2"): [good._replace(counted={"tp": 1}), good]}).splitlines()]
     assert lines[1] == ["tp", "dp2·tp2", "tp", "1,040", "1,000", "4.00%", "3,000", "3,001"]
     assert lines[2] == ["dp_shard", "500", "500", "0.00%"]
 

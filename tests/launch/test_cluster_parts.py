@@ -8,11 +8,11 @@ import time
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch import binding, head, hosts, link, main, stacks, walltime
+from mmm.launch import binding, hosts, link, main, orders, stacks, walltime
 from mmm.launch.failures import Failure
-from mmm.launch.head import Member
 from mmm.launch.job import Job
 from mmm.launch.link import Link, Lost
+from mmm.launch.orders import Member
 from mmm.launch.wire import Report
 from mmm.runtime import ranks
 
@@ -169,7 +169,7 @@ def test_no_retry_after_a_users_error_or_a_signal(launcher):
 
 def test_a_failure_travels():
     sent = Failure(3, 1, 100.0, 2, Report(3, "traceback", "text", 1, 5.0), host="n2")
-    found = head.read_failure(head.write_failure(sent, now=101.5), "n2", now=7.0)
+    found = orders.read_failure(orders.write_failure(sent, now=101.5), "n2", now=7.0)
     assert found == Failure(3, 1, 5.5, 2, sent.report, host="n2")
 
 
@@ -189,20 +189,20 @@ class Plan:
 
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():
-    told = [message for _, message in head.orders(Plan(), [member(0, "a"), member(1, "a"), member(2, "b")])]
+    told = [message for _, message in orders.orders(Plan(), [member(0, "a"), member(1, "a"), member(2, "b")])]
     assert [(m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["threads"])
             for m in told] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
 
 
 def test_ranks_that_are_bound_keep_their_cores():
-    told = head.orders(Plan(), [member(0, "a", "0-1", 0), member(1, "a", "2-3", 1), member(2, "b", "0-1", 0)])
+    told = orders.orders(Plan(), [member(0, "a", "0-1", 0), member(1, "a", "2-3", 1), member(2, "b", "0-1", 0)])
     assert [m["threads"] for _, m in told] == [2, 2, 2]
 
 
 def test_ranks_of_a_host_follow_each_other():
     made = Plan()
     made.by = "host"
-    told = [[r["RANK"] for r in m["ranks"]] for _, m in head.orders(made, [member(0, "a"), member(1, "b")])]
+    told = [[r["RANK"] for r in m["ranks"]] for _, m in orders.orders(made, [member(0, "a"), member(1, "b")])]
     assert told == [["0", "1"], ["2"]]
 
 

@@ -23,6 +23,21 @@ WAIT = "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n   
        "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
 
 
+def test_ctrl_c_at_any_moment_of_the_start(launcher, how):
+    """While launch imports, starts the agent, forks, and its ranks begin: no traceback, nothing left."""
+    words = [*how, "-n", "4", "python3", "-c", "import time; time.sleep(30)"]
+    begin = time.monotonic()
+    processes = [launcher.start(*words) for _ in range(12)]
+    for number, process in enumerate(processes):
+        time.sleep(max(0.0, begin + 0.2 + 0.15 * number - time.monotonic()))
+        process.send_signal(signal.SIGINT)
+    for process in processes:
+        out, err = process.communicate(timeout=20)
+        assert process.returncode in (130, -signal.SIGINT)
+        assert (out, err) == ("", "" if process.returncode < 0 else "launch: SIGINT: ending 4 ranks\n")
+    assert launcher.gone(within=0.5)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_ranks_end_in_order(launcher, how, number, code):
     launcher.write("t.py", WAIT)
@@ -103,9 +118,9 @@ def test_a_program_that_is_no_python(launcher):
 
 
 def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
-    launcher.write("t.py", "import os, time\nopen('ready-' + os.environ['RANK'], 'w')\n"
+    launcher.write("t.py", "import os, time\n"
                            "while not os.path.exists('go'):\n    open('tick', 'w').write(str(time.monotonic()))\n"
-                           "    time.sleep(0.01)\n")
+                           "    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(0.01)\n")
     process = launcher.start("-n", "1", "python3", "t.py")
     launcher.wait_for("ready-0")
     process.send_signal(signal.SIGTSTP)
@@ -122,5 +137,5 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
 
 def test_a_workers_own_signal_handling_is_pythons(launcher, how):
     launcher.write("t.py", "import multiprocessing as mp, time\np = mp.get_context('fork').Process(target=time.sleep, "
-                           "args=(30,))\np.start()\ntime.sleep(0.5)\np.terminate()\np.join()\nprint(p.exitcode)")
+                           "args=(30,))\np.start()\np.terminate()\np.join()\nprint(p.exitcode)")
     assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "-15\n"

@@ -29,8 +29,8 @@ def run(rank, outdir, flags):
         lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=outdir))
 
 
-def saved(folder):
-    model = Transformer(lm.Config(**SMALL).model_config(256)).double()
+def saved(folder, **flags):
+    model = Transformer(lm.Config(**SMALL, **flags).model_config(256)).double()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model
 
@@ -66,6 +66,34 @@ def test_every_layout_trains_the_same_model(pool, alone, tmp_path, flags):
     weights = dict(saved(tmp_path).named_parameters())
     for name, parameter in saved(alone).named_parameters():
         torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
+
+
+EXPERTS = {"n_experts": 4, "balance_rate": 0.05}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"ep": 2, "tpsize": 2},
+        pytest.param({"ep": 4}, marks=pytest.mark.long),
+        pytest.param({"ep": 2, "pp": 2}, marks=pytest.mark.long),
+        pytest.param({"ep": 2, "cp": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_experts_on_every_layout(pool, tmp_path, flags):
+    """Loads and biases as on one rank: they decide which experts later tokens choose."""
+    lm.train(lm.Config(**SMALL, **EXPERTS, device="cpu", outdir=tmp_path / "one"))
+    pool.run(run, 4, tmp_path / "many", EXPERTS | flags)
+    one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
+    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
+    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
+    np.testing.assert_array_equal(many.imbalance, one.imbalance)
+    assert one.imbalance.values.min() > 1
+    weights = saved(tmp_path / "many", **EXPERTS).state_dict()
+    for name, kept in saved(tmp_path / "one", **EXPERTS).state_dict().items():
+        torch.testing.assert_close(weights[name], kept, rtol=1e-8, atol=1e-10)
+    assert sum(name.endswith("expert_bias") for name in weights) > 0
 
 
 def test_the_saved_model_is_the_one_that_was_judged(alone):

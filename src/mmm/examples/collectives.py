@@ -14,9 +14,7 @@ With S the bytes of the whole buffer, and N ranks on links of bandwidth B in eac
       broadcast, reduce                   1        all S have to leave rank 0, or to get there
 
 so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
-
-Bytes of whole training steps are counted with the same factors: `mmm.parallel.collective_bytes`,
-``mmm.examples.traffic``.
+Bytes of whole training steps are counted with the same factors: ``mmm.examples.traffic``.
 
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 """

@@ -23,24 +23,23 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Batch, Tokens
-from mmm.parallel import Layout, apply, build_mesh, check_compile, local_value, loss_of, materialize
-from mmm.parallel.chunked_loss import Loss
+from mmm.data import Batch
+from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
 from mmm.parallel.context import cut_batch
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.run import start_run
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions):
+class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
     cp: int | None = None
@@ -53,10 +52,6 @@ class Config(TextProgramOptions, MemoryOptions):
     """Sizes to start from: small ones, so that long sequences are quick without an accelerator."""
     seq_length: int = 512
     """Tokens a sample: a multiple of 2 · cp · tp."""
-    eval_every: int = 50
-    """Steps between two validations; one more at the end."""
-    eval_batches: int = 4
-    """Global batches in a validation."""
 
     def layout(self, ranks: int) -> Layout:
         """The mesh for that many ranks."""
@@ -86,15 +81,23 @@ def train(config: Config) -> None:
         materialize(model, run.device, config.seed)
         loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
+
+        def share(samples: Batch) -> Tensor:
+            # Of the samples the tokens of this cp coordinate, and where they stand in the whole sequence, (seq / cp,):
+            # the model turns heads by it, and cannot count from 0.
+            part, positions = cut_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
+            return loss_fn(model(part.inputs, positions), part.targets, part.count)
+
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        mine = layout.dp_coordinate(run.rank.rank) * setting.batch  # its first sample of each global batch
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            part, positions = own_part(setting.tokens, run, step, global_batch)
+            samples = setting.tokens.batch(step, global_batch, mine, setting.batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
-                loss = loss_fn(model(part.inputs, positions), part.targets, part.count)
+                loss = share(samples)
                 run.clock.lap("dtf")
                 scaler.scale(loss).backward()
             run.clock.lap("dtb")
@@ -105,30 +108,9 @@ def train(config: Config) -> None:
 
             last = step == steps - 1
             more = {}
-            if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, loss_fn, setting.validation, run, config.eval_batches, global_batch)
-            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
-
-
-def own_part(tokens: Tokens, run: Run, step: int, global_batch: int) -> tuple[Batch, Tensor]:
-    """Of a global batch the samples of this dp coordinate, of them the tokens of this cp coordinate, and where those
-    stand in the whole sequence, (seq / cp,): the model turns heads by it, and cannot count from 0."""
-    layout, rank = run.layout, run.rank.rank
-    size = global_batch // layout.dp
-    samples = tokens.batch(step, global_batch, layout.dp_coordinate(rank) * size, size)
-    return cut_batch(samples.to(run.device), layout.coordinates(rank)["cp"], layout.cp)
-
-
-@torch.no_grad()
-def validate(model: nn.Module, loss_fn: Loss, tokens: Tokens, run: Run, batches: int, global_batch: int) -> float:
-    """Mean loss over the first global batches of the validation text: the same tokens on every mesh, every time."""
-    total = 0.0
-    batches = min(batches, tokens.steps_per_epoch(global_batch))
-    for step in range(batches):
-        part, positions = own_part(tokens, run, step, global_batch)
-        with loss_parallel():
-            total += local_value(loss_fn(model(part.inputs, positions), part.targets, part.count))
-    return run.global_sum(total) / batches
+            if config.validates(step, steps):
+                more["val_loss"] = validate(run, setting, config.eval_batches, share)
+            run.step(step, loss, samples=global_batch, tokens=samples.count, last=last, **more)
 
 
 def main() -> None:

@@ -24,32 +24,25 @@ from typing import Annotated
 
 import torch
 import tyro
-from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Tokens
-from mmm.parallel import Layout, apply, build_mesh, check_compile, local_value, loss_of, materialize
-from mmm.parallel.chunked_loss import Loss
+from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
 from mmm.parallel.offload import moved_text
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.run import start_run
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions):
+class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
 
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     """Ranks along tp: over how many each matrix is cut."""
-    eval_every: int = 50
-    """Steps between two validations; one more at the end."""
-    eval_batches: int = 4
-    """Global batches in a validation."""
 
 
 def train(config: Config) -> None:
@@ -95,26 +88,12 @@ def train(config: Config) -> None:
 
             last = step == steps - 1
             more = {}
-            if last or step % config.eval_every == config.eval_every - 1:
-                size = config.eval_batches, global_batch, mine, batch
-                more["val_loss"] = validate(model, loss_fn, setting.validation, run, *size)
+            if config.validates(step, steps):
+                more["val_loss"] = validate(run, setting, config.eval_batches, lambda part: loss_fn(
+                    model(part.inputs), part.targets, part.count))  # fmt: skip
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         if config.offload:
             run.log.info("%s", moved_text(model, optimizer, run.device))
-
-
-@torch.no_grad()
-def validate(
-    model: nn.Module, loss_fn: Loss, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
-) -> float:
-    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
-    total = 0.0
-    batches = min(batches, tokens.steps_per_epoch(global_batch))
-    for step in range(batches):
-        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
-        with loss_parallel():
-            total += local_value(loss_fn(model(part.inputs), part.targets, part.count))
-    return run.global_sum(total) / batches
 
 
 def main() -> None:

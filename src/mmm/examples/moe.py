@@ -27,37 +27,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 import tyro
-from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Tokens
-from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, local_value, materialize
+from mmm.errors import ConfigError
+from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
 from mmm.parallel.expert import balance_experts, imbalance
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import ExpertOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.run import start_run
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertOptions, TextProgramOptions):
+class Config(ExpertOptions, TextProgramOptions, ValidationOptions):
     """A Transformer with routed experts, cut over --ep of the data-parallel ranks; × tensor parallel."""
 
+    n_experts: int = 8
+    """Experts in each layer."""
     ep: int | None = None
     """Ranks that share the experts out: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     """Ranks along tp: over how many each matrix is cut, but for the experts'."""
     preset: Preset = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    eval_every: int = 50
-    """Steps between two validations; one more at the end."""
-    eval_batches: int = 4
-    """Global batches in a validation."""
 
     def layout(self, ranks: int) -> Layout:
         """The mesh for that many ranks."""
@@ -67,6 +63,8 @@ class Config(ExpertOptions, TextProgramOptions):
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
+    if config.n_experts < 1:
+        raise ConfigError(f"--n_experts {config.n_experts}: it must be at least 1")
     layout = config.layout(whoami().world_size)
     setting = settle(config, layout, default_batch=4)
     if config.compile:
@@ -104,25 +102,11 @@ def train(config: Config) -> None:
 
             last = step == steps - 1
             more = {"imbalance": imbalance(load)} if last or step % config.log_every == 0 else {}
-            if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(model, setting.validation, run, config.eval_batches, global_batch, mine,
-                                            batch)  # fmt: skip
+            if config.validates(step, steps):
+                more["val_loss"] = validate(run, setting, config.eval_batches, lambda part: cross_entropy(
+                    model(part.inputs), part.targets, part.count))  # fmt: skip
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         run.log.info("tokens of the last step, by layer and expert: %s", load.tolist())
-
-
-@torch.no_grad()
-def validate(
-    model: nn.Module, tokens: Tokens, run: Run, batches: int, global_batch: int, mine: int, batch: int
-) -> float:
-    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
-    total = 0.0
-    batches = min(batches, tokens.steps_per_epoch(global_batch))
-    for step in range(batches):
-        part = tokens.batch(step, global_batch, mine, batch).to(run.device)
-        with loss_parallel():
-            total += local_value(cross_entropy(model(part.inputs), part.targets, part.count))
-    return run.global_sum(total) / batches
 
 
 def main() -> None:

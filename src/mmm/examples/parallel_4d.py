@@ -22,7 +22,8 @@ Which ranks talk to rank 0, what about, and how often::
     pp   0 8        other layers: the activations of a micro-batch, once a stage
 
 What talks most stands innermost, on neighbours. An axis of size 1 costs nothing, and is not there. A model lacks the
-axes it has nothing to be cut by: images have no cp. Same seed and same global batch give one device's losses.
+axes it has nothing to be cut by: images have no cp. (--n_experts, and ep, which cuts
+them over ranks of dp: `mmm.examples.moe`.) Same seed and same global batch give one device's losses.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from mmm.models.vit import PRESETS, ViT
 from mmm.parallel import Layout, batch_sizes
 from mmm.parallel.assemble import divide
 from mmm.parallel.plan import Plan
-from mmm.parallel.plans.cnn import check_cnn, cnn_plan
+from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.failure import run_main
@@ -68,6 +69,8 @@ class Config(LayoutOptions, RunOptions):
     """Of the Transformer and the ViT."""
     seq_length: int = 128
     """Tokens a sample, of the Transformer."""
+    n_experts: int = 0
+    """Of each layer of the Transformer, for --ep to cut; 0: none."""
     max_iters: int | None = 20
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
@@ -86,10 +89,11 @@ class Config(LayoutOptions, RunOptions):
 
 
 def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tuple[nn.Module, Plan, Tensor, MakeTask]:
-    """The model asked for, if it goes onto the layout; its plan; what its forward takes; and what it trains on."""
+    """The model asked for; its plan; what its forward takes; and what it trains on."""
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
         if config.model == "transformer":
-            sizes = TransformerConfig(dim=64, n_layers=config.n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192)
+            sizes = TransformerConfig(dim=64, n_layers=config.n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192,
+                                      n_experts=config.n_experts)  # fmt: skip
             check_transformer(sizes, layout, config.seq_length, config.cp_style)
             tokens, validation, _ = TextOptions(seq_length=config.seq_length).load(sizes.vocab_size, config.seed)
             return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, config.seq_length).long(),
@@ -100,9 +104,7 @@ def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tup
             check_vit(vit, layout)
             model, plan = ViT(vit), vit_plan()
         else:
-            cnn = CNNConfig(image_size=16).without_dropout()
-            check_cnn(cnn, layout)
-            model, plan = CNN(cnn), cnn_plan()
+            model, plan = CNN(CNNConfig(image_size=16).without_dropout()), cnn_plan()
     digits, images = load_images("digits", image_size=16), torch.zeros(batch, 1, 16, 16, device="meta")
     return model, plan, images, lambda run: ImageTask(run, digits, batch, global_batch)
 
@@ -134,9 +136,9 @@ def train(config: Config) -> None:
             here.clip(MAX_NORM)  # of the whole gradient, over all stages and ranks
             optimizer.step()
             optimizer.zero_grad()
+            here.balance_experts()
             run.clock.lap("dto")
-            last = step == steps - 1
-            more = task.evaluate(here) if last else {}
+            more = task.evaluate(here) if (last := step == steps - 1) else {}
             run.step(step, loss, samples=global_batch, tokens=task.tokens, last=last, **more)
 
 

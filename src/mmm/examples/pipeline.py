@@ -26,7 +26,6 @@ import torch
 import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Tokens
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
 from mmm.parallel.bubble import Recorder, gather
@@ -37,13 +36,13 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
-from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.run import start_run
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
 from mmm.trainer.timeline import report_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions):
+class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
     pp: int = 2
@@ -58,10 +57,6 @@ class Config(TextProgramOptions, MemoryOptions):
     """Default: the fewest that the schedule takes, 1 or 2."""
     timeline: bool = False
     """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
-    eval_every: int = 50
-    """Steps between two validations; one more at the end."""
-    eval_batches: int = 4
-    """Global batches in a validation."""
 
 
 def train(config: Config) -> None:
@@ -123,25 +118,12 @@ def train(config: Config) -> None:
 
             last = step == steps - 1
             more = {}
-            if last or step % config.eval_every == config.eval_every - 1:
-                more["val_loss"] = validate(pipeline, setting.validation, run, config.eval_batches, global_batch,
-                                            first, batch)  # fmt: skip
+            if config.validates(step, steps):
+                more["val_loss"] = validate(run, setting, config.eval_batches, lambda part: pipeline.evaluate(
+                    part.inputs, part.targets, positions=positions))  # fmt: skip
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         if config.timeline:
             report_timeline(run, gather(recorder), config.schedule, config.microbatches, each)
-
-
-def validate(
-    pipeline: Pipeline, tokens: Tokens, run: Run, batches: int, global_batch: int, first: int, batch: int
-) -> float:
-    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time."""
-    total, positions = 0.0, torch.arange(tokens.seq_length, device=run.device)
-    batches = min(batches, tokens.steps_per_epoch(global_batch))
-    for step in range(batches):
-        part = tokens.batch(step, global_batch, first, batch).to(run.device)
-        with loss_parallel():
-            total += pipeline.evaluate(part.inputs, part.targets, positions=positions).item()
-    return run.global_sum(total) / batches
 
 
 def main() -> None:

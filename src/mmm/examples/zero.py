@@ -73,11 +73,10 @@ def train(config: Config) -> bool:
     with start_run("zero", config, layout) as run:
         run.describe(**setting.describe(), parameters=whole)
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        stages = range(len(TECHNIQUES))
-        held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in stages), strict=True)
+        held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in range(4)), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
-        lines = table(held, whole, layout.dp, width, config.offload)
-        run.log.info("numbers kept, on the rank that keeps most\n%s", lines)
+        run.log.info("numbers kept, on the rank that keeps most\n%s",
+                     table(held, whole, layout.dp, width, config.offload))  # fmt: skip
         apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
         limit = TOLERANCE[run.precision.name]
         run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit)
@@ -96,9 +95,8 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
                   offload=offload)  # fmt: skip
     materialize(model, run.device, options.seed)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
-    batch, global_batch = setting.batch, setting.global_batch
+    batch, global_batch, losses = setting.batch, setting.global_batch, []
     mine = batch * run.layout.dp_coordinate(run.rank.rank)
-    losses = []
     for step in range(setting.steps):
         run.clock.start()
         part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
@@ -122,8 +120,7 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
 
 
 def theory(stage: int, whole: int, ranks: int, offload: bool = False) -> dict[str, float]:
-    """Numbers of `whole` parameters, their gradients and AdamW's state that a rank holds. With offload its part of
-    the gradient goes to the host, and then stage 1 does not keep the rest either."""
+    """What a rank holds of `whole` parameters. With offload stage 1 keeps only its part of the gradient either."""
     cut = whole / ranks
     return {
         "parameters": cut if stage >= 3 else whole,

@@ -14,8 +14,6 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from mmm.errors import LaunchError
 from mmm.launch import hosts, mpi, processes
@@ -23,6 +21,7 @@ from mmm.launch import link as links
 from mmm.launch.cluster import ClusterPlan
 from mmm.launch.failures import Failure, say, signal_name
 from mmm.launch.link import Link, Lost, Message
+from mmm.launch.orders import Member, addresses, orders, read_failure
 from mmm.launch.output import Output
 from mmm.launch.run import GRACE, Limits, Run
 from mmm.launch.stacks import Stack
@@ -34,19 +33,6 @@ STARTER_END = 1.5        # s that mpiexec or srun has to end once its processes 
 LOCATE = 2.0             # s for the hosts to say where their ranks are
 STARTER_LINGERS = 20.0   # s that it has after a run that went well: others of its processes may still write
 SPARE_FILES = 64
-
-
-@dataclass
-class Member:
-    """One of the processes that mpiexec or srun has started."""
-
-    link: Link
-    nonce: str
-    index: int = -1                                          # 0 … processes − 1, once it has said hello
-    host: str = ""
-    hello: Message = field(default_factory=dict)
-    ranks: list[int] = field(default_factory=list)
-    done: bool = False                                       # its ranks are gone, it has said so
 
 
 class Head(Run):
@@ -316,67 +302,3 @@ class Head(Run):
         say(f"launch: {self.plan.command[0]} {how} {what}")
         self.again = True
         return 128 - code if code < 0 else code or 1
-
-
-def orders(plan: ClusterPlan, roll: list[Member]) -> list[tuple[Member, Message]]:
-    """What each member is to run. The roll is complete, in the order of the starter's own numbers."""
-    shared = dict(plan.shared)
-    common: dict[str, Any] = {"by": plan.by, "device": plan.device, "bind": plan.bind, "prefork": plan.prefork,
-                              "threads": plan.threads}
-    if plan.site is not None and plan.device == plan.site.device and plan.site.device_variable:
-        common["device_variable"], common["device_order"] = plan.site.device_variable, plan.site.device_order
-    made = []
-    if plan.by == "host":
-        for index, member in enumerate(roll):
-            first = index * plan.per_host
-            ranks = range(first, min(first + plan.per_host, plan.ranks))
-            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in ranks]
-            its = shared | {"LOCAL_WORLD_SIZE": str(len(places))}
-            made.append((member, {**common, "shared": its, "ranks": places}))
-        return made
-    there: dict[str, list[Member]] = {}
-    for member in roll:
-        there.setdefault(member.host, []).append(member)
-    for member in roll:
-        mates = there[member.host]
-        local = member.hello.get("local_rank")
-        local = mates.index(member) if local is None else local
-        of_rank = {"RANK": str(member.index), "LOCAL_RANK": str(local)}
-        shares = len({m.hello["cpus"] for m in mates}) == 1      # bound to the same cores: they divide them
-        cores = max(1, member.hello["cores"] // (len(mates) if shares else 1))
-        made.append((member, {**common, "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))}, "ranks": [of_rank],
-                              "threads": plan.threads or cores}))
-    return made
-
-
-def read_failure(data: dict[str, Any], host: str, now: float) -> Failure:
-    """A failure as a host sends it. Its clock is not ours: it says how long ago."""
-    report = Report(**data["report"]) if data["report"] else None
-    return Failure(data["rank"], data["exit_code"], now - data["ago"], data["doubt"], report, data["text"],
-                   data["host"] or host, data["final"])
-
-
-def write_failure(failure: Failure, now: float) -> dict[str, Any]:
-    """The inverse of `read_failure`, on the host."""
-    return asdict(failure) | {"ago": now - failure.time}
-
-
-def addresses(plan: ClusterPlan) -> list[str]:
-    """Where the hosts can reach this process, the best first."""
-    if os.environ.get(links.ADDRESS_VARIABLE):
-        return [os.environ[links.ADDRESS_VARIABLE]]
-    if all(hosts.is_here(name) for name in plan.hosts):
-        return ["127.0.0.1"]
-    suffix = plan.site.host_suffix if plan.site is not None else ""
-    other = next(name for name in plan.hosts if not hosts.is_here(name))
-    own = socket.gethostname()
-    found = []
-    for name in [other.partition(".")[0] + suffix] * bool(suffix) + [other]:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))                         # sends nothing: it asks which of our addresses leads there
-            found.append(probe.getsockname()[0])
-    for name in (own.partition(".")[0] + suffix, own):
-        with contextlib.suppress(OSError):
-            found.append(socket.gethostbyname(name))
-    real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-    return real or ["127.0.0.1"]

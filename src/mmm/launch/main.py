@@ -53,7 +53,10 @@ def _main(words: list[str], begin: float) -> int:
         print(describe(plan, args))
         return 0
     for attempt in range(retries + 1):
-        if attempt:
+        if attempt:                              # whose start-up is its own
+            for told in (shared, os.environ):
+                told.pop(wire.STARTED_VARIABLE, None)
+            shared[wire.BEGAN_VARIABLE] = repr(time.time())
             plan = plan_run(what, replace(wishes, attempt=attempt), shared)
         plan.shared[wire.ATTEMPT_VARIABLE] = str(attempt)
         run = start(plan, limits, start_timeout, attempt)

@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Limits:
     job_end: float | None = None            # time.time() at which the scheduler ends the job, for words only
 
 
-class Run:
+class Run(ABC):
     """What `Supervisor` and `Head` have in common. They say how to start, serve, signal and kill."""
 
     def __init__(self, total: int, limits: Limits | None = None) -> None:
@@ -48,30 +49,33 @@ class Run:
         self.output: Output | None = None                    # where launch copies what ranks print
         self.selector = selectors.DefaultSelector()
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Start the ranks, or what starts them."""
 
+    @abstractmethod
     def serve(self) -> bool:
         """Take in what has happened. False once it is over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, number: int) -> bool:
         """Send every rank signal `number`. False if there is none yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pass_on(self, number: int) -> None:
         """Send every rank a signal that is the program's to handle, once there are ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
-        raise NotImplementedError
+        """End every rank by SIGKILL."""
 
+    @abstractmethod
     def finish(self) -> int:
-        raise NotImplementedError
+        """The exit code, once nothing runs."""
 
+    @abstractmethod
     def clean_up(self) -> None:
         """Whatever has happened, also after an error of launch's own: leave no process."""
-        raise NotImplementedError
 
     def run(self) -> int:
         previous = self.take_signals()
@@ -145,9 +149,9 @@ class Run:
         say(f"launch: no output from any rank for {self.limits.timeout:g} s (--timeout): ending {self.left()}")
         self.locate()
 
+    @abstractmethod
     def locate(self) -> None:
         """Find out where the ranks are, and give that to `located`."""
-        raise NotImplementedError
 
     def located(self, found: dict[int, stacks.Stack], hosts: dict[int, str]) -> None:
         """Say which ranks hang, and end all."""

@@ -56,7 +56,7 @@ class Supervisor(Run):
         target = plan.target
         command = target.line()
         if target.is_python and not plan.fork:
-            command = [sys.executable, *target.flags, "-m", "mmm.runtime.child", *target.tail()]
+            command = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(*inherited, plan.ranks, plan.fork, command, os.getpid(), shielded=self.shielded)
         own = {wire.MARKER_VARIABLE: self.marker, wire.AGENT_VARIABLE: todo.dumps()}

@@ -17,6 +17,7 @@ ATTEMPT_VARIABLE = "MMM_ATTEMPT"         # 0, 1, …: how often --retries has st
 LINE_VARIABLE = "MMM_LAUNCH_LINE"        # the command line as typed, for a run's record
 BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"      # when launch itself was started, seconds since 1970
 STARTED_VARIABLE = "MMM_STARTED_AT"      # the same of the job, where its script says so: then this one counts
+CHILD = "mmm.runtime.child"              # the module that an exec'd Python rank begins with
 
 MAX_TEXT = 60_000                        # characters of a report kept; a datagram has to fit in the socket's buffer
 SOCKET_BUFFER = 1 << 20

@@ -150,3 +150,8 @@ class MixtureOfExperts(nn.Module):
         weight, self.router.used = self.router.used, None
         if weight is not None and weight.requires_grad:
             weight.register_hook(add)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has a layer of routed experts."""
+    return any(isinstance(module, MixtureOfExperts) for module in model.modules())

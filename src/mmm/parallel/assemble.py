@@ -10,6 +10,7 @@ An example that teaches one technique calls its pieces itself; what takes any la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.models.experts import has_experts
 from mmm.models.weights import canonical_name
 from mmm.parallel.apply import apply, check_compile, materialize
 from mmm.parallel.checkpoint import check_checkpointing
@@ -29,6 +31,7 @@ from mmm.parallel.chunked_loss import Loss, loss_of
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.context import positions_of
 from mmm.parallel.data import check_data_parallel, sync_gradients
+from mmm.parallel.expert import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout, has_axis
 from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
@@ -154,6 +157,7 @@ class ParallelModel:
         self.microbatches, self._positions = division.microbatches, plan.sequence
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
+        self._experts = has_experts(model)
         self.at = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
         self.modules: dict[int, nn.Module] = {}
         if layout.pp == 1:
@@ -191,6 +195,22 @@ class ParallelModel:
     def clip(self, max_norm: float) -> Tensor:
         """Cut the norm of the whole gradient, over all stages and ranks, down to `max_norm`. A collective."""
         return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
+
+    def balance_experts(self, rate: float = BALANCE_RATE) -> float | None:
+        """After a step of the optimizer: `mmm.parallel.expert.balance_experts` on all stages. A collective.
+
+        Returns:
+            `mmm.parallel.expert.imbalance` over the layers of all stages, the same on every rank; None where the model
+            has no experts.
+        """
+        if not self._experts:
+            return None
+        here = imbalance(balance_experts(self.modules.values(), self.mesh, rate))
+        if self.pipeline is None:
+            return here
+        worst = torch.tensor(0.0 if math.isnan(here) else here, device=self.device)  # a stage may have no experts
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
+        return worst.item()
 
     def step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None = None) -> Tensor:
         """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from typing_extensions import Self
 from mmm.runtime.device import Precision
 
 
-class Copies(nn.Module):
+class Copies(nn.Module, ABC):
     """A wrapper around a model that every rank of `mesh` (one-dimensional) holds whole.
 
     It is made around a model on the meta device; ``parallel.materialize`` gives that memory and weights, and then calls
@@ -32,12 +33,13 @@ class Copies(nn.Module):
         self._connect()
         self.connected = True
 
+    @abstractmethod
     def _connect(self) -> None:
-        raise NotImplementedError
+        """What `connect` does."""
 
+    @abstractmethod
     def sync_gradients(self, now: bool) -> None:
         """Whether the next backwards sum over the ranks, or only add to this rank's own gradients."""
-        raise NotImplementedError
 
     def _run(self, *inputs: Any, **named: Any) -> Tensor:
         """The forward of the model."""

@@ -34,7 +34,7 @@ Abbeel, "Ring Attention", 2023, and Jacobs et al., "DeepSpeed Ulysses", 2023 (cp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -43,9 +43,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
+from mmm.parallel.assemble import Division, Techniques
 from mmm.parallel.collective_bytes import factor
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, matches
+from mmm.parallel.stages import take_stage
 from mmm.runtime.device import Precision
 
 LOSS = 8  # bytes of the number that a pipeline's ranks share
@@ -89,6 +91,23 @@ def expected_traffic(
         passed = _activations(next(iter(held.values())), layout, batch, seq_length, precision)
         found["pp"] = faced * passed + factor("all_reduce", layout.pp) * LOSS
     return {axis: count for axis, count in found.items() if count}
+
+
+def assembled_traffic(
+    model: nn.Module, plan: Plan, layout: Layout, how: Techniques, division: Division, numbers: Iterable[int], *,
+    batch: int, seq_length: int, precision: Precision,
+) -> dict[str, float]:  # fmt: skip
+    """`expected_traffic` of the rank that holds stages `numbers` (``ParallelModel.modules``) of a divided model.
+
+    Args:
+        model: as `divide` was given it, on the meta device and not cut.
+    """
+    held = {number: take_stage(model, division.parts, division.stages[number]) if division.stages else model
+            for number in numbers}  # fmt: skip
+    return expected_traffic(
+        held, plan, layout, batch=batch, seq_length=seq_length, precision=precision, data_parallel=how.data_parallel,
+        cp_style=how.cp_style, microbatches=division.microbatches, stages=max(1, len(division.stages)),
+    )  # fmt: skip
 
 
 def _size(dtype: torch.dtype) -> int:

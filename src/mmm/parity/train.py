@@ -14,15 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
-from mmm.models.experts import MixtureOfExperts
+from mmm.models.experts import has_experts
 from mmm.models.weights import canonical_name
 from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
-from mmm.parallel.expert import balance_experts
 from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
 from mmm.parallel.pipeline import SCHEDULES
-from mmm.parallel.stages import take_stage
 from mmm.parallel.traffic import count_traffic
-from mmm.parallel.traffic_theory import expected_traffic
+from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.parity.layouts import Case
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, GLOBAL_BATCH, Reference, Training, batch, make_optimizer
@@ -87,7 +85,7 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     with torch.device("meta"):
         whole = model.source.parity_model()
     division = divide(whole, model.plan(), layout, how, meta)
-    return Ready(case, layout, how, division, any(isinstance(module, MixtureOfExperts) for module in whole.modules()))
+    return Ready(case, layout, how, division, has_experts(whole))
 
 
 def train(
@@ -132,7 +130,7 @@ def _train(
                 differences = gradient_differences(made, reference.gradients)
             update.step()
         update.zero_grad()
-        balance_experts(made.modules.values(), mesh)
+        made.balance_experts()
         shares = gather_floats([share.item()], CPU)
         losses.append(sum(shares[loss_rank][0] for loss_rank in layout.loss_ranks()))
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
@@ -145,18 +143,13 @@ def least_traffic(model: Model, ready: Ready, made: ParallelModel, precision: Pr
     """
     if ready.experts or ready.how.checkpointing != "none":
         return None
-    division, layout = ready.division, ready.layout
     with torch.device("meta"):
         whole = model.source.parity_model()
-    held = {0: whole}
-    if division.stages:
-        held = {number: take_stage(whole, division.parts, division.stages[number]) for number in made.modules}
     inputs, _ = batch(model.source, Training(), 0)
     try:
-        by_axis = expected_traffic(
-            held, model.plan(), layout, batch=GLOBAL_BATCH // layout.dp, seq_length=inputs.shape[1],
-            precision=precision, data_parallel=ready.how.data_parallel, cp_style=ready.how.cp_style,
-            microbatches=division.microbatches, stages=max(1, len(division.stages)),
+        by_axis = assembled_traffic(
+            whole, model.plan(), ready.layout, ready.how, ready.division, made.modules,
+            batch=GLOBAL_BATCH // ready.layout.dp, seq_length=inputs.shape[1], precision=precision,
         )  # fmt: skip
     except ValueError:  # "no formula for …"
         return None

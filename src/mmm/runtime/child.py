@@ -30,6 +30,7 @@ from mmm.runtime import failure, lifeline, startup
 
 INTERRUPTED = 128 + signal.SIGINT
 EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")   # profilers write at exit
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -45,7 +46,12 @@ def prepare() -> None:
     if hasattr(os, "memfd_create"):              # Linux: launch asks a run that hangs where it is
         faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     lifeline.tie_forks()
-    os.register_at_fork(after_in_child=_default_signals)
+    # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
+    held = threading.local()
+    os.register_at_fork(
+        before=lambda: setattr(held, "mask", signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, held.mask),
+        after_in_child=lambda: _default_signals(held.mask))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -57,6 +63,7 @@ def run(target: Target) -> int:
     A process that the target forks may come back here too. It is not the rank: it prints, and reports nothing.
     """
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)       # held back since the rank began
         _run(target)
         code = 0
     except BaseException as error:
@@ -134,16 +141,17 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated(128 + number)
 
 
-def _default_signals() -> None:
-    """In a process that the target forks: SIGTERM ends it as it would without launch."""
+def _default_signals(mask: set[int]) -> None:
+    """In a process that the target forks: SIGTERM ends it as it would without launch. `mask`: before the fork."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is _terminate:
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _hold_signals() -> None:
     """The target is over: let what runs at exit finish. Launch kills a rank that takes longer than its grace."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 

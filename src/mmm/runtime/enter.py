@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mmm.errors import LaunchError, UserError
-from mmm.launch import binding, head, local
+from mmm.launch import binding, local, orders
 from mmm.launch import link as links
 from mmm.launch import target as targets
 from mmm.launch.failures import Failure, say
@@ -94,7 +94,7 @@ class Entry(Supervisor):
 
     def tell_failures(self) -> None:
         for failure in self.failures[self.told:]:
-            self.tell({"failure": head.write_failure(failure, time.monotonic())})
+            self.tell({"failure": orders.write_failure(failure, time.monotonic())})
         self.told = len(self.failures)
 
     def tell(self, message: links.Message) -> None:
@@ -169,7 +169,7 @@ def main() -> int:
     except UserError as error:
         number = int(order["go"]["ranks"][0]["RANK"])
         failure = Failure(number, 2, time.monotonic(), 0, Report(number, "user", str(error), 2, 0.0))
-        link.send({"failure": head.write_failure(failure, time.monotonic())})
+        link.send({"failure": orders.write_failure(failure, time.monotonic())})
         link.send({"bye": True})
         return 0
     if order["go"]["by"] == "host":                          # an MPI in a rank would take itself for all of the host

@@ -21,7 +21,15 @@ from typing import NoReturn
 from mmm.launch import binding, imports, processes
 from mmm.launch import target as targets
 from mmm.launch.target import Target
-from mmm.launch.wire import AGENT_VARIABLE, CPUS_VARIABLE, FAILURE_VARIABLE, MARKER_VARIABLE, Instructions, Status
+from mmm.launch.wire import (
+    AGENT_VARIABLE,
+    CHILD,
+    CPUS_VARIABLE,
+    FAILURE_VARIABLE,
+    MARKER_VARIABLE,
+    Instructions,
+    Status,
+)
 from mmm.runtime import child, failure, lifeline, startup
 
 # What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
@@ -49,6 +57,7 @@ def main() -> NoReturn:
     if target is not None:
         preload(target, todo)
     agent = Agent(todo)
+    signal.pthread_sigmask(signal.SIG_BLOCK, child.ENDING)       # each rank takes them once it can end in order
     for variables in todo.ranks:
         sys.stdout.flush()
         pid = os.fork()
@@ -56,6 +65,7 @@ def main() -> NoReturn:
             agent.become_rank(variables)
             execute(todo) if target is None else child.finish(child.run(target))
         agent.started(int(variables["RANK"]), pid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, child.ENDING)
     lifeline.outlive_parent()
     agent.watch()
     os._exit(0)                                  # nothing here has anything to write, and taking torch down takes 0.4 s
@@ -131,6 +141,8 @@ def _shadowed(first: str | None) -> list[str]:
 
 def execute(todo: Instructions) -> NoReturn:
     """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
+    if CHILD not in todo.command:                           # which takes them itself; another never would
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, child.ENDING)
     try:
         os.execvp(todo.command[0], todo.command)
     except OSError as error:

@@ -48,6 +48,8 @@ class LayoutOptions(DataParallelOptions):
     """Ranks along pp: over how many the layers are cut."""
     dp_shard: int = -1
     """Data-parallel ranks that a copy of the model is cut over; -1: all that the other axes leave."""
+    ep: int = 1
+    """Ranks that share the experts of a model out: a divisor of --dp_shard, whose ranks they are."""
     cp: int = 1
     """Ranks along cp: over how many each sequence is cut."""
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
@@ -65,7 +67,8 @@ class LayoutOptions(DataParallelOptions):
     """Work activations out again in backward instead of keeping them."""
 
     def axes(self) -> dict[str, int]:
-        return {**super().axes(), "pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
+        sizes = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize, "ep": self.ep}
+        return super().axes() | sizes
 
     def techniques(self, compile: bool, **memory: Any) -> Techniques:
         """What `mmm.parallel.assemble` takes. compile: the flag of the run. memory: of `MemoryOptions`."""

@@ -1,7 +1,8 @@
-"""Train a Transformer as a language model, on any layout: pp × dp × cp × tp.
+"""Train a Transformer as a language model, on any layout: pp × dp × cp × tp, and ep for its experts.
 
     launch python3 -m mmm.trainer.lm --max_iters 10
     launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
+    launch python3 -m mmm.trainer.lm --max_iters 10 --n_experts 8 --ep 2
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, TrainingOptions, parse
+from mmm.trainer.options import ExpertOptions, MemoryOptions, TrainingOptions, parse
 from mmm.trainer.place import place
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
@@ -26,7 +27,7 @@ from mmm.trainer.text import TextProgramOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions, TextProgramOptions, MemoryOptions, TrainingOptions):
+class Config(LayoutOptions, ExpertOptions, TextProgramOptions, MemoryOptions, TrainingOptions):
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     max_norm: float = 1.0
@@ -60,7 +61,8 @@ def train(config: Config) -> None:
                          config.eval_batches)  # fmt: skip
         run.log.info("%d steps of %d × %d tokens", setting.steps, setting.global_batch, config.seq_length)
         schedule = warmup_cosine(setting.steps, min(config.warmup, setting.steps // 2))
-        how_long = Fit(steps=setting.steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every)
+        how_long = Fit(steps=setting.steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every,
+                       balance_rate=config.balance_rate)  # fmt: skip
         fit(run, model, optimizer, task, how_long)
         if config.save_model:
             save_model(run, model)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mmm.parallel.assemble import ParallelModel
+from mmm.parallel.expert import BALANCE_RATE
 from mmm.runtime.seed import seed_step
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.run import Run
@@ -27,6 +28,7 @@ class Fit:
         schedule: factor of the learning rate at a step.
         eval_every: steps between two evaluations; 0 for the end alone. by_epoch: one row, and one evaluation, an epoch
             (and at the end), instead of a row a step.
+        balance_rate: how far a step moves the biases of experts (`mmm.parallel.expert.balance_experts`).
         callbacks: called as ``callback(run, model, step)`` after each row.
     """
 
@@ -35,6 +37,7 @@ class Fit:
     schedule: Schedule = constant
     eval_every: int = 0
     by_epoch: bool = False
+    balance_rate: float = BALANCE_RATE
     callbacks: tuple[Callback, ...] = field(default=())
 
 
@@ -66,6 +69,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        uneven = model.balance_experts(how.balance_rate)
         clock.lap("dto")
 
         since, last = since + 1, step == how.steps - 1
@@ -73,10 +77,11 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         judge = last or (end_of_epoch if how.by_epoch else how.eval_every > 0 and (step + 1) % how.eval_every == 0)
         if how.by_epoch and not judge:
             continue
-        more = {}
+        more = {} if uneven is None else {"imbalance": uneven}
         if judge:
             model.train(False)
-            more = judged = task.evaluate(model)
+            judged = task.evaluate(model)
+            more |= judged
         at = {"epoch": step // task.steps_per_epoch + 1} if how.by_epoch else {"iter": step}
         name = {"train_loss" if how.by_epoch else "loss": share / since}
         due = judge or step % run.options.log_every == 0

@@ -202,10 +202,10 @@ class TransformerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions(TransformerOptions):
-    """Flags of a Transformer with routed experts."""
+    """Flags of a Transformer that may have routed experts."""
 
-    n_experts: int = 8
-    """Experts in each layer."""
+    n_experts: int = 0
+    """Experts in each layer; 0: one feed-forward network instead."""
     top_k: int = 2
     """Experts that each token goes through."""
     expert_dim: int | None = None
@@ -218,13 +218,15 @@ class ExpertOptions(TransformerOptions):
         """As `TransformerOptions.model_config`.
 
         Raises:
-            ConfigError: no experts, or a rate below 0.
+            ConfigError: a number of experts, or a rate, below 0.
         """
-        if self.n_experts < 1:
-            raise ConfigError(f"--n_experts {self.n_experts}: it must be at least 1")
+        if self.n_experts < 0:
+            raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
         if not self.balance_rate >= 0:
             raise ConfigError(f"--balance_rate {self.balance_rate}: it must not be negative")
         dense = super().model_config(default_vocab)
+        if not self.n_experts:
+            return dense
         return replace(dense, n_experts=self.n_experts, top_k=self.top_k, expert_dim=self.expert_dim)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from mmm.models.experts import has_experts
 from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
 from mmm.parallel.assemble import Division, ParallelModel, Techniques
@@ -20,7 +21,7 @@ def place(run: Run, model: nn.Module, plan: Plan, how: Techniques, division: Div
         model: on the meta device; it is used up. division: of `mmm.parallel.assemble.divide`.
     """
     whole = parameter_count(model)
-    mesh = build_mesh(run.layout, run.device.type, run.options.timeout)
+    mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     if division.stages:
         run.log.info("%d micro-batches by %s\n%s", division.microbatches, how.schedule,
                      stage_table(division.names(), division.shares()))  # fmt: skip

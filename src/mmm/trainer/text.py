@@ -3,24 +3,41 @@ meet."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Tokens
+from mmm.data import Batch, Tokens
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, batch_sizes
+from mmm.parallel import Layout, batch_sizes, local_value
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions
 from mmm.trainer.report import model_summary
+from mmm.trainer.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextProgramOptions(TransformerOptions, TextOptions, RunOptions):
     """Flags of a program that trains a Transformer on text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationOptions:
+    """How often to judge by the validation text, and by how much of it."""
+
+    eval_every: int = 50
+    """Steps between two validations; one more at the end."""
+    eval_batches: int = 4
+    """Global batches in a validation."""
+
+    def validates(self, step: int, steps: int) -> bool:
+        """Whether to after this step."""
+        return step == steps - 1 or step % self.eval_every == self.eval_every - 1
 
 
 @dataclass(frozen=True)
@@ -81,3 +98,21 @@ def settle(options: TextProgramOptions, layout: Layout, default_batch: int, cp_s
         sample = torch.zeros(batch, options.seq_length, dtype=torch.int64)
     plan = transformer_plan(sizes)
     return Setting(layout, sizes, model, plan, batch, global_batch, steps, tokens, validation, about, sample)
+
+
+@torch.no_grad()
+def validate(run: Run, setting: Setting, batches: int, share: Callable[[Batch], Tensor]) -> float:
+    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time. A
+    collective.
+
+    Args:
+        share: of the samples of this rank's data-parallel coordinate → this rank's share of the loss of a global batch.
+    """
+    batches = min(batches, setting.validation.steps_per_epoch(setting.global_batch))
+    first = run.layout.dp_coordinate(run.rank.rank) * setting.batch
+    total = 0.0
+    for step in range(batches):
+        part = setting.validation.batch(step, setting.global_batch, first, setting.batch).to(run.device)
+        with loss_parallel():
+            total += local_value(share(part))
+    return run.global_sum(total) / batches
