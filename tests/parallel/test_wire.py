@@ -44,6 +44,7 @@ def calls(n: int, rank: int, part: int):
         "scatter": lambda: dist.scatter(new(1), parts if rank == root else None, src=root),
         "gather": lambda: dist.gather(new(1), parts if rank == root else None, dst=root),
         "send, receive": ring,
+        "barrier": dist.barrier,
     }
 
 
@@ -54,7 +55,9 @@ def measured(work, *meshes) -> tuple[int, int]:
     with count_traffic(*meshes) as traffic:
         work()
         dist.barrier()
-    return traffic.wire, sent_since(before)
+    sent = sent_since(before)
+    dist.barrier()  # until all have looked: a rank that leaves closes its end, and with it ours
+    return traffic.wire, sent
 
 
 def each_call(rank, part: int, times: int):

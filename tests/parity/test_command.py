@@ -197,16 +197,20 @@ def test_dry_run(capsys):
 def test_nothing_outlives_it(tmp_path, number):
     env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
     command = [sys.executable, "-m", "mmm.parity", "--layout", "1", "--layout", "dp4.tp2", "--model", "transformer",
-               "--steps", "1000"]  # fmt: skip
+               "--steps", "100"]  # fmt: skip
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = subprocess.Popen(command, **piped, cwd=tmp_path, env=env, start_new_session=True)
-    assert running.stdout.readline().startswith("[1/2]")
-    while len(members(running.pid)) < 9:
-        assert running.poll() is None
-    os.kill(running.pid, number) if number == signal.SIGKILL else os.killpg(running.pid, number)
-    assert running.wait(20) == (-9 if number == signal.SIGKILL else 130)
-    _, err = running.communicate(timeout=20)
-    assert not members(running.pid)
+    try:
+        assert running.stdout.readline().startswith("[1/2]")
+        while len(members(running.pid)) < 9:
+            assert running.poll() is None
+        os.kill(running.pid, number) if number == signal.SIGKILL else os.killpg(running.pid, number)
+        assert running.wait(20) == (-9 if number == signal.SIGKILL else 130)
+        _, err = running.communicate(timeout=20)
+        assert not members(running.pid)
+    finally:
+        for pid in members(running.pid):
+            os.kill(pid, signal.SIGKILL)
     assert [row["layout"] for row in rows_of(next(tmp_path.glob("outputs/parity/*/parity.json")))] == ["1", "1"]
     if number == signal.SIGINT:
         assert err == "interrupted: 1 of 2 layouts were not tried\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import multiprocessing.connection as connection
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # What every rank needs, imported once, before the fork.
 import torch
@@ -39,26 +40,30 @@ def free_port() -> int:
 
 
 class RankPool:
-    """Processes 0 … size - 1. A failed call ends them all; the next call would need new ones, forked from here."""
+    """Processes 0 … size - 1. A failed call ends them all, and the next has new ones.
+
+    All are forked from a process that is itself forked when the pool is made, and computes nothing: one that has used
+    DTensors or OpenMP threads leaves its children caches and locks that they cannot use.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.nursery, theirs = socket.socketpair()
+        self.nurse = os.fork()
+        if self.nurse == 0:
+            self.nursery.close()
+            _nurse(theirs)
+        theirs.close()
         self._start()
 
     def _start(self) -> None:
         self.ends: list[connection.Connection] = []
         self.pids: list[int] = []
         for rank in range(self.size):
-            ours, theirs = Pipe()
-            pid = os.fork()
-            if pid == 0:
-                ours.close()
-                for end in self.ends:
-                    end.close()
-                _serve(rank, theirs)
-            theirs.close()
-            self.ends.append(ours)
-            self.pids.append(pid)
+            self.nursery.sendall(rank.to_bytes(4, "big"))
+            pid, fds, _, _ = socket.recv_fds(self.nursery, 4, 1)
+            self.ends.append(connection.Connection(fds[0]))
+            self.pids.append(int.from_bytes(pid, "big"))
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """Call ``function(rank, *args)`` on ranks 0 … world_size - 1, inside a process group of theirs."""
@@ -90,18 +95,40 @@ class RankPool:
         return [results[rank] for rank in range(world_size)]
 
     def _restart(self) -> None:
-        """New processes, after a failure or for more ranks. They come from this process, which may run OpenMP threads
-        by now: on this path one thread a rank keeps GNU OpenMP from touching them."""
-        self.close()
+        """New processes, after a failure or for more ranks."""
+        self._end()
         self._start()
 
-    def close(self) -> None:
+    def _end(self) -> None:
         for end in self.ends:
             end.close()
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.ends, self.pids = [], []
+
+    def close(self) -> None:
+        self._end()
+        self.nursery.close()
+        os.waitpid(self.nurse, 0)
+
+
+def _nurse(requests: socket.socket) -> NoReturn:
+    """Fork a rank whenever its number comes, and answer with its pid and our end of a pipe to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while number := requests.recv(4):
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            ours.close()
+            _serve(int.from_bytes(number, "big"), theirs)
+        socket.send_fds(requests, [pid.to_bytes(4, "big")], [ours.fileno()])
+        ours.close()
+        theirs.close()
+    os._exit(0)
 
 
 def _load(file: str, qualname: str) -> Callable[..., Any]:

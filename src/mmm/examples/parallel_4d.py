@@ -23,7 +23,7 @@ Which ranks talk to rank 0, what about, and how often::
 
 What talks most stands innermost, on neighbours. An axis of size 1 costs nothing, and is not there. A model lacks the
 axes it has nothing to be cut by: images have no cp. (--n_experts, and ep, which cuts
-them over ranks of dp: `mmm.examples.moe`.) Same seed and same global batch give one device's losses.
+them over ranks of dp: `mmm.examples.moe`.) 20 steps. Same seed and same global batch give one device's losses.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MakeTask = Callable[[Run], Task]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(LayoutOptions, RunOptions):
-    """A small model on any layout. With no size of an axis given, one is chosen for the ranks there are."""
+    """A small model on any layout, where no axis is given one chosen for the ranks there are."""
 
     model: Literal["transformer", "vit", "cnn"] = "transformer"
     """The Transformer trains on the standard library's source, the others on the digits: both come with the package."""
@@ -71,7 +71,7 @@ class Config(LayoutOptions, RunOptions):
     """Tokens a sample, of the Transformer."""
     n_experts: int = 0
     """Of each layer of the Transformer, for --ep to cut; 0: none."""
-    max_iters: int | None = 20
+    usual_iters = 20
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
     def chooses(self) -> bool:

@@ -13,8 +13,8 @@ wait; cut into micro-batches, they work on different ones. By 1F1B (F: forward, 
 
 The cuts make the slowest stage as cheap as can be. pp talks least of all axes, and so is the outermost: between hosts.
 --tpsize cuts each layer's matrices within a stage, and the ranks that are left are data parallel (FSDP within a stage).
-``dtw`` is what a rank waits, and --timeline draws it: each rank's forwards, backwards and idling. Same seed and same
-global batch give the losses of ``mmm.examples.fsdp_tp``.
+``dtw`` is what a rank waits, and --timeline draws it: each rank's forwards, backwards and idling. 30 steps. Same seed
+and same global batch give the losses of ``mmm.examples.fsdp_tp``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
     """Parts that a batch goes through the pipeline in."""
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
+    usual_iters = 30
     timeline: bool = False
     """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
 

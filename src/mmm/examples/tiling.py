@@ -14,7 +14,7 @@ others, and both work token by token, so that they need not be worked out for th
 Of a chunk only the loss is kept, and of a tile nothing: backward works each out once more, makes its gradients, and
 goes on to the next. Gradients of the weights are summed over the pieces, and reduced over the ranks once.
 
-The same few steps, from the same weights on the same samples, go by each of four ways. A table says how much memory a
+The same 2 steps, from the same weights on the same samples, go by each of four ways. A table says how much memory a
 step takes at its peak beyond parameters (measured: `mmm.runtime.peak`), and that the losses are the same.
 
 Sources: Bekman et al., "Arctic long sequence training", 2025; Hsu et al., "Liger kernel", 2024.
@@ -64,8 +64,9 @@ class Config(TextProgramOptions, MemoryOptions):
     vocab_size: int | None = 8192
     seq_length: int = 1024
     dataset: Literal["text", "random"] = "random"
+    plots: bool = False
     """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
-    max_iters: int | None = 2
+    usual_iters = 2
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
 

@@ -11,9 +11,9 @@ which has two numbers of state for each::
       stage 2       P            P/N          2P/N          2P    reduce-scatter, all-gather
       stage 3       P/N          P/N          2P/N          3P    all-gather twice, reduce-scatter (this is FSDP)
 
-(Sent: times (N-1)/N.) Each stage trains a Transformer, from the same weights, on the same samples, to the same losses.
-Then a table says what the rank that holds most really holds, beside the theory: a part is a little more than P/N where
-N does not divide a matrix's rows. MB: 10⁶ bytes. With --offload, stages 1 to 3 keep on the host what a rank updates.
+(Sent: times (N-1)/N.) Each stage trains a Transformer for 5 steps, from the same weights to the same losses. Then a
+table says what the rank that holds most really holds, beside the theory: a part is a little more than P/N where N does
+not divide a matrix's rows. MB: 10⁶ bytes. With --offload, stages 1 to 3 keep on the host what a rank updates.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
 """
@@ -53,7 +53,7 @@ class Config(TextProgramOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
-    max_iters: int | None = 5
+    usual_iters = 5
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     optimizer: Literal["adamw"] = "adamw"
     """SGD has no state, and stage 1 would save nothing."""
@@ -73,7 +73,7 @@ def train(config: Config) -> bool:
     with start_run("zero", config, layout) as run:
         run.describe(**setting.describe(), parameters=whole)
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in range(4)), strict=True)
+        held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in range(len(TECHNIQUES))), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
         run.log.info("numbers kept, on the rank that keeps most\n%s",
                      table(held, whole, layout.dp, width, config.offload))  # fmt: skip

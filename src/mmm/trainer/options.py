@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -19,7 +19,6 @@ from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import command_line
 
 T = TypeVar("T")
-DEFAULT_ITERS = 50
 
 
 # A flag that a program inherits and has no use for: not in --help, and an error on the command line.
@@ -65,8 +64,10 @@ class BaseOptions:
 class RunOptions(BaseOptions):
     """Flags that every example and trainer that trains has."""
 
+    usual_iters: ClassVar[int] = 50
     max_iters: int | None = None
-    """End after this many optimizer steps, whatever --epochs says. With neither: 50."""
+    """End after this many optimizer steps, whatever --epochs says. With neither: 50, unless the text above says
+    otherwise."""
     epochs: int | None = None
     """End after this many passes over the data."""
     batch_size: int | None = None
@@ -102,7 +103,7 @@ class RunOptions(BaseOptions):
         """Optimizer steps of the run."""
         limits = [] if self.max_iters is None else [self.max_iters]
         limits += [] if self.epochs is None else [self.epochs * steps_per_epoch]
-        return min(limits, default=DEFAULT_ITERS)
+        return min(limits, default=self.usual_iters)
 
 
 @dataclass(frozen=True, kw_only=True)
