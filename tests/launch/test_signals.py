@@ -34,7 +34,10 @@ def test_ctrl_c_at_any_moment_of_the_start(launcher, how):
     for process in processes:
         out, err = process.communicate(timeout=20)
         assert process.returncode in (130, -signal.SIGINT)
-        assert (out, err) == ("", "" if process.returncode < 0 else "launch: SIGINT: ending 4 ranks\n")
+        if process.returncode < 0:               # before launch's own code, Python itself may have words
+            assert "/launch/main.py" not in err
+            continue
+        assert (out, err) == ("", "launch: SIGINT: ending 4 ranks\n")
     assert launcher.gone(within=0.5)
 
 

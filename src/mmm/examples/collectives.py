@@ -2,8 +2,9 @@
 
     launch python3 -m mmm.examples.collectives
 
-Every way of training is made of these seven. First each moves a few numbers (rank r begins with r0, r1, …, one for each
-rank; sums are over ranks), and a table shows what is where; then larger buffers are timed.
+Every way of training is made of these seven, and of sends from one rank to another. First each moves a few numbers
+(rank r begins with r0, r1, …, one for each rank; sums are over ranks), and a table shows what is where; then larger
+buffers are timed.
 
 With S the bytes of the whole buffer, and N ranks on links of bandwidth B in each direction, no algorithm is faster than
 (factor · S) / B::

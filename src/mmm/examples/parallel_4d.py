@@ -22,8 +22,8 @@ Which ranks talk to rank 0, what about, and how often::
     pp   0 8        other layers: the activations of a micro-batch, once a stage
 
 What talks most stands innermost, on neighbours. An axis of size 1 costs nothing, and is not there. A model lacks the
-axes it has nothing to be cut by: images have no cp. (--n_experts, and ep, which cuts
-them over ranks of dp: `mmm.examples.moe`.) 20 steps. Same seed and same global batch give one device's losses.
+axes it has nothing to be cut by: images have no cp. With --n_experts the Transformer has experts, and
+--ep cuts them over ranks of dp. 20 steps. Same seed and same global batch give one device's losses.
 """
 
 from __future__ import annotations

@@ -33,15 +33,15 @@ from mmm.parallel import Layout
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.startup import measure
-from mmm.trainer.options import RunOptions, parse
+from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import Run, start_run
 
 PROGRAM = ["-m", "mmm.examples._startup_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """Start-up, measured. Nothing is trained: flags of training, such as --lr, do nothing."""
+class Config(BaseOptions):
+    """Start-up, measured; nothing is trained."""
 
     ranks: tuple[int, ...] = (1, 2, 4, 8)
     ways: tuple[Literal["forked", "spawned", "torchrun", "mpiexec"], ...] = measure.WAYS  # type: ignore[assignment]

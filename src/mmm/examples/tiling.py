@@ -64,8 +64,8 @@ class Config(TextProgramOptions, MemoryOptions):
     vocab_size: int | None = 8192
     seq_length: int = 1024
     dataset: Literal["text", "random"] = "random"
-    plots: bool = False
     """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
+    plots: bool = False
     usual_iters = 2
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 

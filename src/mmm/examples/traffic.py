@@ -31,7 +31,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.options import BatchOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.traffic import Sent, apart, count_step, table
 
@@ -39,8 +39,8 @@ LIMIT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, RunOptions):
-    """Bytes a step of every layout. Three steps each; flags of training, such as --lr, do nothing."""
+class Config(TransformerOptions, TextOptions, BatchOptions):
+    """Bytes a step of every layout."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
     n_layers: int | None = 4

@@ -3,7 +3,7 @@
 In this order, each stated in `ClusterPlan.why`:
 
     hosts           --hosts, --hostfile; Slurm's job; PBS's job; else this is no cluster and `local` plans
-    ranks a host    -ppn; -n over the hosts; what the job asked for; the site; GPUs the job has; slots in the host file;
+    ranks a host    -ppn; -n over the hosts; what the job asked for; slots in the host file; the site; GPUs the job has;
                     accelerators of this host, if it is one of them; 1
     device          --device; MMM_DEVICE; the site; what is found here; else each rank looks
     MASTER_ADDR     MASTER_ADDR; 127.0.0.1 on one host; the first host, with the site's suffix

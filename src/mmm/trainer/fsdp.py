@@ -2,6 +2,8 @@
 
     launch python3 -m mmm.trainer.fsdp --epochs 2 --microbatches 2
     launch -n 4 python3 -m mmm.trainer.fsdp --epochs 2 --pp 2
+
+10 epochs unless told otherwise (digits: 8), one row each.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
     """The MNIST net on images; one row an epoch. The ranks that --pp and --tpsize leave are data parallel."""
 
     lr: float = 1e-3
+    ep: Unused[int] = 1
     cp: Unused[int] = 1  # an image has no sequence to cut
     cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
     activation_checkpointing: Unused[Literal["none", "full", "selective"]] = "none"  # the net's plan names nothing

@@ -61,7 +61,21 @@ class BaseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(BaseOptions):
+class BatchOptions(BaseOptions):
+    """Flags of whatever makes steps on batches."""
+
+    batch_size: int | None = None
+    """Samples a step, per data-parallel coordinate."""
+    global_batch_size: int | None = None
+    """Samples a step, over all ranks: keep it the same to compare meshes."""
+    seed: int = 0
+    """Decides initial weights and the order of the data, on every mesh alike."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """auto: bf16 mixed precision where the hardware computes in it, else fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(BatchOptions):
     """Flags that every example and trainer that trains has."""
 
     usual_iters: ClassVar[int] = 50
@@ -70,17 +84,9 @@ class RunOptions(BaseOptions):
     otherwise."""
     epochs: int | None = None
     """End after this many passes over the data."""
-    batch_size: int | None = None
-    """Samples a step, per data-parallel coordinate."""
-    global_batch_size: int | None = None
-    """Samples a step, over all ranks: keep it the same to compare meshes."""
     lr: float = 3e-3
     """Learning rate."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    seed: int = 0
-    """Decides initial weights and the order of the data, on every mesh alike."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto: bf16 mixed precision where the hardware computes in it, else fp32."""
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
     log_every: int = 1

@@ -25,7 +25,7 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import TrainingOptions, parse
+from mmm.trainer.options import TrainingOptions, Unused, parse
 from mmm.trainer.place import place
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
@@ -54,6 +54,9 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
     sdpa_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
     tile: int = 1
     """Tiles of the patches that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
+    ep: Unused[int] = 1
+    cp: Unused[int] = 1  # its sequence is not cut
+    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10

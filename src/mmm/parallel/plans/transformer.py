@@ -81,8 +81,7 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
         experts=("layers.*.moe",),
         output="output",
         tiled=("layers.*.feed_forward",),
-        # Nothing with tp > 1: a compiled block fails in backward, and a compiled attention or feed-forward layer, which
-        # takes a DTensor, has had silently wrong gradients (PyTorch 2.13).
+        # Nothing with tp > 1: what takes a DTensor has had silently wrong gradients when compiled (PyTorch 2.13).
     )
 
 
