@@ -1,6 +1,7 @@
 """The log: one format, one line a message, rank 0 unless asked."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,12 @@ def test_silent_outside(capsys):
     assert get_logger().handlers == []
     get_logger().info("nobody hears this")
     assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_ends_the_file_and_not_the_run(capsys):
+    with logging_to(0, Path("/dev/full")):
+        for _ in range(3):
+            get_logger().info("a line")
+    out, err = capsys.readouterr()
+    assert out.count("a line") == 3
+    assert err == "/dev/full ends here: No space left on device\n"

@@ -1,7 +1,11 @@
 """The language-model trainer on products of axes: losses, clipped and at a falling rate, as on one rank; model.pt."""
 
 import os
+import re
+import subprocess
+import sys
 from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 import mmm.history
+from mmm.errors import RecordError, UserError
 from mmm.models.transformer import Transformer
 from mmm.trainer import lm
 
@@ -106,3 +111,56 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
             logits = saved(alone)(batch.inputs)
         losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item())
     assert sum(losses) / len(losses) == pytest.approx(float(mmm.history.load(alone).val_loss[-1]), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tile": 4, "activation_checkpointing": "selective"}, "tile 4 with activation checkpointing 'selective'"),
+        ({"parallel": "ddp", "offload": True}, "--offload with ddp"),
+        ({"n_experts": 4, "tile": 4}, "feed-forward layers of this model are experts"),
+        ({"top_k": 3}, "--top_k 3 without --n_experts"),
+        ({"n_experts": 4, "balance_rate": float("inf")}, "--balance_rate inf"),
+        ({"stages_per_rank": 1}, "--stages_per_rank 1 without --pp"),
+        ({"timeout": float("inf")}, "--timeout inf"),
+        ({"max_norm": float("nan")}, "--max_norm nan"),
+        ({"lr": float("inf")}, "--lr inf"),
+        ({"seed": 1 << 63}, "--seed 9223372036854775808: it must fit in 64 bits"),
+        ({"eval_every": -1}, "--eval_every -1"),
+        ({"eval_batches": 0}, "--eval_batches 0"),
+        ({"text": "small.txt", "global_batch_size": 40}, "last tenth, for validation: the data has 18 sequences"),
+    ],
+    ids=str,
+)
+def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    (tmp_path / "small.txt").write_text("word " * 1200)
+    flags = flags | ({"text": (Path("small.txt"),)} if "text" in flags else {})
+    with pytest.raises(UserError, match=re.escape(words)):
+        lm.train(lm.Config(**{**SMALL, **flags}, outdir=tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["small.txt"]
+
+
+def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
+    def full(state, path):
+        path.write_text("a part")
+        raise RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RecordError, match=r"cannot write .*model\.pt: .* bytes are free there"):
+        lm.train(lm.Config(**SMALL, device="cpu", outdir=tmp_path))
+    assert not list(tmp_path.glob("model*"))
+    assert len(mmm.history.load(tmp_path).loss) == SMALL["max_iters"]
+
+
+@pytest.mark.long
+def test_ranks_that_still_meet_are_ended_without_a_word(tmp_path):
+    """Rank 0 alone looks at the folder; PyTorch would print a page for each rank that a signal finds waiting for it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "mmm.launch", "-n", "4", "--device", "cpu", "python3", "-m", "mmm.trainer.lm"]
+    command += ["--preset", "debug", "--seq_length", "32", "--max_iters", "1", "--outdir", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: --outdir .* already holds a run's record .*\n", done.stderr)

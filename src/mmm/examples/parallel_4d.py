@@ -93,7 +93,7 @@ def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tup
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
         if config.model == "transformer":
             sizes = TransformerConfig(dim=64, n_layers=config.n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192,
-                                      n_experts=config.n_experts)  # fmt: skip
+                                      n_experts=config.n_experts, top_k=1 if config.n_experts == 1 else 2)  # fmt: skip
             check_transformer(sizes, layout, config.seq_length, config.cp_style)
             tokens, validation, _ = TextOptions(seq_length=config.seq_length).load(sizes.vocab_size, config.seed)
             return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, config.seq_length).long(),

@@ -34,9 +34,11 @@ from mmm.parallel.data import check_data_parallel, sync_gradients
 from mmm.parallel.expert import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout, has_axis
+from mmm.parallel.offload import check_offload
 from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
-from mmm.parallel.plan import Plan, check_axes
+from mmm.parallel.plan import Plan, check_axes, find
 from mmm.parallel.stages import Part, cut, part_costs, parts_of, take_stage
+from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import Precision
 
 Measure = Callable[[Tensor, Tensor], Tensor]
@@ -102,10 +104,17 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     check_axes(plan, layout)
     check_data_parallel(how.data_parallel, layout)
     check_checkpointing(plan, how.checkpointing)
+    check_tiles(how.tile, how.checkpointing)
+    if how.tile > 1 and plan.tiled and not any(find(model, pattern) for pattern in plan.tiled):
+        raise ConfigError(f"tile {how.tile}: the feed-forward layers of this model are experts, which have no tiles")
+    if how.offload:
+        check_offload(how.data_parallel, dtype)
     if plan.check is not None:
         plan.check(model, layout, inputs, how.cp_style)
     batch = len(inputs)
     if layout.pp == 1:
+        if how.stages_per_rank is not None:
+            raise ConfigError(f"--stages_per_rank {how.stages_per_rank} without --pp: there is one stage, the model")
         if how.compile:
             check_compile(plan, layout)
         microbatches = 1 if how.microbatches is None else how.microbatches

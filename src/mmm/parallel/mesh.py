@@ -193,9 +193,10 @@ def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, 
         batch_size = batch_size or default
         return batch_size, batch_size * dp
     if global_batch_size % dp:
+        below, above = max(global_batch_size // dp, 1) * dp, (global_batch_size // dp + 1) * dp
         raise LayoutError(
             f"--global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates: use "
-            f"{max(global_batch_size // dp, 1) * dp} or {(global_batch_size // dp + 1) * dp}"
+            f"{' or '.join(map(str, sorted({below, above})))}"
         )
     if batch_size is not None and batch_size * dp != global_batch_size:
         raise LayoutError(

@@ -22,7 +22,7 @@ from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
 from mmm.parity import models
 from mmm.parity.layouts import AXES, Case, canonical, matrix, optimizers_for, ranks_of
 from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error, said_once
-from mmm.runtime.ranks import whoami
+from mmm.runtime.ranks import LONGEST, whoami
 
 if TYPE_CHECKING:
     from mmm.parity.report import Row
@@ -79,8 +79,10 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
-        if not self.timeout > 0:
-            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0")
+        if not 0 < self.timeout <= LONGEST:
+            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed {self.seed}: it must be from 0 to 2³² - 1")
         if not self.layout and (given := self.techniques()):
             raise ConfigError(f"--{next(iter(given))} goes with --layout: the matrix has its own")
 
@@ -165,6 +167,8 @@ def compare(options: Options) -> int:
         raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))
     for case, why in refused:
         print(f"left out: {case.model}: {why}", flush=True)
+    if options.json is not None:  # tried now, not after all trainings
+        report.write_json([], options.json.parent, options.json.name)
     folder = prepare(options.outdir, "parity", options.overwrite)
     (folder / report.ERRORS).unlink(missing_ok=True)
     about = {"options": asdict(options), "versions": versions(), "command": sys.argv}
@@ -177,11 +181,10 @@ def compare(options: Options) -> int:
             report.write_json(rows, folder)  # at once: a run that is killed leaves what it has found
     except KeyboardInterrupt:
         interrupted = True
+    print(f"\n{report.table(rows)}\n", flush=True)
     written = report.write(rows, training, folder, options.plots, {"versions": versions(), "command": sys.argv})
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         written.append(report.write_json(rows, options.json.parent, options.json.name))
-    print(f"\n{report.table(rows)}\n")
     print("record: " + " ".join(map(str, written)))
     bad = sum(not row.passed for row in rows)
     layouts = {(row.model, row.layout, row.technique) for row in rows}

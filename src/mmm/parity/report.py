@@ -15,7 +15,7 @@ from rich.table import Table
 
 from mmm.history import figures
 from mmm.history.dataset import plain_attrs, write_dataset
-from mmm.history.record import write_atomically
+from mmm.history.record import cannot_write, write_atomically
 from mmm.parity.layouts import Case
 from mmm.parity.reference import Reference, Training
 from mmm.parity.train import Curve
@@ -145,6 +145,10 @@ def json_rows(rows: Sequence[Row]) -> bytes:
 
 
 def write_json(rows: Sequence[Row], folder: Path, name: str = JSON) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder / name, error) from None
     write_atomically(folder / name, json_rows(rows))
     return folder / name
 

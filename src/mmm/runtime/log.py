@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -42,6 +42,22 @@ def _wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
+class _Copy(logging.FileHandler):
+    """The log in a file, which a full disk ends, said once: the run goes on, and its record says why it ends."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        get_logger().removeHandler(self)
+        print(f"{self.baseFilename} ends here: {error.strerror}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with suppress(OSError):  # what is still in its buffer
+            super().close()
+
+
 @contextmanager
 def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> Iterator[logging.Logger]:
     """Send the package's log to standard output, and to `file` as well, for the length of a ``with`` block.
@@ -58,7 +74,7 @@ def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> 
     out.setFormatter(_Formatter(tag, _wants_colour(sys.stdout)))
     handlers.append(out)
     if file is not None and rank == 0:
-        copy = logging.FileHandler(file, encoding="utf-8")
+        copy = _Copy(file, encoding="utf-8")
         copy.setFormatter(_Formatter(tag))
         handlers.append(copy)
     before = logger.level, logger.propagate

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -10,8 +12,12 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import LaunchError
+from mmm.launch.wire import MARKER_VARIABLE
 from mmm.runtime.device import backend_for
 from mmm.runtime.ranks import Rank
+
+# While ranks meet, a signal makes PyTorch print a page of C++ frames and go on. launch kills who does not heed it.
+HELD = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @contextlib.contextmanager
@@ -34,6 +40,7 @@ def process_group(rank: Rank, device: torch.device, timeout: float = 600.0) -> I
     if rank.source == "alone":
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
     else:
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, HELD if MARKER_VARIABLE in os.environ else ())
         try:
             dist.init_process_group(
                 init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=rank.world_size, **options
@@ -46,6 +53,8 @@ def process_group(rank: Rank, device: torch.device, timeout: float = 600.0) -> I
                 ) from None
             raise LaunchError(f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} "
                               f"(MASTER_ADDR, MASTER_PORT): {error}") from None  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
     yield
     dist.destroy_process_group()
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from mmm.errors import LaunchError
 from mmm.launch.wire import MARKER_VARIABLE
 
+LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
+
 
 @dataclass(frozen=True)
 class Rank:

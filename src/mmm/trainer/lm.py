@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.errors import ConfigError
 from mmm.parallel.assemble import divide
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -23,27 +22,21 @@ from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import warmup_cosine
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions, ExpertOptions, TextProgramOptions, MemoryOptions, TrainingOptions):
+class Config(LayoutOptions, ExpertOptions, TextProgramOptions, ValidationOptions, MemoryOptions, TrainingOptions):
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     max_norm: float = 1.0
     """Cut the gradient's norm down to this; 0 leaves it."""
     warmup: int = 10
     """Steps over which the learning rate rises; then it falls as half a cosine."""
-    eval_every: int = 50
-    """Steps between two evaluations, one more at the end; 0: at the end alone."""
-    eval_batches: int = 4
-    """Global batches in an evaluation."""
 
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    if config.eval_batches < 1:
-        raise ConfigError(f"--eval_batches {config.eval_batches}: it must be at least 1")
     how = config.techniques(config.compile, **config.memory())
     setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=config.cp_style)
     config.check_memory(config.seq_length // (setting.layout.cp * setting.layout.tp), config.dtype)

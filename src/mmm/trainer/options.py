@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ from mmm.errors import ConfigError
 from mmm.models.transformer import PRESETS, TransformerConfig
 from mmm.parallel.offload import check_offload
 from mmm.runtime.failure import said_once
-from mmm.runtime.ranks import command_line
+from mmm.runtime.ranks import LONGEST, command_line
 
 T = TypeVar("T")
 
@@ -56,8 +57,10 @@ class BaseOptions:
         """
         if self.flush_every < 1:
             raise ConfigError(f"--flush_every {self.flush_every}: it must be at least 1")
-        if not self.timeout > 0:
-            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0")
+        if not 0 < self.timeout <= LONGEST:
+            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"--seed {self.seed}: it must fit in 64 bits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,8 @@ class RunOptions(BatchOptions):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
-        if not self.lr > 0:
-            raise ConfigError(f"--lr {self.lr}: it must be greater than 0")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr}: it must be greater than 0, and finite")
 
     def steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the run."""
@@ -123,7 +126,7 @@ class LoopOptions(RunOptions):
 
     def check(self) -> None:
         super().check()
-        if self.max_norm < 0:
+        if not self.max_norm >= 0:
             raise ConfigError(f"--max_norm {self.max_norm}: it must not be negative")
 
 
@@ -229,10 +232,13 @@ class ExpertOptions(TransformerOptions):
         """
         if self.n_experts < 0:
             raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
-        if not self.balance_rate >= 0:
-            raise ConfigError(f"--balance_rate {self.balance_rate}: it must not be negative")
+        if not 0 <= self.balance_rate < math.inf:
+            raise ConfigError(f"--balance_rate {self.balance_rate}: it must not be negative, nor infinite")
         dense = super().model_config(default_vocab)
         if not self.n_experts:
+            for name in ("top_k", "expert_dim", "balance_rate"):
+                if getattr(self, name) != getattr(ExpertOptions, name):
+                    raise ConfigError(f"--{name} {getattr(self, name)} without --n_experts: there are no experts")
             return dense
         return replace(dense, n_experts=self.n_experts, top_k=self.top_k, expert_dim=self.expert_dim)
 

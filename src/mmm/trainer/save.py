@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.history.record import cannot_write
 from mmm.models.weights import canonical_name
 from mmm.parallel.assemble import ParallelModel
 from mmm.parallel.copies import Copies
@@ -38,8 +39,12 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
         return None
     path = run.outdir / "model.pt"
     part = path.with_suffix(".part")
-    torch.save(state, part)
-    part.replace(path)
+    try:
+        torch.save(state, part)
+        part.replace(path)
+    except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError of PyTorch's writer
+        part.unlink(missing_ok=True)
+        raise cannot_write(path, error if isinstance(error, OSError) else OSError("PyTorch's writer failed")) from None
     run.log.info("model: %s", path, stacklevel=2)
     return path
 

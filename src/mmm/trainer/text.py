@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, Tokens
+from mmm.errors import ConfigError, DataError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes, local_value
 from mmm.parallel.plan import Plan
@@ -31,13 +32,28 @@ class ValidationOptions:
     """How often to judge by the validation text, and by how much of it."""
 
     eval_every: int = 50
-    """Steps between two validations; one more at the end."""
+    """Steps between two validations, one more at the end; 0: at the end alone."""
     eval_batches: int = 4
     """Global batches in a validation."""
 
     def validates(self, step: int, steps: int) -> bool:
         """Whether to after this step."""
-        return step == steps - 1 or step % self.eval_every == self.eval_every - 1
+        return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)
+
+    def check_validation(self, tokens: Tokens, global_batch: int) -> None:
+        """Before anything is trained: whether there is a batch to judge by.
+
+        Raises:
+            UserError: a number that is too small; less validation text than one global batch.
+        """
+        if self.eval_every < 0:
+            raise ConfigError(f"--eval_every {self.eval_every}: it must not be negative")
+        if self.eval_batches < 1:
+            raise ConfigError(f"--eval_batches {self.eval_batches}: it must be at least 1")
+        try:
+            tokens.steps_per_epoch(global_batch)
+        except DataError as error:
+            raise DataError(f"the text's last tenth, for validation: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,8 @@ def settle(options: TextProgramOptions, layout: Layout, default_batch: int, cp_s
     batch, global_batch = batch_sizes(options.batch_size, options.global_batch_size, layout.dp, default_batch)
     tokens, validation, about = options.load(sizes.vocab_size, options.seed)
     steps = options.steps(tokens.steps_per_epoch(global_batch))
+    if isinstance(options, ValidationOptions):
+        options.check_validation(validation, global_batch)
     with torch.device("meta"):
         model = Transformer(sizes)
         sample = torch.zeros(batch, options.seq_length, dtype=torch.int64)
