@@ -51,7 +51,7 @@ def test_mpiexec(tmp_path, says, flavour):
 
 @pytest.mark.parametrize("options", [{"ranks": ()}, {"ranks": (0,)}, {"ways": ()}, {"repeats": 0}])
 def test_refused(options):
-    with pytest.raises(ConfigError, match="begins at 1"):
+    with pytest.raises(ConfigError, match="at least one of each, from 1"):
         train(Config(**options))
 
 

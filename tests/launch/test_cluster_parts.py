@@ -3,12 +3,14 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch import binding, hosts, link, main, orders, stacks, walltime
+from mmm.launch import binding, hosts, job, link, main, orders, stacks, walltime
 from mmm.launch.failures import Failure
 from mmm.launch.job import Job
 from mmm.launch.link import Link, Lost
@@ -261,3 +263,32 @@ def test_is_here():
     assert hosts.is_here(f"{own.partition('.')[0]}.example.org")
     assert hosts.is_here("localhost")
     assert not hosts.is_here("another-host")
+
+
+def test_a_script_has_its_whole_path_and_pythons_builtins(launcher, tmp_path):
+    launcher.write("t.py", "import os\nos.chdir('/')\nprint(__builtins__.len([0]), os.path.exists(__file__))")
+    for how in ([], ["--no-prefork"]):
+        assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "1 True\n"
+
+
+@pytest.mark.parametrize(("redirected", "code", "says"), [
+    (">&-", 0, ""), ("--timeout 9 >&-", 0, ""),
+    ("--timeout 9 > /dev/full", 141, "launch: what ranks print cannot be written: No space left on device\n")])
+def test_stdout_that_takes_nothing(launcher, redirected, code, says):
+    flags, _, where = redirected.rpartition(">")
+    line = f"{sys.executable} -m mmm.launch -n 1 --device cpu {flags} python3 -c 'print(1)' >{where}"
+    done = subprocess.run(["sh", "-c", line], cwd=launcher.folder, env=launcher.environment(), stderr=subprocess.PIPE,
+                          text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (code, says)
+
+
+def test_slurm_with_uneven_tasks():
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "7",
+               "SLURM_TASKS_PER_NODE": "3,2(x2)", "SLURM_GPUS_PER_NODE": "a100:4"}
+    found = job.detect(environ, None)
+    assert (found.tasks_per_host, found.gpus_per_host) == (2, 4)
+
+
+def test_a_value_that_begins_with_a_dash():
+    assert main.split(["--launcher-args", "--oversubscribe", "-n", "2", "true"]) == (
+        ["--launcher-args=--oversubscribe", "-n", "2"], ["true"])

@@ -58,7 +58,7 @@ def test_slurm():
 @pytest.mark.parametrize(("variables", "tasks", "why"), [
     ({}, None, None),                                              # SLURM_TASKS_PER_NODE alone is set in every job
     ({"SLURM_NTASKS_PER_NODE": "4"}, 4, "SLURM_NTASKS_PER_NODE=4"),
-    ({"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}, 4, "SLURM_TASKS_PER_NODE=4,3"),
+    ({"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}, 3, "SLURM_TASKS_PER_NODE=4,3: the least, on each"),
     ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4, "SLURM_TASKS_PER_NODE=4(x2)")])
 def test_slurm_tasks(variables, tasks, why):
     job = detect(SLURM | variables)

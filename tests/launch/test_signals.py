@@ -142,3 +142,25 @@ def test_a_workers_own_signal_handling_is_pythons(launcher, how):
     launcher.write("t.py", "import multiprocessing as mp, time\np = mp.get_context('fork').Process(target=time.sleep, "
                            "args=(30,))\np.start()\np.terminate()\np.join()\nprint(p.exitcode)")
     assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "-15\n"
+
+
+def test_launch_killed_while_it_is_stopped(launcher):
+    """The agent is not stopped with the ranks: it ends them."""
+    launcher.write("t.py", WAIT)
+    process = launcher.start("-n", "2", "python3", "t.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    process.kill()
+    process.communicate(timeout=10)
+    assert launcher.gone(within=3)
+
+
+def test_a_signal_that_is_due_before_there_are_ranks(launcher):
+    begin = time.monotonic()
+    done = launcher.run("-n", "2", "--signal", "TERM@60", "--walltime", "2", "--retries", "2", "python3", "-c",
+                        "import time; time.sleep(60)")
+    assert done.returncode == 143
+    assert done.stderr.startswith("launch: 2 s before the job's end: SIGTERM to 2 ranks\n")
+    assert "starting again" not in done.stderr
+    assert time.monotonic() - begin < 10

@@ -95,7 +95,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> Start:
-    span = startup.span(config["startup"])
+    try:
+        span = startup.span(config["startup"])
+    except (KeyError, TypeError, IndexError):
+        raise RecordError(f"{folder}: its start-up times cannot be read.") from None
     if span is None:
         raise RecordError(f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
                           "has no end; its parts are in config.json, under `startup`.")  # fmt: skip

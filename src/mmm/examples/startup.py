@@ -116,7 +116,8 @@ def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
     if whoami().world_size > 1:
         raise ConfigError("this example starts ranks itself: run it as it is, `python3 -m mmm.examples.startup`")
     if not config.ranks or min(config.ranks) < 1 or not config.ways or config.repeats < 1:
-        raise ConfigError(f"--ranks {config.ranks} --ways {config.ways} --repeats {config.repeats}: each begins at 1")
+        given = f"--ranks {config.ranks} --ways {config.ways} --repeats {config.repeats}"
+        raise ConfigError(f"{given}: at least one of each, from 1")
     by_ranks: dict[int, dict[str, Found]] = {}
     with start_run("startup", config, Layout().fit(1)) as run, tempfile.TemporaryDirectory() as folder:
         ways = [str(way) for way in config.ways]
@@ -125,6 +126,8 @@ def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
             run.note(f"mpiexec is {flavour}'s")
         elif "mpiexec" in ways:
             ways.remove("mpiexec")
+            if not ways:
+                raise ConfigError(f"--ways mpiexec: there is no {config.mpiexec} here that answers")
             run.note(f"mpiexec is left out: no {config.mpiexec} here that answers")
         imported = one_import(config.repeats, folder)
         run.describe(one_import_cpu=imported, program=PROGRAM)

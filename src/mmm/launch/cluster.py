@@ -208,7 +208,9 @@ def _device(wishes: Wishes, site: Site | None, its_job: Job, listed: hosts.Hosts
 def _accelerators(device: str | None, count: int | None, why: str) -> str:
     if device == "cpu":
         return "not used: ranks compute on the CPU"
-    return f"{count} a host, {device}" if count else f"none known: {why}"
+    if not count:
+        return f"none known: {why}"
+    return f"{count} a host" + (f", {device}" if device else "")
 
 
 def _per_host(its_job: Job, site: Site | None, listed: hosts.Hosts, device: str | None, devices: int | None,

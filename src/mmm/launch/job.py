@@ -66,7 +66,9 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
     found = slurm.detect(environ)
     if found is None:
         found = pbs.detect(environ)
-        return found or Job(why={"scheduler": "no SLURM_JOB_ID, no PBS_JOBID in the environment"})
+        halves = {"SLURM_JOB_ID": "SLURM_JOB_NODELIST", "PBS_JOBID": "PBS_NODEFILE"}
+        half = next((f"{name}, but no {other}: no job" for name, other in halves.items() if environ.get(name)), None)
+        return found or Job(why={"scheduler": half or "no SLURM_JOB_ID, no PBS_JOBID in the environment"})
     if environ.get("PBS_JOBID"):
         note = (f"PBS job {environ['PBS_JOBID']} is in the environment too, and not used: Slurm's job counts "
                 "(--scheduler pbs if it should not)")

@@ -50,7 +50,11 @@ def _main(words: list[str], begin: float) -> int:
     its_job = plan.job if isinstance(plan, ClusterPlan) else job.detect(os.environ, wishes.scheduler)
     limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
     if args.dry_run or args.explain:
-        print(describe(plan, args))
+        try:
+            print(describe(plan, args), flush=True)
+        except OSError:                          # `| head`, a full disk: nobody reads on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 1
         return 0
     for attempt in range(retries + 1):
         if attempt:                              # whose start-up is its own

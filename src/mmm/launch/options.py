@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """launch's own options, which come first, and CMD with everything after it. Raises `LaunchError` on others."""
     known = {option: action for action in parser()._actions for option in action.option_strings}
-    place = 0
+    place, given = 0, list[str]()
     while place < len(words) and words[place].startswith("-") and words[place] not in ("-", "--"):
         word = words[place]
         name = word.partition("=")[0]
@@ -88,9 +88,13 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
             raise LaunchError(f"unknown option {name}.{hint} launch's options come before CMD: "
                               "-n/--nproc N, --device D, --no-prefork, --dry-run, --help and more.")
         takes_value = name in known and known[name].nargs is None and "=" not in word
-        place += 2 if takes_value else 1
+        if takes_value and word.startswith("--") and place + 1 < len(words):
+            given.append(f"{word}={words[place + 1]}")               # argparse takes no value that begins with -
+        else:
+            given += words[place:place + 1 + takes_value]
+        place += 1 + takes_value
     rest = list(words[place:])
-    return list(words[:place]), rest[1:] if rest[:1] == ["--"] else rest
+    return given, rest[1:] if rest[:1] == ["--"] else rest
 
 
 def wishes(args: argparse.Namespace) -> Wishes:

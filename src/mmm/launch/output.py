@@ -6,6 +6,8 @@ import select
 import selectors
 import time
 
+from mmm.launch.failures import say
+
 CHUNK = 1 << 16
 
 
@@ -59,6 +61,8 @@ def write(fd: int, data: bytes) -> bool:
     try:
         while data:
             data = data[os.write(fd, data):]
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            say(f"launch: what ranks print cannot be written: {error.strerror}")
         return False
     return True

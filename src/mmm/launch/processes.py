@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from mmm.launch.wire import MARKER_VARIABLE
@@ -37,20 +38,21 @@ def end(session: int, marker: str, grace: float) -> int:
     left = of_run(session, marker)
     count = len(left)
     if left and grace > 0:
-        _signal(left, signal.SIGTERM)
+        send(left, signal.SIGTERM)
         deadline = time.monotonic() + grace
         while left and time.monotonic() < deadline:
             time.sleep(0.01)
             left = of_run(session, marker)
     deadline = time.monotonic() + KILL_TIMEOUT
     while left and time.monotonic() < deadline:          # again until none: one may have forked in between
-        _signal(left, signal.SIGKILL)
+        send(left, signal.SIGKILL)
         time.sleep(0.005)
         left = of_run(session, marker)
     return count
 
 
-def _signal(pids: list[int], number: int) -> None:
+def send(pids: Iterable[int], number: int) -> None:
+    """A signal to those of the processes that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

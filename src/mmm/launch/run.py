@@ -128,7 +128,7 @@ class Run(ABC):
         """Print the failure that caused the others, and end the rest."""
         first = failures.cause(self.failures)
         self.exit_code, self.settled_at = first.exit_code, None
-        self.again = first.again
+        self.again = first.again and not self.signalled
         failures.tell(first, self.failures)
         self.end(signal.SIGTERM)
 
@@ -170,10 +170,7 @@ class Run(ABC):
         number = self.limits.signal or 0
         left = (self.limits.job_end or time.time()) - time.time()
         say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
-        if number in ENDING:
-            self.send(number)
-        else:
-            self.pass_on(number)
+        self.pass_on(number)
 
     def left(self) -> str:
         left = self.total - len(self.ended)

@@ -132,9 +132,11 @@ def read(path: Path) -> Site:
     for words in (site.bind_args, site.srun, site.srun_by_host):
         try:
             site.fill(words, 1)
-        except (KeyError, IndexError, ValueError):
+        except (KeyError, IndexError, ValueError, AttributeError):
             raise LaunchError(f"site file {path}: {words}: only {{per_host}}, {{cpus}} and {{gpus}} can be filled in."
                               ) from None
+    if (site.port or 0) > 65535:
+        raise LaunchError(f"site file {path}: port {site.port} is none: they end at 65535.")
     if site.mpi not in (None, "pals", "hydra", "openmpi"):
         raise LaunchError(f"site file {path}: mpi {site.mpi!r} is not one of pals, hydra, openmpi.")
     return site

@@ -27,6 +27,10 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     values["cpus_per_task"] = _first(environ, ("SLURM_CPUS_PER_TASK",), why, "cpus_per_task")
     values["cpus_per_host"] = _first(environ, ("SLURM_CPUS_ON_NODE",), why, "cpus_per_host")
     values["gpus_per_host"] = _first(environ, ("SLURM_GPUS_ON_NODE",), why, "gpus_per_host")
+    asked = re.fullmatch(r"(?:.*:)?(\d+)", environ.get("SLURM_GPUS_PER_NODE", ""))
+    if values["gpus_per_host"] is None and asked:
+        values["gpus_per_host"] = int(asked[1])              # as typed: 4, a100:4
+        why["gpus_per_host"] = f"SLURM_GPUS_PER_NODE={asked[0]}"
     values["end_time"] = _first(environ, ("SLURM_JOB_END_TIME",), why, "end_time")
     return found.with_values(**values)
 
@@ -37,8 +41,8 @@ def _tasks(environ: Mapping[str, str], why: dict[str, str]) -> int | None:
     if not text or not environ.get("SLURM_NTASKS"):
         return None
     counts = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", text)]
-    why["tasks_per_host"] = f"SLURM_TASKS_PER_NODE={text}"
-    return max(counts) if counts else None
+    why["tasks_per_host"] = f"SLURM_TASKS_PER_NODE={text}" + (": the least, on each" if len(set(counts)) > 1 else "")
+    return min(counts, default=None)
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], why: dict[str, str], key: str) -> int | None:

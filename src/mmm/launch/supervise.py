@@ -150,8 +150,10 @@ class Supervisor(Run):
         return 128 - code if code < 0 else code or 1
 
     def stop(self) -> None:
-        """Ctrl-Z: stop the ranks and launch, until launch is continued."""
-        os.killpg(self.agent.pid, signal.SIGSTOP)
+        """Ctrl-Z: stop the ranks and launch, until launch is continued. The agent goes on: it notices if launch is
+        killed."""
+        ranks = set(processes.of_run(self.agent.pid, self.marker)) - {self.agent.pid}
+        processes.send(ranks, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        os.killpg(self.agent.pid, signal.SIGCONT)
+        processes.send(ranks, signal.SIGCONT)
 

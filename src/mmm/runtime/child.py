@@ -4,6 +4,7 @@
 """
 
 import atexit
+import builtins
 import contextlib
 import faulthandler
 import gc
@@ -89,14 +90,15 @@ def _run(target: Target) -> None:
 
 def _code(target: Target, main: ModuleType) -> CodeType:
     """The target's code. Gives the module `main` what python gives `__main__`."""
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
     if target.kind == "code":
         return compile(target.name, "<string>", "exec", dont_inherit=True)
     if target.kind == "script":
-        main.__file__ = target.name
-        main.__loader__ = SourceFileLoader("__main__", target.name)
+        main.__file__ = path = os.path.abspath(target.name)      # as python does, so that it may change its folder
+        main.__loader__ = SourceFileLoader("__main__", path)
         main.__dict__["__cached__"] = None
-        with io.open_code(os.path.abspath(target.name)) as file:
-            return compile(file.read(), target.name, "exec", dont_inherit=True)
+        with io.open_code(path) as file:
+            return compile(file.read(), path, "exec", dont_inherit=True)
     spec = importlib.util.find_spec(target.name)                 # imports the packages it is in
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target.name}.__main__")
