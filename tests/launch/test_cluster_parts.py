@@ -127,11 +127,11 @@ time.sleep(30)
 """)
     done = launcher.run("-n", "3", "--timeout", "3", "python3", "t.py")
     assert (done.returncode, done.stdout) == (124, "x\n" * 12)
-    host = socket.gethostname()
+    host, script = socket.gethostname(), launcher.folder / "t.py"
     assert done.stderr == (
         "launch: no output from any rank for 3 s (--timeout): ending 3 ranks\n"
-        f'launch: rank 1 on {host} is not where the others are, but at:\n  File "t.py", line 5 in <module>\n'
-        f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "t.py", line 6 in <module>\n')
+        f'launch: rank 1 on {host} is not where the others are, but at:\n  File "{script}", line 5 in <module>\n'
+        f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "{script}", line 6 in <module>\n')
 
 
 def test_which_ranks_hang():
