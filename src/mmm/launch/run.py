@@ -14,11 +14,11 @@ from typing import Any
 from mmm.launch import failures, stacks
 from mmm.launch.failures import Failure, say, signal_name
 from mmm.launch.output import Output
+from mmm.launch.wire import ENDING
 
 GRACE = 1.0              # s that ranks have between the signal that ends them and SIGKILL
 REPEAT = 0.3             # s within which a second SIGINT is the same Ctrl-C
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)     # what schedulers send before a job's end; the program's to handle
 
 

@@ -6,6 +6,7 @@
 """
 
 import json
+import signal
 from dataclasses import asdict, dataclass, field
 
 AGENT_VARIABLE = "MMM_LAUNCH_AGENT"      # the agent's instructions, JSON; taken out of the ranks' environment
@@ -18,6 +19,7 @@ LINE_VARIABLE = "MMM_LAUNCH_LINE"        # the command line as typed, for a run'
 BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"      # when launch itself was started, seconds since 1970
 STARTED_VARIABLE = "MMM_STARTED_AT"      # the same of the job, where its script says so: then this one counts
 CHILD = "mmm.runtime.child"              # the module that an exec'd Python rank begins with
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)     # each ends a run, launch, and a rank in order
 
 MAX_TEXT = 60_000                        # characters of a report kept; a datagram has to fit in the socket's buffer
 SOCKET_BUFFER = 1 << 20

@@ -34,8 +34,8 @@ KEPT = [
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 ]
-# FSDP marks its work for the profiler, and where a unit of its own lies inside a checkpointed module (experts) not as
-# often in the repeated forward. PyTorch 2.13 keeps a list of what does not count; marks belong on it.
+# FSDP marks its work for the profiler, and where a unit of its own lies inside a checkpointed module (experts) another
+# number of times in the repeated forward. PyTorch 2.13 keeps a list of what does not count; marks belong on it.
 profiler = torch.ops.profiler
 MARKS = {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
 if hasattr(torch_checkpoint, "SAC_IGNORED_OPS"):

@@ -26,12 +26,11 @@ from mmm.launch import imports
 from mmm.launch import target as targets
 from mmm.launch.stacks import STACK_FILE
 from mmm.launch.target import Target
-from mmm.launch.wire import FAILURE_VARIABLE
+from mmm.launch.wire import ENDING, FAILURE_VARIABLE
 from mmm.runtime import failure, lifeline, startup
 
 INTERRUPTED = 128 + signal.SIGINT
 EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")   # profilers write at exit
-ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>")
 
 

@@ -23,10 +23,10 @@ from mmm.launch import target as targets
 from mmm.launch.failures import Failure, say
 from mmm.launch.link import Link, Lost
 from mmm.launch.local import LaunchPlan
-from mmm.launch.run import ENDING, PASSED_ON
+from mmm.launch.run import PASSED_ON
 from mmm.launch.supervise import Supervisor
 from mmm.launch.target import Target
-from mmm.launch.wire import CPUS_VARIABLE, Report, Status
+from mmm.launch.wire import CPUS_VARIABLE, ENDING, Report, Status
 from mmm.runtime import ranks
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.

@@ -25,6 +25,7 @@ from mmm.launch.wire import (
     AGENT_VARIABLE,
     CHILD,
     CPUS_VARIABLE,
+    ENDING,
     FAILURE_VARIABLE,
     MARKER_VARIABLE,
     Instructions,
@@ -57,7 +58,7 @@ def main() -> NoReturn:
     if target is not None:
         preload(target, todo)
     agent = Agent(todo)
-    signal.pthread_sigmask(signal.SIG_BLOCK, child.ENDING)       # each rank takes them once it can end in order
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)       # each rank takes them once it can end in order
     for variables in todo.ranks:
         sys.stdout.flush()
         pid = os.fork()
@@ -65,7 +66,7 @@ def main() -> NoReturn:
             agent.become_rank(variables)
             execute(todo) if target is None else child.finish(child.run(target))
         agent.started(int(variables["RANK"]), pid)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, child.ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     lifeline.outlive_parent()
     agent.watch()
     os._exit(0)                                  # nothing here has anything to write, and taking torch down takes 0.4 s
@@ -142,7 +143,7 @@ def _shadowed(first: str | None) -> list[str]:
 def execute(todo: Instructions) -> NoReturn:
     """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
     if CHILD not in todo.command:                           # which takes them itself; another never would
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, child.ENDING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         os.execvp(todo.command[0], todo.command)
     except OSError as error:

@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import LaunchError
-from mmm.launch.wire import MARKER_VARIABLE
+from mmm.launch.wire import ENDING, MARKER_VARIABLE
 from mmm.runtime.device import backend_for
 from mmm.runtime.ranks import Rank
-
-# While ranks meet, a signal makes PyTorch print a page of C++ frames and go on. launch kills who does not heed it.
-HELD = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @contextlib.contextmanager
@@ -40,7 +37,8 @@ def process_group(rank: Rank, device: torch.device, timeout: float = 600.0) -> I
     if rank.source == "alone":
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
     else:
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, HELD if MARKER_VARIABLE in os.environ else ())
+        # While ranks meet, a signal makes PyTorch print C++ frames and go on. launch kills who does not heed it.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if MARKER_VARIABLE in os.environ else ())
         try:
             dist.init_process_group(
                 init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=rank.world_size, **options
