@@ -13,10 +13,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from mmm.errors import UserError
-from mmm.launch.wire import SOCKET_BUFFER, Report
+from mmm.launch.wire import SOCKET_BUFFER, VERDICT_VARIABLE, Report
 from mmm.runtime.ranks import whoami
 
 USER_ERROR_EXIT = 2
@@ -85,6 +86,20 @@ def report_user_error(error: BaseException) -> None:
     everywhere = getattr(error, "on_every_rank", False)
     if rank() == 0 or not everywhere:
         print(f"error: {'' if everywhere else whereabouts()}{error}", file=sys.stderr, flush=True)
+
+
+def first_failure() -> str | None:
+    """Why launch ends this run, in one line, for a rank that SIGTERM has come to: what failed first, and where.
+
+    None where nothing has failed as far as launch knows: somebody ended the run (Ctrl-C, the scheduler), or launch has
+    not decided yet: the rank that fails itself, and one that fails in consequence, may be asked before. None, too,
+    without launch, and where there is no /proc.
+    """
+    path = os.environ.get(VERDICT_VARIABLE)
+    try:
+        return (path and Path(path).read_text("utf-8")) or None
+    except (OSError, ValueError):
+        return None
 
 
 def run_main(fn: Callable[[], object]) -> NoReturn:
