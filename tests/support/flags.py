@@ -72,7 +72,8 @@ def reads(program: ModuleType) -> set[str]:
                 for owner in config.__mro__:  # also those that are overridden: super() reads them
                     if inspect.isfunction(method := vars(owner).get(node.attr)):
                         todo.append((method, True))
-                if (hasattr(config, node.attr) and not inspect.isfunction(getattr(config, node.attr))) or node.attr in {field.name for field in dataclasses.fields(config)}:
+                is_field = node.attr in {field.name for field in dataclasses.fields(config)}
+                if is_field or not inspect.isfunction(getattr(config, node.attr, inspect.isfunction)):
                     found.add(node.attr)
     options = {name for owner in config.__mro__ for name in vars(owner) if not name.startswith("_")}
     return {name for name in found & (options | {field.name for field in dataclasses.fields(config)})
