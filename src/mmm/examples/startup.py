@@ -49,6 +49,8 @@ class Config(BaseOptions):
     """Starts of each; the median counts."""
     mpiexec: str = "mpiexec"
     """Which one to use, where there are several."""
+    plots: bool = True
+    """Draw seconds against ranks at the end, as a picture in the run's folder."""
 
 
 class Found(NamedTuple):

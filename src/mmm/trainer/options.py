@@ -74,7 +74,7 @@ class BatchOptions(BaseOptions):
     seed: int = 0
     """Decides initial weights and the order of the data, on every mesh alike."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto: bf16 mixed precision where the hardware computes in it, else fp32."""
+    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
