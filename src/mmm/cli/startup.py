@@ -22,7 +22,7 @@ and a later line with a time and `iter` or `step` and its number. A log may hold
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where none of the paths has a start."""
+    """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where no path has a start."""
     parser = argparse.ArgumentParser(prog="mmm startup", description=__doc__, epilog=EPILOG,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[Start], list[str]]:
-    """The starts of a run's folder, or of a log; and of a folder the table of its parts. UserError where it has none."""
+    """The starts of a run's folder, or of a log; of a folder also the table of its parts. UserError where none is."""
     if path.is_dir():
         config = _config(path)
         start = _of_record(path, config, model)
