@@ -27,10 +27,6 @@ def flags(config: type) -> set[str]:
             if tyro.conf.Suppress not in getattr(hints[field.name], "__metadata__", ())}  # fmt: skip
 
 
-def _trees(thing) -> list[tuple[ast.AST, dict]]:
-    return [(ast.parse(textwrap.dedent(inspect.getsource(thing))), vars(inspect.getmodule(thing)))]
-
-
 def _is_ours(thing) -> bool:
     return callable(thing) and (getattr(thing, "__module__", None) or "").startswith(ROOMS)
 
@@ -53,7 +49,7 @@ def reads(program: ModuleType) -> set[str]:
         if thing in seen or not callable(thing) or getattr(thing, "__name__", "").startswith("check"):
             continue
         seen.add(thing)
-        ((tree, names),) = _trees(thing)
+        tree, names = ast.parse(textwrap.dedent(inspect.getsource(thing))), vars(inspect.getmodule(thing))
         called = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for name in called:
             if _is_ours(names.get(name)) and not _is_followed_by_name(names[name]):
@@ -72,9 +68,7 @@ def reads(program: ModuleType) -> set[str]:
                 for owner in config.__mro__:  # also those that are overridden: super() reads them
                     if inspect.isfunction(method := vars(owner).get(node.attr)):
                         todo.append((method, True))
-                is_field = node.attr in {field.name for field in dataclasses.fields(config)}
-                if is_field or not inspect.isfunction(getattr(config, node.attr, inspect.isfunction)):
-                    found.add(node.attr)
+                found.add(node.attr)
     options = {name for owner in config.__mro__ for name in vars(owner) if not name.startswith("_")}
     return {name for name in found & (options | {field.name for field in dataclasses.fields(config)})
             if not callable(getattr(config, name, None))}  # fmt: skip

@@ -143,8 +143,8 @@ def _computes_bf16(device: torch.device) -> bool:
 def choose_precision(asked: str, device: torch.device) -> Precision:
     """``auto``: bf16 mixed precision on an accelerator that computes in it, else float32.
 
-    Also on a CPU that has bf16: what it gains depends on the sizes (small steps have taken twice as long), and losses of
-    different meshes would differ in the third digit.
+    On a CPU that has bf16 it is float32 too: bf16 gains or loses time by the model's sizes (steps have taken twice as
+    long), and makes the losses of meshes differ in the third digit.
 
     Raises:
         DeviceError: float64 on MPS, which has none.

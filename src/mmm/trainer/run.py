@@ -141,8 +141,8 @@ class Run:
             others = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
             raise DivergedError(
-                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr}), "
-                f"or try --dtype fp32",
+                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr})"
+                + (", or try --dtype fp32" if self.precision.mixed else ""),
                 on_every_rank=True,
             )
         return total
