@@ -74,7 +74,7 @@ class Entry(Supervisor):
             self.kill()
         elif message.get("signal") in ENDING:
             self.exit_code = 0
-            self.end(message["signal"])
+            self.end(message["signal"], message["verdict"])
         elif "where" in message:
             self.tell({"stacks": self.stacks()})
         elif "signal" in message:
@@ -109,10 +109,11 @@ class Entry(Supervisor):
         self.selector.unregister(self.link)
         self.link.close()
         self.link, self.lost = None, True
-        say(f"launch: {self.host} has lost launch ({how}): ending {self.left()}")
+        verdict = f"{self.host} has lost launch ({how})"
+        say(f"launch: {verdict}: ending {self.left()}")
         if self.exit_code is None:
             self.exit_code = 1
-            self.end(signal.SIGTERM)
+            self.end(signal.SIGTERM, verdict)
 
     def fail(self) -> None:
         self.tell_failures()

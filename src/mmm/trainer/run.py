@@ -144,7 +144,8 @@ class Run:
             when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
             raise DivergedError(
                 f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr}), "
-                f"or try --dtype fp32"
+                f"or try --dtype fp32",
+                on_every_rank=True,
             )
         return total
 
