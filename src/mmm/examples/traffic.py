@@ -125,8 +125,8 @@ def train(config: Config) -> bool:
             why_not[case] = error
     if not division:
         raise next(iter(why_not.values()))
-    with start_run("traffic", config, Layout().fit(ranks)) as run:
-        run.describe(model=sizes, data=about_data, global_batch_size=global_batch)
+    with start_run("traffic", config, Layout().fit(ranks), about_data) as run:
+        run.describe(model=sizes, global_batch_size=global_batch)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
         found = {case: measure(run, case, division[case], sizes, tokens, global_batch) for case in division}

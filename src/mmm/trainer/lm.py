@@ -45,7 +45,7 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("lm", config, setting.layout) as run:
+    with start_run("lm", config, setting.layout, setting.about_data) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
         model = place(run, setting.model, setting.plan, how, division)

@@ -31,7 +31,7 @@ from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import fitting_warmup, warmup_cosine
-from mmm.trainer.tasks import ImageTask, same_images
+from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import ImageOptions, check_images
 
 
@@ -99,17 +99,16 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("vit", config, layout) as run:
+    with start_run("vit", config, layout, data.describe()) as run:
         if config.preset == "auto":
             why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
             run.note(f"preset {preset}: {why}")
-        same_images(run, data)
         run.log.info("model, whole:\n%s", summary)
         parallel = place(run, model, plan, how, division)
         optimizer = make_optimizer(config.optimizer, parallel.parameters(), config.lr)
         task = ImageTask(run, data, batch, global_batch, config.workers)
         steps = config.steps(task.steps_per_epoch)
-        run.describe(model=sizes, data=data.describe(), global_batch_size=global_batch, steps=steps)
+        run.describe(model=sizes, global_batch_size=global_batch, steps=steps)
         run.log.info("%s, %d images: %d steps of %d", data.name, data.train.samples, steps, global_batch)
         warmup, cut = fitting_warmup(config.warmup, steps)
         if cut:
