@@ -97,7 +97,7 @@ def train(config: Config) -> None:
             run.clock.lap("dtb")
             optimizer.step()
             optimizer.zero_grad()
-            load = balance_experts(model, mesh, config.balance_rate)  # (layers, experts): tokens of all ranks
+            load = balance_experts(model, mesh, config.balance())  # (layers, experts): tokens of all ranks
             run.clock.lap("dto")
 
             last = step == steps - 1

@@ -38,7 +38,7 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
     lr: float = 1e-3
     ep: Unused[int] = 1
     cp: Unused[int] = 1  # an image has no sequence to cut
-    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
+    cp_style: Unused[None] = None
     activation_checkpointing: Unused[Literal["none", "full", "selective"]] = "none"  # the net's plan names nothing
 
 

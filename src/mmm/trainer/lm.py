@@ -38,7 +38,7 @@ class Config(LayoutOptions, ExpertOptions, TextProgramOptions, ValidationOptions
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     how = config.techniques(config.compile, **config.memory())
-    setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=config.cp_style)
+    setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=how.cp_style)
     config.check_memory(config.seq_length // (setting.layout.cp * setting.layout.tp), config.dtype)
     division = divide(setting.model, setting.plan, setting.layout, how, setting.sample, config.dtype)
     if config.summary:
@@ -58,7 +58,7 @@ def train(config: Config) -> None:
             run.note(cut)
         schedule = warmup_cosine(setting.steps, warmup)
         how_long = Fit(steps=setting.steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every,
-                       balance_rate=config.balance_rate)  # fmt: skip
+                       balance_rate=config.balance())  # fmt: skip
         fit(run, model, optimizer, task, how_long)
         if config.save_model:
             save_model(run, model)

@@ -56,7 +56,7 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
     """Tiles of the patches that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
     ep: Unused[int] = 1
     cp: Unused[int] = 1  # its sequence is not cut
-    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
+    cp_style: Unused[None] = None
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10
