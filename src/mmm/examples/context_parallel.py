@@ -29,9 +29,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.context import cut_batch
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.needs import CUT_SEQUENCE, Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, parse
@@ -78,7 +80,8 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("context_parallel", config, layout) as run:
+    holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
+    with start_run("context_parallel", config, layout, holds) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
 

@@ -47,6 +47,7 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
@@ -135,7 +136,7 @@ def train(config: Config) -> None:
         print_once(model_summary(model, sample))
         return
 
-    with start_run("parallel_4d", config, layout) as run:
+    with start_run("parallel_4d", config, layout, footprint(model, config.optimizer, how, division, layout.pp)) as run:
         if config.chooses():
             run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
         here = place(run, model, plan, how, division)  # cut into stages, each over tp, cp and dp; then the weights

@@ -19,6 +19,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -53,7 +54,8 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("fsdp", config, setting.layout) as run:
+    holds = footprint(model, config.optimizer, how, division, setting.layout.pp)
+    with start_run("fsdp", config, setting.layout, holds) as run:
         same_images(run, setting.data)
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mmm.parallel.assemble import divide
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -45,7 +46,8 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("lm", config, setting.layout) as run:
+    holds = footprint(setting.model, config.optimizer, how, division, setting.layout.pp)
+    with start_run("lm", config, setting.layout, holds) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
         model = place(run, setting.model, setting.plan, how, division)

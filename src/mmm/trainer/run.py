@@ -29,6 +29,7 @@ from torch import Tensor
 from mmm import history
 from mmm.errors import DivergedError
 from mmm.launch.wire import LINE_VARIABLE
+from mmm.parallel.footprint import Footprint
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
@@ -37,6 +38,7 @@ from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.trainer.fits import check_fits
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 
@@ -173,7 +175,9 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
 
 
 @contextmanager
-def start_run(module: str, options: BaseOptions, layout: Layout) -> Iterator[Run]:
+def start_run(
+    module: str, options: BaseOptions, layout: Layout, holds: Footprint | None = None
+) -> Iterator[Run]:
     """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
 
     Everything that can be refused without the other ranks is refused before the process group is made.
@@ -181,10 +185,13 @@ def start_run(module: str, options: BaseOptions, layout: Layout) -> Iterator[Run
     Args:
         module: short name, for the log and the default folder.
         layout: fitted to the number of ranks.
+        holds: what the ranks will hold; None for next to nothing. A UserError where it cannot fit into the memory here.
     """
     rank = whoami()
     device = choose_device(options.device, rank)
     precision = choose_precision(options.dtype, device)
+    if holds is not None:
+        check_fits(holds, layout, rank, device, precision)
     outdir = history.prepare(options.outdir, module, overwrite=options.overwrite) if rank.is_main else None
     file = outdir / "log.txt" if outdir else None
     torch.manual_seed(options.seed)

@@ -22,6 +22,7 @@ from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import choose_device
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -99,7 +100,7 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("vit", config, layout) as run:
+    with start_run("vit", config, layout, footprint(model, config.optimizer, how, division, layout.pp)) as run:
         if config.preset == "auto":
             why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
             run.note(f"preset {preset}: {why}")
