@@ -28,12 +28,14 @@ from torch import nn
 from mmm.data.image_batches import ImageBatch, ImageBatches, evaluation
 from mmm.models.cnn import CNN
 from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.seed import seed_step
 from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions, parse
@@ -64,7 +66,8 @@ def train(config: Config) -> None:
             print(summary)
         return
 
-    with start_run("fsdp", config, layout, data.describe()) as run:
+    holds = footprint(model, config.optimizer, Techniques(data_parallel=config.parallel))
+    with start_run("fsdp", config, layout, data.describe(), holds) as run:
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
 

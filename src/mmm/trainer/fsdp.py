@@ -19,6 +19,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -38,7 +39,7 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
     lr: float = 1e-3
     ep: Unused[int] = 1
     cp: Unused[int] = 1  # an image has no sequence to cut
-    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
+    cp_style: Unused[None] = None
     activation_checkpointing: Unused[Literal["none", "full", "selective"]] = "none"  # the net's plan names nothing
 
 
@@ -53,7 +54,8 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("fsdp", config, setting.layout, setting.data.describe()) as run:
+    holds = footprint(model, config.optimizer, how, division, setting.layout.pp)
+    with start_run("fsdp", config, setting.layout, setting.data.describe(), holds) as run:
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
         parallel = place(run, model, plan, how, division)

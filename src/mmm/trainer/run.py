@@ -30,6 +30,7 @@ from mmm import history
 from mmm.errors import DivergedError
 from mmm.history.ending import RUNNING, Ending
 from mmm.launch.wire import LINE_VARIABLE
+from mmm.parallel.footprint import Footprint
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
@@ -40,6 +41,7 @@ from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, facts_of_run
+from mmm.trainer.fits import check_fits
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 
@@ -179,7 +181,11 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
 
 @contextmanager
 def start_run(
-    module: str, options: BaseOptions, layout: Layout, data: Mapping[str, Any] | None = None
+    module: str,
+    options: BaseOptions,
+    layout: Layout,
+    data: Mapping[str, Any] | None = None,
+    holds: Footprint | None = None,
 ) -> Iterator[Run]:
     """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
 
@@ -191,14 +197,17 @@ def start_run(
         layout: fitted to the number of ranks.
         data: what the record keeps of the data, None for a program that reads none. Its name (``dataset``) and hash
             (``sha256``) have to be equal on all ranks; what it has to tell the user (``note``) is logged.
+        holds: what the ranks will hold; None for next to nothing.
 
     Raises:
-        ConfigError: the ranks differ; on every rank.
+        ConfigError: it cannot fit into the memory here; or the ranks differ, and then on every rank.
         RecordError: the folder cannot be prepared; on every rank.
     """
     rank = whoami()
     device = choose_device(options.device, rank)
     precision = choose_precision(options.dtype, device)
+    if holds is not None:
+        check_fits(holds, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[Path] = []
 

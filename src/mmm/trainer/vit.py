@@ -22,6 +22,7 @@ from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import choose_device
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -56,7 +57,7 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
     """Tiles of the patches that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
     ep: Unused[int] = 1
     cp: Unused[int] = 1  # its sequence is not cut
-    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
+    cp_style: Unused[None] = None
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10
@@ -99,7 +100,8 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("vit", config, layout, data.describe()) as run:
+    holds = footprint(model, config.optimizer, how, division, layout.pp)
+    with start_run("vit", config, layout, data.describe(), holds) as run:
         if config.preset == "auto":
             why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
             run.note(f"preset {preset}: {why}")
