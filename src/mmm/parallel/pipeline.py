@@ -42,6 +42,7 @@ from mmm.parallel.bubble import Action, Recorder
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
+from mmm.parallel.strides import pass_in_order
 
 Lap = Callable[[str], None]
 ScheduleName = Literal[
@@ -181,11 +182,6 @@ class Stage(PipelineStage):
         forward = partial(super().forward_one_chunk, fwd_chunk_id, *given, **named)
         return self._timed("dtf", lambda: self.note("F", fwd_chunk_id, forward))
 
-    def forward_maybe_with_nosync(self, *given: Any, **named: Any) -> Any:
-        # A backward that is split detaches in place what a stage gives, which PyTorch cannot do to a view.
-        output = super().forward_maybe_with_nosync(*given, **named)
-        return output.clone() if not self.is_last and output._is_view() else output
-
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
@@ -253,6 +249,7 @@ class Pipeline:
             for unit in _units(module):
                 unit.set_reshard_after_forward(False, recurse=False)
             module.register_forward_pre_hook(self._add_whole, with_kwargs=True)
+            pass_in_order(module, number == 0, number == count - 1)
             stage = Stage(module, number, count, device, group=self.group)
             stage.lap = self._timed
             self._wrapped.append(stage)
