@@ -57,7 +57,7 @@ class Schedule:
     Attributes:
         least, most: stages a rank (most: None for any number).
         v: stages lie on the ranks there and back, not round and round.
-        splits: splits backward in two, which does not go with torch.compile.
+        splits: splits backward in two, which does not go with torch.compile nor with selective checkpointing.
         microbatches: the least number, and what it must be a multiple of, from the number of pp ranks.
     """
 
@@ -89,6 +89,7 @@ def check_pipeline(
     *,
     dtype: str = "auto",
     compile: Plan | None = None,
+    checkpointing: str = "none",
 ) -> int:
     """Whether a schedule goes with the layout, the batch and the model; needs no process group.
 
@@ -97,7 +98,7 @@ def check_pipeline(
         microbatches: of a step. batch: samples of a step, per data-parallel coordinate.
         parts: of the model, that stages can be made of (`stages.parts_of`).
         stages_per_rank: None for the fewest that the schedule takes.
-        dtype: the flag of a run. compile: the plan, where it is to be compiled.
+        dtype: the flag of a run. compile: the plan, where it is to be compiled. checkpointing: of activations.
 
     Returns:
         Stages per rank.
@@ -148,6 +149,11 @@ def check_pipeline(
     if compile is not None and kind.splits:
         wrong.append(f"--compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a "
                      f"compiled one; leave --compile out, or use 1F1B or Interleaved1F1B")  # fmt: skip
+    if checkpointing == "selective" and kind.splits:
+        wrong.append(f"--activation_checkpointing selective with {schedule}, which goes through the backward of a "
+                     f"stage twice, for its input and for its weights: what selective checkpointing keeps, PyTorch "
+                     f"gives back once; use full (which then repeats the forward twice), or 1F1B or "
+                     f"Interleaved1F1B")  # fmt: skip
     if wrong:
         raise LayoutError("; ".join(wrong))
     return each
