@@ -41,7 +41,7 @@ from mmm.trainer.progress import epochs_bar
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.tasks import judge_images, same_images
+from mmm.trainer.tasks import judge_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,7 @@ def train(config: Config) -> None:
             print(summary)
         return
 
-    with start_run("fsdp", config, layout) as run:
-        same_images(run, data)
+    with start_run("fsdp", config, layout, data.describe()) as run:
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
 
