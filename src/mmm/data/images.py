@@ -67,9 +67,14 @@ class ImageSet(ABC):
         return self.normalise(self.pixels(indices)), self.labels(indices)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 → float32: (pixels / 255 − mean) / std, channel by channel."""
+        """uint8 → float32: (pixels / 255 − mean) / std, channel by channel, in memory in the order of the dims.
+
+        Pixels need not be: resized grey images come with the channel's stride 1, which PyTorch calls contiguous, and of
+        which convolutions make channels-last activations.
+        """
         mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (self.mean, self.std))
-        return pixels.float().sub_(mean).div_(std)
+        own = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return own.sub_(mean).div_(std)
 
 
 class ImagesInMemory(ImageSet):

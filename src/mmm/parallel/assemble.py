@@ -129,7 +129,7 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     microbatches = least if how.microbatches is None else how.microbatches
     parts = parts_of(model, plan)
     each = check_pipeline(layout, how.schedule, microbatches, batch, len(parts), how.stages_per_rank, dtype=dtype,
-                          compile=plan if how.compile else None)  # fmt: skip
+                          compile=plan if how.compile else None, checkpointing=how.checkpointing)  # fmt: skip
     costs = part_costs(model, parts, inputs)
     stages = cut(costs, layout.pp * each)
     check_stages(model, parts, stages, inputs)
