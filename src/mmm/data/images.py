@@ -169,25 +169,6 @@ class ImageData:
         }
 
 
-def check_same(found: Sequence[tuple[str, str, str]]) -> None:
-    """Refuse a run whose ranks read different data: one host had the download, another fell back, say.
-
-    Args:
-        found: of every rank, gathered: (host, ``data.name``, ``data.sha256``).
-
-    Raises:
-        DataError: they are not all the same.
-    """
-    different: dict[tuple[str, str], int] = {}
-    for rank, (_, name, digest) in enumerate(found):
-        different.setdefault((name, digest), rank)
-    if len(different) > 1:
-        who = "; ".join(f"rank {rank} on {found[rank][0]} has {name} ({digest[:8]})"
-                        for (name, digest), rank in different.items())  # fmt: skip
-        raise DataError(f"the ranks do not read the same images: {who}. Give every host the same files with "
-                        f"--data_dir")  # fmt: skip
-
-
 # --- shapes ---------------------------------------------------------------------------------------------------------
 
 _LUMA = (299, 587, 114)  # thousandths, ITU-R BT.601: how much red, green and blue make grey

@@ -70,7 +70,7 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("ddp", config, layout) as run:
+    with start_run("ddp", config, layout, setting.about_data) as run:
         run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
         model = apply(model, mesh, transformer_plan(), run.precision, data_parallel="ddp", compile=config.compile)

@@ -69,7 +69,7 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("hsdp", config, layout) as run:
+    with start_run("hsdp", config, layout, setting.about_data) as run:
         run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)  # ("dp_replicate", "dp_shard")
         everyone: list[Any] = [None] * run.rank.world_size

@@ -74,7 +74,7 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("moe", config, layout) as run:
+    with start_run("moe", config, layout, setting.about_data) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
 

@@ -54,6 +54,8 @@ from mmm.trainer.place import place
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.tasks import ImageTask, Task, TokenTask
+from mmm.trainer.text import check_tokens
+from mmm.trainer.vision import check_images
 
 MAX_NORM = 1.0
 MakeTask = Callable[[Run], Task]
@@ -88,15 +90,18 @@ class Config(LayoutOptions, RunOptions):
         return Layout(**{**sizes, "dp_shard": sizes["dp_shard"] * world_size})
 
 
-def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tuple[nn.Module, Plan, Tensor, MakeTask]:
-    """The model asked for; its plan; what its forward takes; and what it trains on."""
+def choose(
+    config: Config, layout: Layout, batch: int, global_batch: int
+) -> tuple[nn.Module, Plan, Tensor, dict[str, object], MakeTask]:
+    """The model asked for; its plan; what its forward takes; what the record says of the data; what it trains on."""
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
         if config.model == "transformer":
             sizes = TransformerConfig(dim=64, n_layers=config.n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192,
                                       n_experts=config.n_experts, top_k=1 if config.n_experts == 1 else 2)  # fmt: skip
             check_transformer(sizes, layout, config.seq_length, config.cp_style)
-            tokens, validation, _ = TextOptions(seq_length=config.seq_length).load(sizes.vocab_size, config.seed)
-            return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, config.seq_length).long(),
+            tokens, validation, about = TextOptions(seq_length=config.seq_length).load(sizes.vocab_size, config.seed)
+            check_tokens(tokens, validation, global_batch)
+            return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, config.seq_length).long(), about,
                     lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4))  # fmt: skip
         model: nn.Module
         if config.model == "vit":
@@ -106,7 +111,8 @@ def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tup
         else:
             model, plan = CNN(CNNConfig(image_size=16).without_dropout()), cnn_plan()
     digits, images = load_images("digits", image_size=16), torch.zeros(batch, 1, 16, 16, device="meta")
-    return model, plan, images, lambda run: ImageTask(run, digits, batch, global_batch)
+    check_images(digits, global_batch, layout.dp)
+    return model, plan, images, digits.describe(), lambda run: ImageTask(run, digits, batch, global_batch)
 
 
 def train(config: Config) -> None:
@@ -114,13 +120,13 @@ def train(config: Config) -> None:
     config.check()
     layout, how = config.layout(whoami().world_size), config.techniques(config.compile)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=8)
-    model, plan, sample, make_task = choose(config, layout, batch, global_batch)
+    model, plan, sample, about_data, make_task = choose(config, layout, batch, global_batch)
     division = divide(model, plan, layout, how, sample, config.dtype)
     if config.summary:
         print_once(model_summary(model, sample))
         return
 
-    with start_run("parallel_4d", config, layout) as run:
+    with start_run("parallel_4d", config, layout, about_data) as run:
         if config.chooses():
             run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
         here = place(run, model, plan, how, division)  # cut into stages, each over tp, cp and dp; then the weights

@@ -79,7 +79,7 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("pipeline", config, layout) as run:
+    with start_run("pipeline", config, layout, setting.about_data) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         stages = [[name for i in held for name in parts[i]] for held in cuts]
         run.describe(**setting.describe(), stages=stages)

@@ -79,7 +79,7 @@ def train(config: Config) -> bool:
         print_once(setting.summary())
         return True
 
-    with start_run("tiling", config, layout) as run:
+    with start_run("tiling", config, layout, setting.about_data) as run:
         run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
         peaks, curves = zip(*(train_way(run, mesh, setting, way) for way in range(4)), strict=True)

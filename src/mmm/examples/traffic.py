@@ -115,6 +115,7 @@ def train(config: Config) -> bool:
                           "mmm.examples.traffic`")  # fmt: skip
     _, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
     tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
+    tokens.steps_per_epoch(global_batch)  # there is one
     division, why_not = {}, {}
     for case in cases(ranks, config.microbatches):
         sample = torch.zeros(global_batch // case.layout.dp, config.seq_length, dtype=torch.int64, device="meta")
@@ -124,8 +125,8 @@ def train(config: Config) -> bool:
             why_not[case] = error
     if not division:
         raise next(iter(why_not.values()))
-    with start_run("traffic", config, Layout().fit(ranks)) as run:
-        run.describe(model=sizes, data=about_data, global_batch_size=global_batch)
+    with start_run("traffic", config, Layout().fit(ranks), about_data) as run:
+        run.describe(model=sizes, global_batch_size=global_batch)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
         found = {case: measure(run, case, division[case], sizes, tokens, global_batch) for case in division}

@@ -70,7 +70,7 @@ def train(config: Config) -> bool:
         print_once(setting.summary())
         return True
 
-    with start_run("zero", config, layout) as run:
+    with start_run("zero", config, layout, setting.about_data) as run:
         run.describe(**setting.describe(), parameters=whole)
         mesh = build_mesh(layout, run.device.type, config.timeout)
         held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in range(len(TECHNIQUES))), strict=True)

@@ -28,7 +28,7 @@ from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
-from mmm.trainer.tasks import ImageTask, same_images
+from mmm.trainer.tasks import ImageTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,7 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("fsdp", config, setting.layout) as run:
-        same_images(run, setting.data)
+    with start_run("fsdp", config, setting.layout, setting.data.describe()) as run:
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
         parallel = place(run, model, plan, how, division)

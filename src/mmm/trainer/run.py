@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,18 @@ from torch import Tensor
 
 from mmm import history
 from mmm.errors import DivergedError
+from mmm.history.ending import RUNNING, Ending
 from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
+from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.trainer.facts import ADVICE, facts_of_run
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 
@@ -75,7 +78,8 @@ class Run:
         """Add facts to the record's config.json."""
         self.config.update(facts)
         if self.outdir is not None:
-            history.write_config(self.outdir, self.config)
+            ending = self.record.ending if self.record is not None else Ending(RUNNING)
+            history.write_config(self.outdir, ending.on(self.config))
 
     def global_sum(self, local: float) -> float:
         """The sum of a number over all data-parallel coordinates. A collective: every rank calls it."""
@@ -141,8 +145,9 @@ class Run:
             others = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
             raise DivergedError(
-                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr}), "
-                f"or try --dtype fp32"
+                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr})"
+                + (", or try --dtype fp32" if self.precision.mixed else ""),
+                on_every_rank=True,
             )
         return total
 
@@ -173,29 +178,45 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
 
 
 @contextmanager
-def start_run(module: str, options: BaseOptions, layout: Layout) -> Iterator[Run]:
+def start_run(
+    module: str, options: BaseOptions, layout: Layout, data: Mapping[str, Any] | None = None
+) -> Iterator[Run]:
     """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
 
-    Everything that can be refused without the other ranks is refused before the process group is made.
+    Everything that can be refused without the other ranks is refused before they meet; then the ranks compare what has
+    to be equal on all of them (`mmm.trainer.facts`), and rank 0 prepares the run's folder, before any process group.
 
     Args:
         module: short name, for the log and the default folder.
         layout: fitted to the number of ranks.
+        data: what the record keeps of the data, None for a program that reads none. Its name (``dataset``) and hash
+            (``sha256``) have to be equal on all ranks; what it has to tell the user (``note``) is logged.
+
+    Raises:
+        ConfigError: the ranks differ; on every rank.
+        RecordError: the folder cannot be prepared; on every rank.
     """
     rank = whoami()
     device = choose_device(options.device, rank)
     precision = choose_precision(options.dtype, device)
-    outdir = history.prepare(options.outdir, module, overwrite=options.overwrite) if rank.is_main else None
-    file = outdir / "log.txt" if outdir else None
+    facts = facts_of_run(module, options, layout, device, precision, data, rank)
+    prepared: list[Path] = []
+
+    def prepare() -> None:
+        prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
+
+    def meet(store: dist.Store) -> None:
+        agree(store, rank, facts, ADVICE, prepare)
+
     torch.manual_seed(options.seed)
     times = startup.ready()
-    with (
-        logging_to(rank.rank, file, options.log_all_ranks) as log,
-        process_group(rank, device, options.timeout),
-    ):
+    with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
+        outdir = prepared[0] if prepared else None  # on rank 0
+        file = outdir / "log.txt" if outdir else None
+        log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
         ranks = _everyone(rank, device, layout)
         times.group = time.time()
-        config = {
+        config: dict[str, Any] = {
             "module": module,
             "command": command_line(),
             "options": dataclasses.asdict(options),
@@ -210,11 +231,15 @@ def start_run(module: str, options: BaseOptions, layout: Layout) -> Iterator[Run
             "ranks": ranks,
             "notes": [],
         }
+        if data is not None:
+            config["data"] = data
         clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
         run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, config=config, startup=times)
         run.describe()
         log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
                  precision.name, precision.reason, rank_table(ranks))  # fmt: skip
+        if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
+            run.note(data["note"])
         if outdir is None:
             yield run
             run.record_startup()  # of a program that has no steps

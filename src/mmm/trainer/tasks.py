@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.data import Batch, Tokens
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
-from mmm.data.images import ImageData, check_same
+from mmm.data.images import ImageData
 from mmm.parallel.assemble import ParallelModel
 from mmm.trainer.run import Run
 
@@ -49,12 +48,22 @@ class Task(ABC):
             epoch += 1
 
 
+def fitting_eval_batches(run: Run, validation: Tokens, global_batch: int, asked: int) -> int:
+    """How many global batches a validation has: where the text has fewer than asked for, those, and a note says so."""
+    there = validation.steps_per_epoch(global_batch)
+    cut = f"validation: {there} global batches instead of {asked}, all that the text has"
+    if there < asked and cut not in run.notes:
+        run.note(cut)
+    return min(asked, there)
+
+
 class TokenTask(Task):
     """The next token of a text."""
 
     def __init__(self, run: Run, train: Tokens, validation: Tokens, batch: int, global_batch: int, eval_batches: int):
         self.run, self.train, self.validation = run, train, validation
-        self.size, self.global_batch, self.eval_batches = batch, global_batch, eval_batches
+        self.size, self.global_batch = batch, global_batch
+        self.eval_batches = fitting_eval_batches(run, validation, global_batch, eval_batches)
         self.first = run.layout.dp_coordinate(run.rank.rank) * batch
         self.tokens = global_batch * train.seq_length
         self.steps_per_epoch = train.steps_per_epoch(global_batch)
@@ -69,26 +78,10 @@ class TokenTask(Task):
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Mean loss ``val_loss`` over the first global batches of the validation tokens: the same ones every time."""
         total = 0.0
-        batches = min(self.eval_batches, self.validation.steps_per_epoch(self.global_batch))
-        for step in range(batches):
+        for step in range(self.eval_batches):
             batch = self._batch(self.validation, step)
             total += model.evaluate(batch.inputs, batch.targets, batch.count).item()
-        return {"val_loss": self.run.global_sum(total) / batches}
-
-
-def same_images(run: Run, data: ImageData) -> None:
-    """Say what stands in for the data asked for, and refuse a run whose ranks read different data. A collective.
-
-    Raises:
-        DataError: one host has a data set and another does not, say.
-    """
-    if data.note:
-        run.note(data.note)
-    mine: Any = (run.ranks[run.rank.rank]["host"], data.name, data.sha256)
-    everyone = [mine] * run.rank.world_size
-    if run.rank.world_size > 1:
-        dist.all_gather_object(everyone, mine)
-    check_same(everyone)
+        return {"val_loss": self.run.global_sum(total) / self.eval_batches}
 
 
 class ImageTask(Task):

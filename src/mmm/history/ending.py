@@ -1,0 +1,118 @@
+"""How a run ended, in one word and one line: kept in config.json and in the dataset's attributes."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmm.history.record import CONFIG, write_atomically
+from mmm.launch.failures import CONSEQUENCES
+from mmm.launch.wire import ENDING, VERDICT_VARIABLE
+from mmm.runtime.failure import first_failure
+
+RUNNING = "running"
+FINISHED = "finished"
+INTERRUPTED = "interrupted"  # by a signal, or Ctrl-C
+FAILED = "failed"  # by an exception
+KILLED = "killed"  # it could not say anything any more
+ENDED = (FINISHED, INTERRUPTED, FAILED)  # what a run says of itself
+LONGEST = 500  # characters of an error that are kept
+VERDICT_WAIT = 0.8  # s; launch waits up to half a second for a better cause than a lost connection
+
+
+class Ending(NamedTuple):
+    """`state` is one of the words above; `error` the signal's name, or the error's type and message, in one line."""
+
+    state: str
+    error: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.error}" if self.error else self.state
+
+    def attrs(self) -> dict[str, str]:
+        """As attributes: ``state``, and ``error`` if there is one."""
+        return {"state": self.state} | ({"error": self.error} if self.error else {})
+
+    def on(self, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with this ending in place of the one it had."""
+        return {name: value for name, value in config.items() if name not in ("state", "error")} | self.attrs()
+
+
+def ending_of(error: BaseException | None) -> Ending:
+    """What an exception that leaves a run's ``with`` block says; None is a run that finished.
+
+    Under `launch` a run that ends because another rank has failed says that rank's failure.
+    """
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return Ending(FINISHED)
+    if number := _signal(error):
+        first = first_failure()
+        return Ending(FAILED, one_line(first)) if first else Ending(INTERRUPTED, number.name)
+    text = f"{type(error).__name__}: {error}"
+    return Ending(FAILED, one_line(_cause(text) or text))
+
+
+def _signal(error: BaseException) -> signal.Signals | None:
+    """The signal that has ended the run, if one has: as Python says it, as a rank of `launch` does, and shells."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    code = error.code if isinstance(error, SystemExit) else None
+    return next((signal.Signals(number) for number in ENDING if code == 128 + number), None)
+
+
+def _cause(text: str) -> str | None:
+    """Why the ranks end, for one that has lost another: launch knows it a moment later. None if it does not say."""
+    if not any(sign in text for sign in CONSEQUENCES):
+        return None
+    deadline = time.monotonic() + VERDICT_WAIT
+    while VERDICT_VARIABLE in os.environ and time.monotonic() < deadline:
+        if first := first_failure():
+            return first
+        time.sleep(0.02)
+    return None
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks, and no longer than an attribute should be."""
+    line = " ".join(text.split()).removesuffix(":")
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
+
+
+def read_ending(attrs: Any) -> Ending | None:
+    """The ending in a config or a dataset's attributes; None where there is none, as in older records."""
+    state = attrs.get("state") if hasattr(attrs, "get") else None
+    return Ending(state, str(attrs.get("error", ""))) if isinstance(state, str) else None
+
+
+def config_with(text: str, ending: Ending) -> str:
+    """The text of a config.json with that ending; one that is no mapping is anyone's, and stays as it is."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return text
+    return json.dumps(ending.on(config), indent=2, ensure_ascii=False) + "\n" if isinstance(config, dict) else text
+
+
+def write_ending(folder: Path, ending: Ending) -> None:
+    """Put the ending into the folder's config.json, if it has one. RecordError if that cannot be written."""
+    text = read_config(folder)
+    if (new := config_with(text, ending)) != text:
+        write_atomically(folder / CONFIG, new.encode())
+
+
+def read_config(folder: Path) -> str:
+    """config.json's text; empty where there is none: a record may have none."""
+    try:
+        return (folder / CONFIG).read_text()
+    except OSError:
+        return ""
+
+
+def config_ending(text: str) -> Ending | None:
+    """The ending that the text of a config.json holds."""
+    try:
+        return read_ending(json.loads(text or "{}"))
+    except ValueError:
+        return None
