@@ -1,11 +1,21 @@
 """What can go wrong that a user can mend. Each message says what was given, which rule it breaks, and what to change.
 
-A `UserError` is printed once for the whole run, without a traceback, and ends it with exit code 2.
+A `UserError` ends the run with exit code 2 and is printed without a traceback: under `launch` once for the whole run;
+elsewhere by each rank that has it, unless it is `on_every_rank`.
 """
 
 
 class UserError(ValueError):
-    """Something the user gave does not fit. Base of all below."""
+    """Something the user gave does not fit. Base of all below.
+
+    Attributes:
+        on_every_rank: every rank is known to raise it, because a collective has told them all: rank 0 alone prints it.
+            A check that each rank makes for itself does not count: what fails on one host may pass on the others.
+    """
+
+    def __init__(self, *args: object, on_every_rank: bool = False) -> None:
+        super().__init__(*args)
+        self.on_every_rank = on_every_rank
 
 
 class ConfigError(UserError):

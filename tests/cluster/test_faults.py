@@ -32,6 +32,9 @@ time.sleep(100)
 DEAF = "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
 CLEANING = FAULTY.replace(DEAF, "").replace(
     "time.sleep(100)", "try: time.sleep(100)\nfinally:\n    time.sleep(0.3)\n    open('cleaned-' + rank, 'w')")
+TOLD = CLEANING.replace("open('cleaned-' + rank, 'w')",
+                        "from mmm.runtime.failure import first_failure\n"
+                        "    open('cleaned-' + rank, 'w').write(str(first_failure()))")
 
 
 @dataclass
@@ -174,3 +177,16 @@ def test_ranks_that_heed_the_signal_end_in_order(launcher, way, by):
     found, err = end(launcher, process)
     assert found == 143, err
     assert {f"cleaned-{rank}" for rank in range(4)} <= set(os.listdir(launcher.folder))
+
+
+@pytest.mark.parametrize("way", ["mpich", "openmpi", "slurm"], indirect=True)
+@pytest.mark.parametrize("fault", ["raise", "none"])
+def test_the_others_learn_why_they_end(launcher, way, by, fault):
+    process = start(launcher, way, *by, "python3", "faulty.py", fault, program=TOLD)
+    launcher.write("go", "")
+    if fault == "none":
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+    end(launcher, process)
+    told = {(launcher.folder / f"cleaned-{rank}").read_text() for rank in range(3)}
+    assert told == {f"rank 3 on {way.host}: RuntimeError: rank 3 has had enough" if fault == "raise" else "None"}

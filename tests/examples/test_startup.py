@@ -55,6 +55,13 @@ def test_refused(options):
         train(Config(**options))
 
 
+def test_no_way_is_left_before_anything_is_written(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no no-such-mpiexec here that answers; give --mpiexec"):
+        train(Config(ways=("mpiexec",), mpiexec="no-such-mpiexec"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_refused_as_a_rank(monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))

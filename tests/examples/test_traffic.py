@@ -43,11 +43,16 @@ def test_table_and_verdict():
 
 @pytest.mark.parametrize(
     ("options", "ranks", "words"),
-    [({}, 1, "1 rank: there is nobody to send to"), ({"global_batch_size": 6}, 4, "does not divide over 4")],
+    [
+        ({}, 1, "1 rank: there is nobody to send to"),
+        ({"global_batch_size": 6}, 4, "does not divide over 4"),
+        ({"global_batch_size": 10**6}, 4, "fewer than one global batch of 1000000"),
+    ],
 )
 def test_refused_before_any_process_group(monkeypatch, options, ranks, words):
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     with pytest.raises(UserError, match=words):
         traffic.train(traffic.Config(**options))

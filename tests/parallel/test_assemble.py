@@ -17,7 +17,7 @@ from support import reference, vision
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
-PLANS = {"transformer": transformer_plan, "cnn": cnn_plan, "vit": vit_plan}
+PLANS = {"transformer": transformer_plan, "cnn": cnn_plan, "vit": vit_plan, "vit of one layer": vit_plan}
 STEPS = 3
 
 
@@ -81,6 +81,7 @@ CASES = [
     ("cnn", Layout(dp_shard=2), Techniques(data_parallel="zero2", microbatches=4)),
     ("vit", Layout(pp=2, dp_shard=1, tp=2), Techniques()),
     ("cnn", Layout(dp_replicate=2, dp_shard=2), Techniques(data_parallel="hsdp")),
+    ("vit of one layer", Layout(pp=3, dp_shard=1), Techniques()),  # stages without a layer: embedding, and head
     *(
         pytest.param(*case, marks=pytest.mark.long)
         for case in [
@@ -90,6 +91,9 @@ CASES = [
             ("transformer", Layout(pp=2, dp_shard=2, tp=2), Techniques(schedule="Interleaved1F1B")),
             ("vit", Layout(pp=2, dp_shard=2, tp=2), Techniques(schedule="GPipe", microbatches=3)),
             ("cnn", Layout(pp=2, dp_shard=2, tp=2), Techniques()),
+            ("vit of one layer", Layout(pp=2, dp_shard=2), Techniques(microbatches=3)),
+            ("vit of one layer", Layout(pp=2, dp_shard=1, tp=2), Techniques(schedule="GPipe")),
+            ("vit of one layer", Layout(pp=3, dp_shard=1, tp=2), Techniques()),
         ]
     ),
 ]
@@ -118,6 +122,7 @@ def test_products_of_axes(pool, model, layout, how):
         ("cnn", Layout(dp_shard=2), Techniques(microbatches=7), "a batch of 6 .* into 1 to 6 parts"),
         ("cnn", Layout(pp=2, dp_shard=2), Techniques(data_parallel="ddp"), "use fsdp, or pp 1"),
         ("cnn", Layout(pp=8, dp_shard=1), Techniques(), "8 stages, and the model has 4 parts"),
+        ("vit of one layer", Layout(pp=4, dp_shard=1), Techniques(), "4 stages, and the model has 3 parts"),
     ],
 )
 def test_refused_before_any_process_group(model, layout, how, message):

@@ -65,12 +65,22 @@ def test_refused(accelerators, counts, asked, words):
 
 
 @pytest.mark.parametrize("real", [True, False])
-def test_bf16_only_where_it_is_real(monkeypatch, real):
-    monkeypatch.setattr(devices, "_computes_bf16", lambda device: real)
-    precision = devices.choose_precision("auto", torch.device("cpu"))
+def test_bf16_where_an_accelerator_computes_in_it(monkeypatch, real):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: real)
+    precision = devices.choose_precision("auto", torch.device("cuda"))
     assert precision.name == ("bf16" if real else "fp32")
     assert precision.mixed is real
     assert precision.storage == torch.float32
+    assert precision.reason == ("cuda computes in bf16" if real else "cuda would emulate bf16")
+
+
+def test_float32_on_a_cpu_even_one_with_bf16(monkeypatch):
+    """Twice as long a step where it is small, and losses that depend on the mesh in the third digit."""
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
+    precision = devices.choose_precision("auto", torch.device("cpu"))
+    assert (precision.name, precision.reason) == ("fp32", "auto: bf16 on accelerators only")
+    assert devices.choose_precision("bf16", torch.device("cpu")).name == "bf16"
 
 
 def test_float64_everywhere_but_on_mps():

@@ -11,6 +11,14 @@ from pathlib import Path
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MMM_DEVICE",
         "OMP_NUM_THREADS")
 START = [sys.executable, "-m", "mmm.launch"]
+MPIEXEC = f"""#!{sys.executable}
+import os, subprocess, sys
+words = sys.argv[1:]
+if words == ["--version"]: sys.exit(print("HYDRA build details:"))
+count, command = int(words[words.index("-n") + 1]), words[words.index(sys.executable):]
+ranks = [{{"PMI_RANK": str(rank), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(rank)}} for rank in range(count)]
+sys.exit(max([p.wait() for p in [subprocess.Popen(command, env=os.environ | rank) for rank in ranks]]))
+"""
 
 
 @dataclass
@@ -47,6 +55,12 @@ class Launcher:
             process.kill()
             raise AssertionError(f"launch hung: {process.communicate()}") from None
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def on_hosts(self, by: str) -> list[str]:
+        """Options by which launch takes this host for one of a cluster, with an mpiexec that is no MPI's."""
+        mpiexec = self.write("mpiexec", MPIEXEC)
+        mpiexec.chmod(0o755)
+        return ["--scheduler", "none", "--hosts", "localhost", "--mpiexec", str(mpiexec), "--ranks-by", by]
 
     def wait_for(self, *names: str, timeout: float = 20) -> None:
         """Wait until the programs have made these files."""

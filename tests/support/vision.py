@@ -15,12 +15,13 @@ from mmm.models.vit import ViT, ViTConfig
 SEED = 5
 GLOBAL_BATCH = 12  # divides over 1, 2, 3 and 4
 STEPS = 10
-MAX_NORM = {"cnn": 0.5, "vit": 1.0}  # below the norms of most steps: clipping works
+MAX_NORM = {"cnn": 0.5, "vit": 1.0, "vit of one layer": 1.0}  # below the norms of most steps: clipping works
 RATE = {"sgd": 0.3, "adamw": 1e-2}
 CONFIGS = {
     "cnn": CNNConfig(image_size=12, width1=3, width2=5, hidden=16, conv_dropout=0, fc_dropout=0),
     # 3 × 3 patches: a number that no tp divides
     "vit": ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=16, n_layers=2, n_heads=4),
+    "vit of one layer": ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=16, n_layers=1, n_heads=4),
 }
 
 

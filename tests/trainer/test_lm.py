@@ -1,5 +1,6 @@
 """The language-model trainer on products of axes: losses, clipped and at a falling rate, as on one rank; model.pt."""
 
+import json
 import os
 import re
 import subprocess
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.errors import RecordError, UserError
+from mmm.errors import ConfigError, DivergedError, RecordError, UserError
+from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer
 from mmm.trainer import lm
+from mmm.trainer.options import parse
 
 SMALL = {"preset": "debug", "seq_length": 32, "global_batch_size": 8, "max_iters": 4, "dtype": "fp64", "plots": False,
          "optimizer": "sgd", "lr": 0.3, "max_norm": 0.5, "warmup": 2, "eval_every": 2, "eval_batches": 2,
@@ -165,3 +168,41 @@ def test_ranks_that_still_meet_are_ended_without_a_word(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert re.fullmatch(r"error: --outdir .* already holds a run's record .*\n", done.stderr)
+
+
+def notes(folder):
+    return json.loads((folder / "config.json").read_text())["notes"]
+
+
+def test_what_is_cut_is_said(tmp_path, capsys):
+    (tmp_path / "small.txt").write_text("word " * 1200)
+    more = {"text": (tmp_path / "small.txt",), "device": "cpu", "eval_batches": 7, "save_model": False}
+    lm.train(lm.Config(**SMALL | more | {"warmup": 9}, outdir=tmp_path / "cut"))
+    assert notes(tmp_path / "cut") == [
+        "validation: 2 global batches instead of 7, all that the text has",
+        "warm-up: 2 steps instead of 9, half of the 4 steps of this run",
+    ]
+    out = capsys.readouterr().out
+    assert [out.count(note) for note in notes(tmp_path / "cut")] == [1, 1]
+    lm.train(lm.Config(**SMALL | more | {"eval_batches": 2}, outdir=tmp_path / "whole"))
+    assert notes(tmp_path / "whole") == []
+    example = {name: more[name] for name in ("text", "device", "eval_batches")} | {"preset": "debug", "plots": False}
+    example |= {"max_iters": 2, "eval_every": 1, "global_batch_size": 8, "seq_length": 32}
+    fsdp_tp.train(fsdp_tp.Config(**example, outdir=tmp_path / "example"))
+    assert notes(tmp_path / "example") == ["validation: 2 global batches instead of 7, all that the text has"]
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [("fp64", 1e200), ("fp32", 1e30), ("bf16", 1e30)])
+def test_a_loss_that_is_no_number(tmp_path, dtype, rate):
+    flags = SMALL | {"dtype": dtype, "lr": rate, "max_norm": 0.0, "warmup": 0, "eval_every": 0}
+    with pytest.raises(DivergedError, match=r"the loss is \S+ at step 1, .* lower --lr") as refused:
+        lm.train(lm.Config(**flags, device="cpu", outdir=tmp_path))
+    torch.distributed.destroy_process_group()  # a run that fails leaves it
+    assert str(refused.value).endswith(", or try --dtype fp32") == (dtype == "bf16")
+
+
+@pytest.mark.parametrize("words", [["--outdir", ""], ["--outdir="], ["--text", "a", "--outdir", "", "--lr", "1"]])
+def test_an_empty_value_is_no_path(monkeypatch, words):
+    monkeypatch.setattr("sys.argv", ["lm", *words])
+    with pytest.raises(ConfigError, match="--outdir '': the value is empty; give one, or leave --outdir out"):
+        parse(lm.Config)

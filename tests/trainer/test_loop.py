@@ -11,16 +11,21 @@ from mmm.data.datasets import load_images
 from mmm.data.image_batches import ImageBatches
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.parallel import Layout, build_mesh
+from mmm.models.experts import MixtureOfExperts
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, build_mesh, cross_entropy
 from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.ddp import ScaleGradient
 from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.options import RunOptions
 from mmm.trainer.run import Run
-from mmm.trainer.tasks import ImageTask
+from mmm.trainer.tasks import ImageTask, TokenTask
+from support import reference as texts
 
 CONFIG = CNNConfig(image_size=8, width1=4, width2=4, hidden=8).without_dropout()
 CPU = torch.device("cpu")
@@ -106,3 +111,49 @@ def test_one_row_an_epoch(pool):
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[0]["train_loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-9)
     assert rows[0]["sps"] == pytest.approx(4 * BATCH / rows[0]["dt"])
+
+
+EXPERTS = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=24)
+OVERFLOWS = 1  # the step that does
+
+
+def biases_by_step(rank, max_norm):
+    """Biases of all experts after each of 3 fp16 steps, and the first weights; one rank's gradients overflow in one."""
+    layout = Layout(dp_shard=2, ep=2)
+    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    precision = Precision("fp16", torch.float32, torch.float16)
+    with torch.device("meta"):
+        model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
+    division = divide(model, transformer_plan(), layout, Techniques(), sample, "fp16")
+    calls = itertools.count()
+
+    def loss(output, targets, count):
+        bad = next(calls) == OVERFLOWS and rank.rank == 1
+        return cross_entropy(ScaleGradient.apply(output, 1e30) if bad else output, targets, count)
+
+    clock, seen = StepClock(CPU), []
+    model = ParallelModel(model, transformer_plan(), layout, mesh, precision, Techniques(), division, device=CPU,
+                          seed=0, loss=loss, lap=clock.lap)  # fmt: skip
+    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], Rows([]))
+    task = TokenTask(run, texts.tokens(), texts.tokens(), 4, 8, 1)
+    layers = [module for module in model.modules[0].modules() if isinstance(module, MixtureOfExperts)]
+    (weight,) = (p for name, p in model.named_parameters() if name == "output.weight")
+
+    def look(run, model, step):
+        assert all(layer.counts is None for layer in layers)
+        seen.append(([layer.expert_bias.tolist() for layer in layers], weight.full_tensor().detach()))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    fit(run, model, optimizer, task, Fit(steps=3, max_norm=max_norm, balance_rate=0.125, callbacks=(look,)))
+    return seen
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_a_skipped_step_moves_no_biases(pool, max_norm):
+    for seen in pool.run(biases_by_step, 2, max_norm):
+        (first, before), (second, after), (third, later) = seen
+        assert torch.equal(before, after)  # it was skipped
+        assert any(bias for layer in first for bias in layer)
+        assert second == first
+        assert third != second
+        assert not torch.equal(later, after)

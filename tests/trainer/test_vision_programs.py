@@ -16,7 +16,7 @@ import mmm.history
 from mmm.data.datasets import load_images
 from mmm.data.datasets.download import Refused
 from mmm.errors import UserError
-from mmm.examples import collectives, fsdp, tensor_parallel
+from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.trainer import fsdp as fsdp_trainer
 from mmm.trainer import vit
@@ -164,11 +164,18 @@ def idx(folder, damage):
         (vit, {"n_heads": 3}, "dim 64 is not divisible by n_heads 3"),
         (vit, {"sdpa_backend": "math", "attention": "native"}, "needs attention 'sdpa'"),
         (vit, {"warmup": -1}, "--warmup -1"),
+        (vit, {"dataset": "digits", "batch_size": 2000}, "1437 images, .* of 2000: use --global_batch_size 1437"),
+        (vit, {"dataset": "digits", "workers": -1}, "--workers -1: it must not be negative"),
+        (fsdp, {"dataset": "digits", "workers": -1}, "--workers -1"),
+        (parallel_4d, {"model": "vit", "batch_size": 2000}, "1437 images, fewer than a global batch of 2000"),
+        (parallel_4d, {"batch_size": 10**6}, "fewer than one global batch of 1000000"),
+        (parallel_4d, {"batch_size": 10**4}, "last tenth, for validation: .* one global batch of 10000"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config, words):
     monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "DAMAGED").mkdir()
     idx(tmp_path / "DAMAGED", "train-images")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Print a run's summary and one metric's plot. Returns 0; what the user can mend is raised as a UserError."""
     parser = argparse.ArgumentParser(
-        prog="mmm history", description="Show what is on record of a run: finished, running or killed."
+        prog="mmm history", description="Show what is on record of a run, whatever became of it, also while it runs."
     )
     parser.add_argument("outdir", help="the run's folder, e.g. outputs/<module>/<timestamp>")
     parser.add_argument("--metric", help="what to plot here (default: loss, or else the first there is)")
@@ -24,13 +24,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     from mmm.history import fold, load, plot_all, terminal_plot
-    from mmm.history.reader import state
+    from mmm.history.ending import FINISHED, Ending, read_ending
     from mmm.history.series import metrics
 
     if args.fold:
         print(f"folded into {fold(args.outdir)}")
     ds = load(args.outdir)
-    _print("\n".join([args.outdir, *(f"  {name:<11}{text}" for name, text in summary(ds, state(args.outdir)))]) + "\n")
+    ended = str(read_ending(ds.attrs) or Ending(FINISHED))
+    _print("\n".join([args.outdir, *(f"  {name:<11}{text}" for name, text in summary(ds, ended))]) + "\n")
     names = metrics(ds)
     metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
     if metric and ds.sizes["draw"]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmm.errors import ConfigError, RecordError
+from mmm.errors import ConfigError, RecordError, UserError
 from mmm.runtime import startup
 from mmm.runtime.startup.logs import Start, read_log
 
@@ -22,7 +22,7 @@ and a later line with a time and `iter` or `step` and its number. A log may hold
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where there is nothing."""
+    """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where no path has a start."""
     parser = argparse.ArgumentParser(prog="mmm startup", description=__doc__, epilog=EPILOG,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
@@ -37,17 +37,19 @@ def main(argv: list[str]) -> int:
 
     starts: list[Start] = []
     tables: list[str] = []
+    without: list[UserError] = []
     for path in args.paths:
-        if path.is_dir():
-            config = _config(path)
-            starts.append(_of_record(path, config, args.model))
-            tables.append(f"{path}\n{startup.table(config['startup'], [about['host'] for about in config['ranks']])}")
-        else:
-            log = read_log(path, args.model, args.ranks)
-            starts += log.starts
-            if log.without:
-                print(f"{path}: {log.without} of {log.without + len(log.starts)} jobs had no first step: left out",
-                      file=sys.stderr)  # fmt: skip
+        try:
+            found, parts = _read(path, args.model, args.ranks)
+        except UserError as error:  # of one of many: the others have their start all the same
+            without.append(error)
+            continue
+        starts += found
+        tables += parts
+    if not starts:
+        raise without[0]
+    for error in without:
+        print(f"left out: {error}", file=sys.stderr)
     starts.sort(key=lambda start: (start.model, start.ranks, start.start))
     print(table(starts))
     if args.parts or len(starts) == len(tables) == 1:
@@ -65,6 +67,20 @@ def main(argv: list[str]) -> int:
 
         print(f"picture: {save_curves({'start-up [s]': curves}, 'ranks', args.png)}")
     return 0
+
+
+def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[Start], list[str]]:
+    """The starts of a run's folder, or of a log; of a folder also the table of its parts. UserError where none is."""
+    if path.is_dir():
+        config = _config(path)
+        start = _of_record(path, config, model)
+        hosts = [about["host"] for about in config["ranks"]]
+        return [start], [f"{path}\n{startup.table(config['startup'], hosts)}"]
+    log = read_log(path, model, ranks)
+    if log.without:
+        print(f"{path}: {log.without} of {log.without + len(log.starts)} jobs had no first step: left out",
+              file=sys.stderr)  # fmt: skip
+    return log.starts, []
 
 
 def table(starts: Sequence[Start]) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mmm.data.images import ImageSet
-from mmm.data.tokens import epoch_order
+from mmm.data.tokens import epoch_order, stream
 from mmm.errors import DataError, UserError
 
 
@@ -77,7 +77,7 @@ class Augment:
         height, width = pixels.shape[-2:]
         state = np.random.RandomState(0)
         for i, index in enumerate(indices):
-            state.seed([seed & 0xFFFFFFFF, epoch, int(index), 1])
+            state.seed(stream(seed, epoch, int(index), 1))
             vertical, horizontal, mirror = state.randint(0, 1 << 16, size=3)
             image = pixels[i].flip(-1) if self.flip and mirror % 2 else pixels[i]
             down, right = (int(draw) % (2 * self.shift + 1) - self.shift for draw in (vertical, horizontal))

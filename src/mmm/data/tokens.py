@@ -96,10 +96,20 @@ class TextTokens(Tokens):
         return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
 
 
+def stream(seed: int, *place: int) -> list[int]:
+    """What ``RandomState`` is seeded with, 32-bit words: the seed's lower half, `place`, the upper half if it is not 0.
+
+    Args:
+        seed: of 64 bits, all of which count. place: which numbers of that seed.
+    """
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    return [low, *place, high] if high else [low, *place]
+
+
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
     """The order of an epoch's samples. ``RandomState`` is the generator whose stream NumPy promises never to change."""
-    return np.random.RandomState([seed & 0xFFFFFFFF, epoch]).permutation(samples)
+    return np.random.RandomState(stream(seed, epoch)).permutation(samples)
 
 
 class RandomTokens(Tokens):
@@ -114,5 +124,5 @@ class RandomTokens(Tokens):
         self.vocab_size, self.samples = vocab_size, samples
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        state = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, place])
+        state = np.random.RandomState(stream(self.seed, epoch, place))
         return state.randint(0, self.vocab_size, size=self.seq_length + 1, dtype=np.int64)

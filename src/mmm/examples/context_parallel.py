@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 import tyro
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -29,6 +28,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
 from mmm.parallel.context import cut_batch
+from mmm.parallel.grad_scaler import GradScaler
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.optimizer import make_optimizer
@@ -89,7 +89,7 @@ def train(config: Config) -> None:
             return loss_fn(model(part.inputs, positions), part.targets, part.count)
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         mine = layout.dp_coordinate(run.rank.rank) * setting.batch  # its first sample of each global batch
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):

@@ -28,6 +28,7 @@ from torch import nn
 from mmm.data.image_batches import ImageBatch, ImageBatches, evaluation
 from mmm.models.cnn import CNN
 from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -73,7 +74,7 @@ def train(config: Config) -> None:
         materialize(model, run.device, config.seed)
         run.log.info("%s, %s\n%s", config.parallel, mesh, sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), setting.lr)
-        scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
 
         sequence = ImageBatches(data.train, setting.global_batch, config.seed)
         mine = layout.dp_coordinate(run.rank.rank)
@@ -97,7 +98,7 @@ def train_epoch(
     run: Run,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    scaler: GradScaler,
     batches: Iterator[tuple[int, ImageBatch]],
 ) -> float:
     """Train on (step, batch) of an epoch; the sum of this rank's shares of the losses."""

@@ -22,11 +22,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
+from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.offload import moved_text
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -69,7 +69,7 @@ def train(config: Config) -> None:
         run.log.info("%s\n%s", mesh, sharded_model(model))
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):

@@ -54,6 +54,8 @@ from mmm.trainer.place import place
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.tasks import ImageTask, Task, TokenTask
+from mmm.trainer.text import check_tokens
+from mmm.trainer.vision import check_images
 
 MAX_NORM = 1.0
 MakeTask = Callable[[Run], Task]
@@ -96,6 +98,7 @@ def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tup
                                       n_experts=config.n_experts, top_k=1 if config.n_experts == 1 else 2)  # fmt: skip
             check_transformer(sizes, layout, config.seq_length, config.cp_style)
             tokens, validation, _ = TextOptions(seq_length=config.seq_length).load(sizes.vocab_size, config.seed)
+            check_tokens(tokens, validation, global_batch)
             return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, config.seq_length).long(),
                     lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4))  # fmt: skip
         model: nn.Module
@@ -106,6 +109,7 @@ def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tup
         else:
             model, plan = CNN(CNNConfig(image_size=16).without_dropout()), cnn_plan()
     digits, images = load_images("digits", image_size=16), torch.zeros(batch, 1, 16, 16, device="meta")
+    check_images(digits, global_batch, layout.dp)
     return model, plan, images, lambda run: ImageTask(run, digits, batch, global_batch)
 
 

@@ -49,6 +49,8 @@ class Config(BaseOptions):
     """Starts of each; the median counts."""
     mpiexec: str = "mpiexec"
     """Which one to use, where there are several."""
+    plots: bool = True
+    """Draw seconds against ranks at the end, as a picture in the run's folder."""
 
 
 class Found(NamedTuple):
@@ -119,16 +121,19 @@ def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
         given = f"--ranks {config.ranks} --ways {config.ways} --repeats {config.repeats}"
         raise ConfigError(f"{given}: at least one of each, from 1")
     by_ranks: dict[int, dict[str, Found]] = {}
-    with start_run("startup", config, Layout().fit(1)) as run, tempfile.TemporaryDirectory() as folder:
-        ways = [str(way) for way in config.ways]
-        flavour = measure.mpi_flavour(config.mpiexec) if "mpiexec" in ways else None
-        if flavour is not None:
-            run.note(f"mpiexec is {flavour}'s")
-        elif "mpiexec" in ways:
-            ways.remove("mpiexec")
+    ways, note = [str(way) for way in config.ways], ""
+    if "mpiexec" in ways:
+        flavour = measure.mpi_flavour(config.mpiexec)
+        note = f"mpiexec is {flavour}'s"
+        if flavour is None:
+            note = f"mpiexec is left out: no {config.mpiexec} here that answers"
+            ways = [way for way in ways if way != "mpiexec"]
             if not ways:
-                raise ConfigError(f"--ways mpiexec: there is no {config.mpiexec} here that answers")
-            run.note(f"mpiexec is left out: no {config.mpiexec} here that answers")
+                raise ConfigError(f"--ways mpiexec: there is no {config.mpiexec} here that answers; give --mpiexec the "
+                                  f"path of one, or other --ways")  # fmt: skip
+    with start_run("startup", config, Layout().fit(1)) as run, tempfile.TemporaryDirectory() as folder:
+        if note:
+            run.note(note)
         imported = one_import(config.repeats, folder)
         run.describe(one_import_cpu=imported, program=PROGRAM)
         for ranks, found in sweep(run, config, ways, folder):

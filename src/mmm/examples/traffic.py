@@ -115,6 +115,7 @@ def train(config: Config) -> bool:
                           "mmm.examples.traffic`")  # fmt: skip
     _, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
     tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
+    tokens.steps_per_epoch(global_batch)  # there is one
     division, why_not = {}, {}
     for case in cases(ranks, config.microbatches):
         sample = torch.zeros(global_batch // case.layout.dp, config.seq_length, dtype=torch.int64, device="meta")

@@ -10,9 +10,9 @@ Importing this package imports neither torch, xarray, matplotlib nor plotext: `l
 
 from mmm.history.history import History
 from mmm.history.plots import plot_all, plot_timeline
-from mmm.history.reader import fold, load
+from mmm.history.reader import fold, load, state
 from mmm.history.record import prepare, versions, write_config
 from mmm.history.terminal import terminal_plot
 
-__all__ = ["History", "fold", "load", "plot_all", "plot_timeline", "prepare", "terminal_plot", "versions",
-           "write_config"]  # fmt: skip
+__all__ = ["History", "fold", "load", "plot_all", "plot_timeline", "prepare", "state", "terminal_plot",
+           "versions", "write_config"]  # fmt: skip

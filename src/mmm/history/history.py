@@ -13,6 +13,7 @@ import numpy as np
 import mmm
 from mmm.errors import RecordError
 from mmm.history.dataset import plain_ranks
+from mmm.history.ending import RUNNING, Ending, ending_of, write_ending
 from mmm.history.journal import Header, Journal, Row
 from mmm.history.record import DATASET, JOURNAL, reason
 
@@ -23,6 +24,7 @@ class History:
     """Keeps the rows of a run in `outdir`: in journal.jsonl while it runs, in train_dataset.h5 from `close` on.
 
     A run that is killed at any moment loses at most its last `flush_every` rows; `mmm.history.load` reads the others.
+    Where a ``with`` block ends by an exception, the record says by which: `mmm.history.state`.
 
     Args:
         outdir: the run's folder (see `prepare`); made if it does not exist.
@@ -67,6 +69,8 @@ class History:
         except OSError as error:
             raise RecordError(f"cannot make the folder {self.outdir}: {reason(error)}. Give another.") from error
         self._journal = Journal(self.outdir / JOURNAL, Header(self._ranks, about))
+        self.ending = Ending(RUNNING)
+        write_ending(self.outdir, self.ending)
 
     def update(self, row: Mapping[str, float | int], per_rank: Mapping[str, Sequence[float]] | None = None) -> str:
         """Keep one row, and return its line for the log: ``iter=2 loss=10.783049 dt=0.400887``.
@@ -113,8 +117,11 @@ class History:
             self._journal.append(self._pending)
             self._pending = []
 
-    def close(self) -> Path:
+    def close(self, error: BaseException | None = None) -> Path:
         """Make train_dataset.h5, remove the journal, and return the dataset's path. A second call does nothing.
+
+        Args:
+            error: what has ended the run, for the record.
 
         Raises:
             RecordError: the dataset cannot be written. The journal stays, and `close` may be called again.
@@ -123,7 +130,10 @@ class History:
 
         if not self._closed:
             self.flush()
-            fold_now(self.outdir)
+            self._journal.ensure()
+            self.ending = ending_of(error)
+            write_ending(self.outdir, self.ending)  # first: what ends a run may not wait for the dataset
+            fold_now(self.outdir, self.ending)
             self._journal.close()
             self._closed = True
         return self.outdir / DATASET
@@ -135,11 +145,11 @@ class History:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
+        if error is None:
             self.close()
             return
         try:
-            self.close()
+            self.close(error)
         except Exception as second:  # the first error says what went wrong with the run
             log.warning("the record in %s was not folded: %s", self.outdir, second)
 

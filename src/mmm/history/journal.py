@@ -1,7 +1,8 @@
 """The journal: an append-only file of rows beside the dataset, so that a killed run keeps what it measured.
 
 Its first line is a header (version, ranks, attributes), and every further line is one row with its draw index. A line
-is complete or it is not a JSON object, so a reader can tell a line that a kill cut short.
+is complete or it is not a JSON object, so a reader can tell a line that a kill cut short. The header also says which
+process writes it (`mmm.history.alive`).
 
 Rows reach the operating system at each append: they outlive the process, however it ends, but not a power cut.
 """
@@ -10,10 +11,13 @@ import contextlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mmm.errors import RecordError
+from mmm.history.alive import Lock, lock, this_process
 from mmm.history.record import cannot_write, reason, write_atomically
 
 VERSION = 1
@@ -29,26 +33,57 @@ class Row(NamedTuple):
 
 
 class Header(NamedTuple):
+    """`writer`: of `mmm.history.alive.this_process`; empty in a journal that does not say."""
+
     ranks: list[dict[str, Any]]
     attrs: dict[str, Any]
+    writer: Mapping[str, Any] = MappingProxyType({})
+
+
+class Kept(NamedTuple):
+    """What a journal holds: `size` bytes of it have been read."""
+
+    header: Header
+    rows: list[Row]
+    size: int
 
 
 class Journal:
-    """The writing side. Holds an advisory lock on the file for as long as it is open."""
+    """The writing side. Holds an advisory lock on the file for as long as it is open.
+
+    Where locks do not exist somebody may take the run for a killed one and remove the file: each write looks, and makes
+    it anew.
+    """
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
-        line = json.dumps({"mmm_journal": VERSION, "ranks": header.ranks, "attrs": header.attrs})
-        write_atomically(path, line.encode() + b"\n")  # a journal always has a whole header
+        self._fd = -1
+        self._lock = Lock.HELD
+        self._start(header)
+        if self._lock is Lock.NONE:  # where it is read there may be locks: nobody's having one then says nothing
+            self._start(header)
+
+    def _start(self, header: Header) -> None:
+        """A journal without rows."""
+        self._writer = this_process() | {"locks": self._lock is not Lock.NONE}
+        fields = {"mmm_journal": VERSION, "ranks": header.ranks, "attrs": header.attrs, "writer": self._writer}
+        self._first = json.dumps(fields).encode() + b"\n"
+        self._make(self._first)
+
+    def _make(self, content: bytes) -> None:
+        """Put a file with that content in place, and open it. A journal always has a whole header."""
+        write_atomically(self.path, content)
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-            self._size = os.fstat(self._fd).st_size
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND)
         except OSError as error:
-            raise cannot_write(path, error) from error
-        lock(self._fd)
+            raise cannot_write(self.path, error) from error
+        self.close()
+        self._fd, self._size = fd, len(content)
+        self._lock = lock(fd)
 
     def append(self, rows: list[Row]) -> None:
         """Write `rows`, all or none of them. RecordError names the path, the reason and the free bytes."""
+        self.ensure()
         text = "".join(json.dumps({"draw": r.draw, "row": r.row, "per_rank": r.per_rank}) + "\n" for r in rows)
         left = memoryview(text.encode())
         try:
@@ -60,6 +95,45 @@ class Journal:
                 os.ftruncate(self._fd, self._size)  # no half line for the next append to run into
             raise cannot_write(self.path, error) from error
 
+    def ensure(self) -> None:
+        """Make the file anew, with its rows, where it is gone from its place.
+
+        Raises:
+            RecordError: that is not possible, or another run's journal is in its place.
+        """
+        if self._in_place():
+            if self._lock is Lock.TAKEN:  # by a reader that looked whether somebody writes
+                self._lock = lock(self._fd)
+            return
+        there = read_journal(self.path)
+        if there is not None and there.header.writer != self._writer:
+            raise RecordError(
+                f"{self.path} is another run's journal now: two runs cannot keep one record. "
+                "The rows since the last write are not kept; give each run a folder of its own."
+            )
+        content = self._read_back()
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._make(content)
+        log.warning("%s was removed while the run goes on: it is made anew, with %d rows", self.path,
+                    content.count(b"\n") - 1)  # fmt: skip
+
+    def _in_place(self) -> bool:
+        try:
+            mine = os.fstat(self._fd)
+            there = os.stat(self.path)
+        except OSError:  # gone from its folder; or from under the descriptor, as NFS says it
+            return False
+        return mine.st_nlink > 0 and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+
+    def _read_back(self) -> bytes:
+        """All that was written. A file without a name is there until it is closed; where it is not, the header."""
+        try:
+            content = os.pread(self._fd, self._size, 0)
+        except OSError:
+            return self._first
+        return content if len(content) == self._size else self._first
+
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -67,20 +141,7 @@ class Journal:
                 os.close(fd)
 
 
-def lock(fd: int) -> bool:
-    """Take the file's advisory lock. False when another process has it; True too where locks do not exist."""
-    try:
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        pass  # no locks on this system or this file system: they only guard against folding a run that still writes
-    return True
-
-
-def read_journal(path: Path) -> tuple[Header, list[Row]] | None:
+def read_journal(path: Path) -> Kept | None:
     """The header and every whole row of the journal at `path`, in order; None if there is no such file.
 
     A last line that was cut short is left out. A broken line before it is left out with a warning.
@@ -89,11 +150,12 @@ def read_journal(path: Path) -> tuple[Header, list[Row]] | None:
         RecordError: the file cannot be read, or its first line is not a journal's header.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RecordError(f"cannot read {path}: {reason(error)}.") from error
+    lines = content.split(b"\n")
     header = _header(path, lines[0])
     last = len(lines) - 1
     rows = []
@@ -106,13 +168,13 @@ def read_journal(path: Path) -> tuple[Header, list[Row]] | None:
         except (ValueError, KeyError, TypeError):
             if number != last:
                 log.warning("%s: line %d is not a row (%d bytes) and is left out", path, number + 1, len(line))
-    return header, rows
+    return Kept(header, rows, len(content))
 
 
 def _header(path: Path, line: bytes) -> Header:
     try:
         found = json.loads(line)
-        version, header = found["mmm_journal"], Header(found["ranks"], found["attrs"])
+        version, header = found["mmm_journal"], Header(found["ranks"], found["attrs"], found.get("writer", {}))
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(
             f"{path}: its first line is not a journal's header ({line[:60]!r}), so its rows cannot be named. "

@@ -2,13 +2,27 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmm.errors import RecordError
+from mmm.history.alive import why_going_on
 from mmm.history.dataset import read_dataset, to_dataset, to_rows, write_dataset
-from mmm.history.journal import lock, read_journal
-from mmm.history.record import CONFIG, DATASET, JOURNAL, reason
+from mmm.history.ending import (
+    ENDED,
+    FINISHED,
+    KILLED,
+    RUNNING,
+    Ending,
+    config_ending,
+    config_with,
+    read_config,
+    read_ending,
+    write_ending,
+)
+from mmm.history.journal import read_journal
+from mmm.history.record import DATASET, JOURNAL, reason
 
 if TYPE_CHECKING:
     import xarray
@@ -18,23 +32,30 @@ def load(outdir: Path | str) -> "xarray.Dataset":
     """Every kept row of the run in `outdir`, as one dataset in memory. Reads only: a running run is not disturbed.
 
     Dimension ``draw`` is one a row, ``rank`` one a rank, with the coordinates ``host``, ``local_rank``, ``pid`` and
-    ``axis_<mesh axis>`` over it. ``ds.attrs["config"]`` is config.json's text.
+    ``axis_<mesh axis>`` over it. ``ds.attrs["state"]`` and ``["error"]`` say what became of the run, as `state` does;
+    ``ds.attrs["config"]`` is config.json's text.
 
     Raises:
         RecordError: no such folder, no record in it, or a file of it is damaged.
     """
     folder = _existing(outdir)
+    return _load(folder, _ending_by_journal(folder))[0]
+
+
+def _load(folder: Path, ending: Ending | None) -> "tuple[xarray.Dataset, int]":
+    """The dataset, with that ending (None: the one it has), and how many bytes of a journal are in it."""
     journal = read_journal(folder / JOURNAL)  # before the dataset: a run that ends meanwhile has written that first
     stored = read_dataset(folder / DATASET)
     if journal is None:
         if stored is None:
             raise _no_record(folder)
-        return stored
-    header, rows = journal
+        return stored, 0
+    header, rows, size = journal
     if stored is not None:
         rows = to_rows(stored) + rows
-    config = _config(folder)
-    return to_dataset(header, rows, {"config": config} if config else {}, _startup(config, len(header.ranks)))
+    config, ending = read_config(folder), ending or Ending(RUNNING)
+    attrs = {"config": config_with(config, ending)} if config else {}
+    return to_dataset(header, rows, ending.attrs() | attrs, _startup(config, len(header.ranks))), size
 
 
 def fold(outdir: Path | str) -> Path:
@@ -43,7 +64,8 @@ def fold(outdir: Path | str) -> Path:
     A folder whose dataset is there already, and no journal, is left as it is.
 
     Raises:
-        RecordError: as `load`; the run is still writing; or the dataset cannot be written, and then the journal stays.
+        RecordError: as `load`; the run is still writing, or may be; or the dataset cannot be written, and then the
+            journal stays.
     """
     folder = _existing(outdir)
     path = folder / JOURNAL
@@ -56,34 +78,85 @@ def fold(outdir: Path | str) -> Path:
     except OSError as error:
         raise RecordError(f"cannot open {path}: {reason(error)}.") from error
     try:
-        if not lock(fd):
-            raise RecordError(
-                f"the run in {folder} is still writing: it makes {DATASET} itself when it ends. "
-                "Until then mmm.history.load and `mmm history` read it as it is."
-            )
-        return fold_now(folder)
+        if why := why_going_on(fd, _writer(path)):
+            raise _still_writing(folder, why)
+        return fold_now(folder, _own_word(folder) or Ending(KILLED))
     finally:
         os.close(fd)
 
 
-def fold_now(folder: Path) -> Path:
-    """`fold` for who already holds the journal's lock."""
-    write_dataset(load(folder), folder / DATASET)
-    (folder / JOURNAL).unlink(missing_ok=True)
+def fold_now(folder: Path, ending: Ending) -> Path:
+    """`fold` for who knows that the run is over, and how it ended.
+
+    A journal that has grown since it was read stays beside the dataset, and `load` counts each row once.
+    """
+    dataset, size = _load(folder, ending)
+    write_dataset(dataset, folder / DATASET)
+    try:
+        if (folder / JOURNAL).stat().st_size != size:
+            raise _still_writing(folder, f"its journal has grown beyond the {size:,} bytes that were read")
+        (folder / JOURNAL).unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RecordError(f"cannot remove {folder / JOURNAL}: {reason(error)}. Its rows are in {DATASET}.") from error
+    write_ending(folder, ending)
     return folder / DATASET
 
 
 def state(outdir: Path | str) -> str:
-    """What became of the run: ``finished``, ``running`` or ``killed``. Best effort: locks say which of the last two."""
-    path = _existing(outdir) / JOURNAL
+    """What became of the run: ``running``, ``finished``, ``interrupted`` (by a signal), ``failed`` or ``killed``.
+
+    The first and the last are told apart by the journal's lock; where the file system has none, by the process, if it
+    is on this host, and by when the journal was written (`mmm.history.alive`).
+
+    Raises:
+        RecordError: no such folder, or its dataset is damaged.
+    """
+    folder = _existing(outdir)
+    ending = _ending_by_journal(folder)
+    if ending is None:
+        dataset = read_dataset(folder / DATASET)
+        ending = (read_ending(dataset.attrs) if dataset is not None else None) or _own_word(folder)
+    return ending.state if ending else FINISHED  # an older record says nothing
+
+
+def _ending_by_journal(folder: Path) -> Ending | None:
+    """How the run in the folder ended, or that it runs; None if it has no journal: then its dataset says it."""
+    path = folder / JOURNAL
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)  # NFS locks what can be written
     except OSError:
-        return "finished"
+        return None
     try:
-        return "killed" if lock(fd) else "running"
+        if why_going_on(fd, _writer(path)):
+            return Ending(RUNNING)
+        return _own_word(folder) or Ending(KILLED)
     finally:
         os.close(fd)
+
+
+def _own_word(folder: Path) -> Ending | None:
+    """How the run itself has said that it ended: it may have been killed before its dataset was in place."""
+    ending = config_ending(read_config(folder))
+    return ending if ending is not None and ending.state in ENDED else None
+
+
+def _writer(path: Path) -> Mapping[str, Any]:
+    """Which process writes the journal; empty where that is not known."""
+    try:
+        with open(path, "rb") as file:
+            writer = json.loads(file.readline()).get("writer")
+        return writer if isinstance(writer, dict) else {}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _still_writing(folder: Path, why: str) -> RecordError:
+    return RecordError(
+        f"the run in {folder} is still writing ({why}): it makes {DATASET} itself when it ends. "
+        "Until then mmm.history.load and `mmm history` read it as it is."
+    )
 
 
 def _existing(outdir: Path | str) -> Path:
@@ -101,13 +174,6 @@ def _no_record(folder: Path) -> RecordError:
         f"{folder} holds no run's record: neither {DATASET} nor {JOURNAL} is in it, but {shown}. "
         "Give the folder of one run, e.g. outputs/<module>/<timestamp>."
     )
-
-
-def _config(folder: Path) -> str:
-    try:
-        return (folder / CONFIG).read_text()
-    except OSError:
-        return ""  # a record may have none
 
 
 def _startup(config: str, ranks: int) -> dict[str, list[float | None]]:

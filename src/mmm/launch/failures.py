@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmm.launch.wire import Report, Status
+from mmm.launch.wire import Report, Status, shorten
 
 SETTLE = 0.06            # s to wait, after a first failure, for one that came before it
 SETTLE_DOUBTFUL = 0.5    # s, if all that is known so far looks like a consequence
 WATCHDOG_EXIT = 124      # as `timeout` exits
+LINE = 1000              # characters of a failure in one line
 
 # What a rank's traceback says when it failed because another had gone.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe",
@@ -69,6 +70,15 @@ def tell(first: Failure, failures: Sequence[Failure]) -> None:
         say(f"launch: rank {first.rank} failed on {first.host or socket.gethostname()}{after}:\n{report.text.rstrip()}")
     else:
         say(f"error: {report.text}" if report.kind == "user" else report.text.rstrip("\n"))
+
+
+def in_a_line(first: Failure) -> str:
+    """What `tell` says at length, for the ranks that launch ends."""
+    if first.report is None:
+        return first.text
+    lines = first.report.text.strip().splitlines() or [f"exit code {first.exit_code}"]
+    where = f"rank {first.rank} on {first.host or socket.gethostname()}"
+    return shorten(f"{where}: {lines[-1] if first.report.kind == 'traceback' else ' '.join(lines)}", LINE)
 
 
 def signal_name(number: int) -> str:

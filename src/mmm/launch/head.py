@@ -236,7 +236,7 @@ class Head(Run):
     def give_up(self, text: str, code: int) -> None:
         self.exit_code, self.again = code, True
         say(f"launch: {text}")
-        self.end(signal.SIGTERM)
+        self.end(signal.SIGTERM, text)
 
     def missing(self) -> str:
         """Who has not connected."""
@@ -250,7 +250,7 @@ class Head(Run):
     def send(self, number: int) -> bool:
         if not self.under_way:
             return False
-        self.tell({"signal": number})
+        self.tell({"signal": number, "verdict": self.verdict})
         return True
 
     def pass_on(self, number: int) -> None:
@@ -267,9 +267,9 @@ class Head(Run):
         self.locate_until = time.monotonic() + LOCATE
         self.tell({"where": True})
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, verdict: str = "") -> None:
         """The hosts see to the grace of their ranks; launch waits for them a little longer."""
-        self.kill_at = time.monotonic() + GRACE + LAST_WORDS
+        self.verdict, self.kill_at = verdict, time.monotonic() + GRACE + LAST_WORDS
         if not self.send(number):
             self.kill()
         elif not self.members:

@@ -38,6 +38,7 @@ class Run(ABC):
     def __init__(self, total: int, limits: Limits | None = None) -> None:
         self.total = total                                   # ranks
         self.limits = limits or Limits()
+        self.verdict = ""                                    # why launch ends the ranks, if not because it was told to
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.exit_code: int | None = None                    # once it is decided
@@ -130,11 +131,11 @@ class Run(ABC):
         self.exit_code, self.settled_at = first.exit_code, None
         self.again = first.again and not self.signalled
         failures.tell(first, self.failures)
-        self.end(signal.SIGTERM)
+        self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
 
-    def end(self, number: int) -> None:
-        """Send the ranks signal `number`, and SIGKILL after the grace."""
-        self.kill_at = time.monotonic() + GRACE
+    def end(self, number: int, verdict: str = "") -> None:
+        """Send the ranks signal `number`, and SIGKILL after the grace. They can read the verdict when it comes."""
+        self.verdict, self.kill_at = verdict, time.monotonic() + GRACE
         if not self.send(number):                # none has started: there is nothing that could end in order
             self.kill()
 
@@ -146,7 +147,7 @@ class Run(ABC):
     def hangs(self) -> None:
         """Nothing has come from any rank for too long."""
         self.exit_code, self.again = failures.WATCHDOG_EXIT, True
-        say(f"launch: no output from any rank for {self.limits.timeout:g} s (--timeout): ending {self.left()}")
+        say(f"launch: {self.silence()}: ending {self.left()}")
         self.locate()
 
     @abstractmethod
@@ -157,7 +158,10 @@ class Run(ABC):
         """Say which ranks hang, and end all."""
         if text := stacks.explain(found, hosts):
             say(text)
-        self.end(signal.SIGTERM)
+        self.end(signal.SIGTERM, self.silence())
+
+    def silence(self) -> str:
+        return f"no output from any rank for {self.limits.timeout:g} s (--timeout)"
 
     def signal_due(self) -> float | None:
         """time.monotonic() at which the signal before the job's end is due; None if there is none."""

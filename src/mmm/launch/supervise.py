@@ -36,8 +36,11 @@ class Supervisor(Run):
         self.pids: dict[int, int] = {}                       # rank → pid, of those started
         self.marker = uuid.uuid4().hex
         self.buffer = b""
+        self.verdict_fd: int | None = None                   # why the ranks are ended, once they are
 
     def clean_up(self) -> None:
+        if self.verdict_fd is not None:
+            os.close(self.verdict_fd)
         with contextlib.suppress(AttributeError, ProcessLookupError):
             if self.agent.returncode is None:                # only after an error of launch's own
                 os.killpg(self.agent.pid, signal.SIGKILL)
@@ -60,6 +63,9 @@ class Supervisor(Run):
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(*inherited, plan.ranks, plan.fork, command, os.getpid(), shielded=self.shielded)
         own = {wire.MARKER_VARIABLE: self.marker, wire.AGENT_VARIABLE: todo.dumps()}
+        if hasattr(os, "memfd_create"):          # by its path: ranks may close every file that they have not opened
+            self.verdict_fd = os.memfd_create("verdict")
+            own[wire.VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
         agent = [sys.executable, *target.flags, "-m", "mmm.runtime.prefork", *(target.tail() if plan.fork else [])]
         self.output = Output(self.selector) if self.limits.timeout is not None else None
         out = (self.output.stdout, self.output.stderr) if self.output is not None else (None, None)
@@ -105,6 +111,8 @@ class Supervisor(Run):
             self.failures.append(Failure.ended(status, self.host))
 
     def send(self, number: int) -> bool:
+        if self.verdict and self.verdict_fd is not None:
+            os.pwrite(self.verdict_fd, self.verdict.encode("utf-8", "backslashreplace"), 0)
         if self.pids:
             self.pass_on(number)
         return bool(self.pids)

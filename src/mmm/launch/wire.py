@@ -1,8 +1,9 @@
-"""What `launch` and the processes it starts say to each other: names of variables, and the three message forms.
+"""What `launch` and the processes it starts say to each other: names of variables, and the message forms.
 
     launch ── control pipe: one byte a signal to pass on; its end means launch is gone ──▶ agent (mmm.runtime.prefork)
     launch ◀── status pipe: one JSON line a rank that started or ended ───────────────────  agent
     launch ◀── failure socket: one JSON datagram a failed rank, sent before it exits ─────  ranks
+    launch ── verdict: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
 """
 
 import json
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 AGENT_VARIABLE = "MMM_LAUNCH_AGENT"      # the agent's instructions, JSON; taken out of the ranks' environment
 FAILURE_VARIABLE = "MMM_FAILURE_FD"      # an exec'd rank's failure socket; taken out before the target runs
+VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"  # path of the file that says why launch ends the run
 MARKER_VARIABLE = "MMM_LAUNCH_ID"        # the same in every process of one launch, and in no other
 DEVICE_VARIABLE = "MMM_DEVICE"           # the device type chosen or detected
 CPUS_VARIABLE = "MMM_CPUS"               # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs

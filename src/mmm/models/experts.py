@@ -74,8 +74,9 @@ class Router(nn.Module):
 
     def __init__(self, dim: int, n_experts: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(nn.init.normal_(torch.empty(n_experts, dim), std=0.02))
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
         self.used: Tensor | None = None
+        nn.init.normal_(self.weight, std=0.02)  # once it is registered: no numbers are drawn on the meta device
 
     def forward(self, x: Tensor) -> Tensor:
         wide, kind = torch.promote_types(x.dtype, torch.float32), x.device.type
@@ -95,9 +96,11 @@ class Experts(nn.Module):
     def __init__(self, dim: int, hidden: int, n_experts: int) -> None:
         super().__init__()
         self.work: Work = work_out
-        self.w1 = nn.Parameter(nn.init.normal_(torch.empty(n_experts, hidden, dim), std=0.02))
-        self.w2 = nn.Parameter(nn.init.normal_(torch.empty(n_experts, dim, hidden), std=0.02))
-        self.w3 = nn.Parameter(nn.init.normal_(torch.empty(n_experts, hidden, dim), std=0.02))
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden))
+        self.w3 = nn.Parameter(torch.empty(n_experts, hidden, dim))
+        for weight in (self.w1, self.w2, self.w3):
+            nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         return self.work(x, counts, self.w1, self.w2, self.w3)

@@ -242,20 +242,22 @@ class Transformer(nn.Module):
 
     def init_rule(self, name: str) -> Init:
         """Norms 1; embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block writes into the
-        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output; the experts' bias 0.
+        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output.
 
         Args:
-            name: the canonical name of a parameter or a buffer.
+            name: the canonical parameter name.
         """
         if "norm" in name:
             return Init("constant", 1.0)
-        if name.endswith("moe.expert_bias"):
-            return Init("constant", 0.0)
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "moe.experts.w2")):
             return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
         if name == "output.weight":
             return Init("normal", min(0.02, self.config.dim**-0.5))
         return Init("normal", 0.02)
+
+    def buffer_rule(self, name: str) -> Init | None:
+        """The experts' bias starts as 0, also where the whole model is built on the meta device."""
+        return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None
 
 
 def parity_model() -> Transformer:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -32,16 +32,31 @@ class Init:
     """How the elements of one parameter are drawn.
 
     ``normal``: mean 0, standard deviation `scale`. ``uniform``: in [-scale, scale). ``constant``: `scale` everywhere.
+    The row numbered `zero_row`, if any, starts with zeros (what an embedding does for padding).
     """
 
     kind: str
     scale: float
+    zero_row: int | None = None
+
+
+Rule = Callable[[str], "Init | None"]
 
 
 class Initializable(Protocol):
-    """A model that says how each of its parameters and buffers starts: ``init_rule("layers.0.ffn_norm.weight")``."""
+    """What a model may have, to say how its weights start.
 
-    def init_rule(self, name: str) -> Init: ...
+    ``init_rule("layers.0.ffn_norm.weight")`` is asked for each parameter. Where it is missing, or returns None, a
+    module of PyTorch starts as PyTorch documents it (`mmm.models.defaults`).
+
+    ``buffer_rule("layers.0.moe.expert_bias")`` is asked for each buffer. It is a method of its own because rules for
+    parameters end in "and all others": a mask must not be drawn by that. Where it is missing, or returns None, a buffer
+    keeps the values that the model's constructor gave it.
+    """
+
+    def init_rule(self, name: str) -> Init | None: ...
+
+    def buffer_rule(self, name: str) -> Init | None: ...
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,12 @@ def fill_(local: Tensor, rule: Init, key: int, box: Box) -> None:
     The numbers are worked out in float64 and rounded once to the dtype of `local`. They are the same on every device up
     to the last bits of the device's ``erfinv``.
     """
+    if rule.zero_row is not None:
+        fill_(local, replace(rule, zero_row=None), key, box)
+        row = rule.zero_row - box.start[0]
+        if 0 <= row < box.length[0]:
+            local[row].zero_()
+        return
     if rule.kind == "constant":
         local.fill_(rule.scale)
         return
@@ -133,26 +154,101 @@ def whole_box(parameter: Tensor) -> Box:
     return Box((0,) * len(shape), shape, shape)
 
 
+def parameter_problems(model: nn.Module) -> list[str]:
+    """The parameters of `model` that no rule names, in one sentence; empty when there are none."""
+    rule_of, of = Rules(model), type(model).__name__
+    lacking = [name for name, _ in model.named_parameters() if rule_of.parameter(name) is None]
+    return lacking and [
+        f"nothing says how {_first(lacking, 'parameter')} of {of} starts: give {of} a method init_rule(name) that "
+        f'returns mmm.models.weights.Init("normal", 0.02) or the like for it, and None for what PyTorch\'s own modules '
+        f"hold"
+    ]
+
+
+def buffer_problems(model: nn.Module) -> list[str]:
+    """The buffers of `model` that have no values, and will get none, in one sentence; empty when there are none."""
+    rule_of, of = Rules(model), type(model).__name__
+    lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta and rule_of.buffer(name, True) is None]
+    return lacking and [
+        f"{_first(lacking, 'buffer')} of {of} lies on the meta device, where it has no values: build the model inside "
+        f'mmm.parallel.meta_parameters(), which leaves buffers on the CPU, instead of torch.device("meta"); or give '
+        f'{of} a method buffer_rule(name) that returns mmm.models.weights.Init("constant", …) for it'
+    ]
+
+
+def _first(names: Sequence[str], what: str) -> str:
+    return f"{what} {names[0]}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+class Rules:
+    """How the weights of `model` start: by its own rules, else by those of PyTorch's modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from mmm.models.defaults import default_rules  # which needs `Init` of this file
+
+        self.defaults = {canonical_name(name): rule for name, rule in default_rules(model).items()}
+        self.of_parameter: Rule = getattr(model, "init_rule", _no_rule)
+        self.of_buffer: Rule = getattr(model, "buffer_rule", _no_rule)
+
+    def parameter(self, name: str) -> Init | None:
+        """The rule of a parameter."""
+        name = canonical_name(name)
+        return self.of_parameter(name) or self.defaults.get(name)
+
+    def buffer(self, name: str, empty: bool) -> Init | None:
+        """The rule of a buffer; None where it keeps its values. `empty`: it has none to keep."""
+        name = canonical_name(name)
+        return self.of_buffer(name) or (self.defaults.get(name) if empty else None)
+
+
+def _no_rule(name: str) -> None:
+    return None
+
+
 def initialize(
     model: nn.Module,
     seed: int,
     box_of: Callable[[Tensor], Box] = whole_box,
     local_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    empty: Collection[str] = (),
 ) -> None:
-    """Draw every parameter of `model`, and every buffer, in place.
+    """Draw every parameter of `model`, in place. Buffers keep their values, but those that the model has a rule for.
 
     Args:
-        model: has ``init_rule(name) -> Init``; parameters lie on their final device (not meta). Buffers are whole.
+        model: see `Initializable`; parameters lie on their final device (not meta). Buffers are whole.
         seed: of the run.
         box_of, local_of: for cut parameters, which part this rank holds and the tensor that holds it.
+        empty: names of buffers that have memory and no values yet: they start as PyTorch's own modules do.
+
+    Raises:
+        ValueError: as `parameter_problems` says.
     """
+    if wrong := parameter_problems(model):
+        raise ValueError("; ".join(wrong))
+    rule_of = Rules(model)
     for name, parameter in model.named_parameters():
-        name = canonical_name(name)
-        rule = model.init_rule(name)  # type: ignore[operator]
+        rule = rule_of.parameter(name)
+        assert rule is not None
         fill_(local_of(parameter), rule, stream_key(seed, name), box_of(parameter))
     for name, buffer in model.named_buffers():
-        name = canonical_name(name)
-        fill_(buffer, model.init_rule(name), stream_key(seed, name), whole_box(buffer))  # type: ignore[operator]
+        if (rule := rule_of.buffer(name, name in empty)) is not None:
+            fill_(local_of(buffer), rule, stream_key(seed, name), whole_box(buffer))
+
+
+def convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point parameters and buffers to `dtype`, in place; whole numbers and bools stay.
+
+    As ``model.to(dtype)``, but that complex ones (rotary tables) stay complex: complex128 for float64, else complex64.
+    ``model.to`` would take their imaginary part away.
+    """
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def converted(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(wide)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    model._apply(converted)
 
 
 def parameter_count(modules: Sequence[nn.Module] | nn.Module) -> int:

@@ -1,6 +1,7 @@
 """Meshes, and one file a technique; ``plans/`` says how each model is cut."""
 
-from mmm.parallel.apply import apply, check_compile, materialize
+from mmm.models.meta import meta_parameters
+from mmm.parallel.apply import apply, check_compile, check_weights, materialize
 from mmm.parallel.chunked_loss import loss_of
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.data import DATA_PARALLEL, check_data_parallel, sync_gradients
@@ -18,6 +19,7 @@ __all__ = [
     "build_mesh",
     "check_compile",
     "check_data_parallel",
+    "check_weights",
     "clip_grad_norm",
     "cross_entropy",
     "held_elements",
@@ -25,5 +27,6 @@ __all__ = [
     "local_value",
     "loss_of",
     "materialize",
+    "meta_parameters",
     "sync_gradients",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mmm.errors import LayoutError
+from mmm.errors import ConfigError, LayoutError
 from mmm.models import weights
 from mmm.parallel.checkpoint import apply_checkpointing
 from mmm.parallel.chunked_loss import apply_chunked_loss, keep_output_gathered
@@ -42,7 +44,8 @@ def apply(
     """Cut `model` over `mesh`, in place, and give back what to train.
 
     Args:
-        model: on the meta device, so that no rank ever holds it whole; `materialize` then gives it its weights.
+        model: its parameters on the meta device (`meta_parameters`), so that no rank ever holds it whole;
+            `materialize` then gives it its weights.
         mesh: of `build_mesh`.
         precision: data types of weights and of compute.
         data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
@@ -62,7 +65,7 @@ def apply(
         check_compile(plan, layout)
     if offload:
         check_offload(data_parallel, precision.name)
-    model.to(precision.storage)
+    weights.convert(model, precision.storage)
     # 0. What is worked out piece by piece, before anything is cut: its modules take and give something else under tp.
     plan = apply_chunked_loss(model, plan, loss_chunks, precision.compute)
     check_tiles(tile, checkpointing)
@@ -116,16 +119,43 @@ def compile_modules(model: nn.Module, plan: Plan, patterns: tuple[str, ...]) -> 
         module.compile()
 
 
+def check_weights(model: nn.Module) -> None:
+    """Whether every parameter of a model, and every buffer without values, has a rule; needs no process group.
+
+    Raises:
+        ConfigError: which has none, and what to change.
+    """
+    if wrong := weights.parameter_problems(model) + weights.buffer_problems(model):
+        raise ConfigError("; ".join(wrong))
+
+
 def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a model on the meta device memory on `device` and its initial weights; each rank draws its own part.
+    """Give a model memory on `device` and its initial weights; each rank draws its own part. Buffers keep their values.
 
     Copies that are whole on every rank begin to talk here, because what they send must have memory first.
+
+    Raises:
+        ConfigError: as `check_weights`.
     """
     inner = model.module if isinstance(model, Copies) else model
+    check_weights(inner)
+    kept = dict(inner.named_buffers(remove_duplicate=False))
     inner.to_empty(device="cpu" if is_offloaded(inner) else device)
-    weights.initialize(inner, seed, box_of=local_box, local_of=local_part)
+    _put_back(inner, kept, device)
+    empty = {name for name, buffer in kept.items() if buffer.is_meta}
+    weights.initialize(inner, seed, box_of=local_box, local_of=local_part, empty=empty)
     if isinstance(model, Copies):
         model.connect()
+
+
+def _put_back(model: nn.Module, kept: Mapping[str, Tensor], device: torch.device) -> None:
+    """Buffers as they were, on the compute device (also with offload, which moves parameters): those with values, and
+    memory for those without. What several modules share stays shared."""
+    moved = {id(buffer): torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+             for buffer in kept.values()}  # fmt: skip
+    for name, buffer in kept.items():
+        owner, _, own_name = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own_name] = moved[id(buffer)]
 
 
 def local_part(parameter: Tensor) -> Tensor:

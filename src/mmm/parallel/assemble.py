@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.weights import canonical_name
-from mmm.parallel.apply import apply, check_compile, materialize
+from mmm.parallel.apply import apply, check_compile, check_weights, materialize
 from mmm.parallel.checkpoint import check_checkpointing
 from mmm.parallel.chunked_loss import Loss, loss_of
 from mmm.parallel.clip import clip_grad_norm
@@ -37,7 +37,7 @@ from mmm.parallel.mesh import Layout, has_axis
 from mmm.parallel.offload import check_offload
 from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.plan import Plan, check_axes, find
-from mmm.parallel.stages import Part, cut, part_costs, parts_of, take_stage
+from mmm.parallel.stages import Part, check_stages, cut, part_costs, parts_of, take_stage
 from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import Precision
 
@@ -94,13 +94,14 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     """Check how a model goes onto a layout, and divide it into stages; needs no process group.
 
     Args:
-        model: on the meta device. layout: fitted.
+        model: its parameters on the meta device (`mmm.parallel.meta_parameters`). layout: fitted.
         inputs: of a step, of one data-parallel coordinate: (batch, …), on the meta device.
         dtype: the flag's, where there is one: what a pipeline cannot train with is refused.
 
     Raises:
         UserError: it does not go; with what to change.
     """
+    check_weights(model)
     check_axes(plan, layout)
     check_data_parallel(how.data_parallel, layout)
     check_checkpointing(plan, how.checkpointing)
@@ -130,7 +131,9 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     each = check_pipeline(layout, how.schedule, microbatches, batch, len(parts), how.stages_per_rank, dtype=dtype,
                           compile=plan if how.compile else None)  # fmt: skip
     costs = part_costs(model, parts, inputs)
-    return Division(parts, costs, cut(costs, layout.pp * each), microbatches)
+    stages = cut(costs, layout.pp * each)
+    check_stages(model, parts, stages, inputs)
+    return Division(parts, costs, stages, microbatches)
 
 
 class ParallelModel:
@@ -157,7 +160,7 @@ class ParallelModel:
     ) -> None:
         """
         Args:
-            model: on the meta device; it is used up. mesh: of `build_mesh`. division: of `divide`.
+            model: parameters on the meta device; it is used up. mesh: of `build_mesh`. division: of `divide`.
             seed: of the initial weights.
             loss: (output, targets, count) → this rank's share, its sum over `count`. None: of `loss_of`.
             lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.

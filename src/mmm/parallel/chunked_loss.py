@@ -44,17 +44,19 @@ from mmm.parallel.plan import Plan, find
 Loss = Callable[[Tensor, Tensor, int], Tensor]
 
 
-class OutputLater(nn.Module):
+class OutputLater(nn.Linear):
     """In the place of an output matrix, with its weight under the same name: gives back the hidden states as they are,
-    for `loss_of` to multiply.
+    for `loss_of` to multiply. It is a Linear in how its weight starts.
 
     Attributes:
         chunks: of the sequence. dtype: of the matrix products.
     """
 
     def __init__(self, output: nn.Linear, chunks: int, dtype: torch.dtype) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = output.in_features, output.out_features
         self.weight, self.chunks, self.dtype = output.weight, chunks, dtype
+        self.register_parameter("bias", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden

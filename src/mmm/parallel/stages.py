@@ -14,8 +14,13 @@ Needs no process group.
 from __future__ import annotations
 
 import copy
+import linecache
+import re
+import traceback
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, matches
 
+TORCH = str(Path(torch.__file__).parent)
 Part = tuple[str, ...]  # names of the modules that stay together
 
 
@@ -54,8 +60,9 @@ def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[
     """Floating-point operations of each part's forward.
 
     Args:
-        model: on the meta device. inputs: what forward takes, on the meta device; any number of samples.
+        model: parameters on the meta device. inputs: what forward takes, on the meta device; any number of samples.
     """
+    model = copy.deepcopy(model).to("meta")  # its buffers too
     # Attention is counted as matrix products: the counter does not know every fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(inputs)
@@ -94,14 +101,62 @@ def cut(costs: Sequence[int], stages: int) -> list[range]:
 
 
 def take_stage(model: nn.Module, parts: Sequence[Part], held: range) -> nn.Module:
-    """A copy of `model` (on the meta device) with just the parts numbered `held`. Parameter names stay as they are."""
+    """A copy of `model` (parameters on the meta device) with just the parts numbered `held`: the others are None, or
+    taken out of the ModuleDict, ModuleList or Sequential that they are in. Parameter names stay as they are."""
     stage = copy.deepcopy(model)
     for number, part in enumerate(parts):
         for name in part if number not in held else ():
             parent, _, child = name.rpartition(".")
             owner = stage.get_submodule(parent)
-            if isinstance(owner, nn.ModuleDict):
-                del owner[child]
+            if isinstance(owner, nn.ModuleDict | nn.ModuleList | nn.Sequential):
+                del owner._modules[child]  # `del owner[…]` of a list would give those behind it other names
             else:
                 setattr(owner, child, None)
     return stage
+
+
+def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range], inputs: Tensor) -> None:
+    """Try every stage's forward, on the meta device, with what the stage before it gives; needs no process group.
+
+    Args:
+        model, inputs: as for `part_costs`. stages: the numbers of the parts in each, of `cut`.
+
+    Raises:
+        LayoutError: a stage cannot run: most often because forward calls a part that the stage does not have.
+    """
+    model = copy.deepcopy(model).to("meta")
+    given: tuple[Any, ...] = (inputs,)
+    for number, held in enumerate(stages):
+        stage = take_stage(model, parts, held)
+        try:
+            with torch.no_grad():
+                output = stage(*given)
+        except Exception as error:  # whatever the user's forward raises
+            names = [name for part in held for name in parts[part]]
+            raise LayoutError(_why(error, model, stage, number, names)) from error
+        given = output if isinstance(output, tuple) else (output,)
+
+
+def _why(error: Exception, model: nn.Module, stage: nn.Module, number: int, held: Sequence[str]) -> str:
+    """What a stage's forward failed at, in the words of the user's own file."""
+    own: list[tuple[nn.Module, str, int]] = []  # frames of the user's methods, the innermost last
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, file = frame.f_locals.get("self"), frame.f_code.co_filename
+        if isinstance(module, nn.Module) and not file.startswith(TORCH):
+            own.append((module, file, line))
+    what = f"pp: stage {number} of {type(model).__name__} ({', '.join(held)})"
+    where = ""
+    if own:
+        module, file, line = own[-1]
+        text = linecache.getline(file, line).strip()
+        where = f" ({file}:{line}: {text})"
+        path = next((name for name, each in stage.named_modules() if each is module), "")
+        calls = [name for name in re.findall(r"self\.(\w+)", text) if module._modules.get(name, module) is None]
+        if calls:
+            name = f"{path}.{calls[0]}".lstrip(".")
+            return (f"{what} has no {name}, which forward calls{where}: a stage is the same class with parts left out, "
+                    f"so have forward skip what is None, as in `x = self.{calls[0]}(x) if self.{calls[0]} is not None "
+                    f"else x` (docs/models.md), or use pp 1")  # fmt: skip
+    return (f"{what} cannot run by itself: {type(error).__name__}: {error}{where}; a stage is "
+            f"the same class with parts left out, and has to take the output of the one before it (docs/models.md); "
+            f"or use pp 1")  # fmt: skip

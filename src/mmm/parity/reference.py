@@ -54,7 +54,8 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
         source: a module with ``parity_model``, ``parity_batch`` and, where a step changes more than an optimizer does,
             ``parity_after_step``. optimizer: ``sgd`` or ``adamw``.
     """
-    model: nn.Module = source.parity_model().to(DTYPES[training.dtype])
+    model: nn.Module = source.parity_model()  # its buffers are what its constructor makes them
+    weights.convert(model, DTYPES[training.dtype])
     weights.initialize(model, training.seed)
     update = make_optimizer(optimizer, model.parameters())
     losses, gradients = [], {}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
+from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
 from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
 from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
@@ -82,7 +83,7 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     )  # fmt: skip
     inputs = batch(model.source, training, 0)[0][: GLOBAL_BATCH // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
-    with torch.device("meta"):
+    with meta_parameters():
         whole = model.source.parity_model()
     division = divide(whole, model.plan(), layout, how, meta)
     return Ready(case, layout, how, division, has_experts(whole))
@@ -104,7 +105,7 @@ def _train(
 ) -> Curve:
     began = time.perf_counter()
     layout, dtype = ready.layout, DTYPES[training.dtype]
-    with torch.device("meta"):
+    with meta_parameters():
         whole = model.source.parity_model()
     precision = Precision(training.dtype, dtype, dtype)
     made = ParallelModel(whole, model.plan(), layout, mesh, precision, ready.how, ready.division, device=CPU,
@@ -143,7 +144,7 @@ def least_traffic(model: Model, ready: Ready, made: ParallelModel, precision: Pr
     """
     if ready.experts or ready.how.checkpointing != "none":
         return None
-    with torch.device("meta"):
+    with meta_parameters():
         whole = model.source.parity_model()
     inputs, _ = batch(model.source, Training(), 0)
     try:

@@ -1,24 +1,30 @@
-"""How a rank says why it ends, so that it is said once for the whole run.
+"""How a rank says why it ends.
 
 Under `launch` the rank's child runner has attached a socket: a report goes there before the rank exits, and launch
-prints the first. Under another launcher, or alone, rank 0 prints on stderr.
+prints the first, once for the whole run. Under another launcher nobody collects: each rank that fails says so on its
+own stderr, with its rank and host, because it may be the only one. What all ranks are known to have, rank 0 says.
 """
 
 import contextlib
 import io
 import os
+import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from mmm.errors import UserError
-from mmm.launch.wire import SOCKET_BUFFER, Report
+from mmm.launch.wire import SOCKET_BUFFER, VERDICT_VARIABLE, Report
+from mmm.runtime.ranks import whoami
 
 USER_ERROR_EXIT = 2
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
 SEND_TIMEOUT = 1.0                               # s; launch reads all the time, so this is for a launch that hangs
+SHORT = 200                                      # characters of what a wrong command line is told, where it is repeated
+RULE = re.compile(r"\s*(-{3,}|─{3,}|)\s*")        # a line across, or an empty one
 
 _channel: socket.socket | None = None
 _owner = 0                                       # the process whose failure is the rank's: not one that it forks
@@ -60,14 +66,40 @@ def report(kind: str, text: str, exit_code: int, caught: float | None = None) ->
     return True
 
 
-def report_user_error(error: BaseException) -> None:
-    """Say `error: <message>` once for the run: through launch, or else on rank 0's stderr. Does not exit.
+def whereabouts() -> str:
+    """`[rank 3 on nid0042] `, for a line on this process's own stderr; "" for a process that is alone."""
+    try:
+        if whoami().world_size == 1:
+            return ""
+    except UserError:                            # the variables of a rank, but not all of them, or not such as fit
+        pass
+    return f"[rank {rank()} on {socket.gethostname()}] "
 
-    Without launch a message that only another rank has is not printed: checks that can fail belong before the process
-    group, where every rank makes them.
+
+def report_user_error(error: BaseException) -> None:
+    """Say `error: <message>`: through launch, or else on stderr, with rank and host. Does not exit.
+
+    Without launch every rank that has an error says it, except where the error is `on_every_rank`: then rank 0 does.
     """
-    if not report("user", str(error), USER_ERROR_EXIT) and rank() == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    if report("user", str(error), USER_ERROR_EXIT):
+        return
+    everywhere = getattr(error, "on_every_rank", False)
+    if rank() == 0 or not everywhere:
+        print(f"error: {'' if everywhere else whereabouts()}{error}", file=sys.stderr, flush=True)
+
+
+def first_failure() -> str | None:
+    """Why launch ends this run, in one line, for a rank that SIGTERM has come to: what failed first, and where.
+
+    None where nothing has failed as far as launch knows: somebody ended the run (Ctrl-C, the scheduler), or launch has
+    not decided yet: the rank that fails itself, and one that fails in consequence, may be asked before. None, too,
+    without launch, and where there is no /proc.
+    """
+    path = os.environ.get(VERDICT_VARIABLE)
+    try:
+        return (path and Path(path).read_text("utf-8")) or None
+    except (OSError, ValueError):
+        return None
 
 
 def run_main(fn: Callable[[], object]) -> NoReturn:
@@ -88,18 +120,24 @@ def said_once() -> Iterator[None]:
     """For a command line's parsing: what it prints before it exits is printed once for the run, not once a rank.
 
     stdout and stderr are held back inside. If the block raises `SystemExit`, as `--help` and a wrong flag do, launch
-    (or rank 0) prints them, and the exit goes on; otherwise rank 0 prints what there is.
+    (or rank 0) prints them, and the exit goes on; otherwise rank 0 prints what there is. Without launch the other ranks
+    say in one line what they refuse: a host's environment or files may differ from rank 0's.
     """
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if code and report("exit", out.getvalue() + err.getvalue(), code):
-            raise SystemExit(code) from None
-        _say(out, err)
-        raise
+        if stop.code is None or stop.code == 0:
+            _say(out, err)
+            raise
+        if not isinstance(stop.code, int):
+            err.write(f"{stop.code}\n")
+        code = stop.code if isinstance(stop.code, int) else 1
+        text = out.getvalue() + err.getvalue()
+        if not report("exit", text, code):
+            _say(out, err) if rank() == 0 else print(f"error: {whereabouts()}{gist(text)}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from None
     _say(out, err)
 
 
@@ -108,3 +146,20 @@ def _say(out: io.StringIO, err: io.StringIO) -> None:
         sys.stdout.write(out.getvalue())
         sys.stderr.write(err.getvalue())
         sys.stdout.flush()
+
+
+def gist(text: str) -> str:
+    """What is wrong with a command line, in one line, from all that a parser prints: usage, lines across, help.
+
+    tyro writes a title, and below a line across what is wrong; argparse ends with `program: error: …`.
+    """
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if RULE.fullmatch(line):
+            parts.append([])
+        else:
+            parts[-1].append(line.strip())
+    said = [" ".join(lines) for lines in parts if lines]
+    titled = len(said) > 1 and "---" in text
+    short = "".join(said[1:2] if titled else said[:1]).rpartition(" error: ")[2]
+    return short if len(short) <= SHORT else f"{short[:SHORT]} …"

@@ -186,6 +186,9 @@ class Agent:
         if self.todo.fork:
             failure.attach(self.todo.failure)
             child.prepare()
+            torch = sys.modules.get("torch")
+            if torch is not None and "OMP_NUM_THREADS" in variables:     # torch has read the agent's when it was loaded
+                torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
             numpy = sys.modules.get("numpy.random")
             if numpy is not None:                                    # or all ranks would draw the same "random" numbers
                 numpy.seed()

@@ -15,7 +15,7 @@ from mmm.parallel.mesh import Layout, batch_sizes
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.runtime.ranks import Rank
 from mmm.trainer.options import RunOptions, Unused
-from mmm.trainer.vision import ImageOptions
+from mmm.trainer.vision import ImageOptions, check_images
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,6 @@ def settle(options: CNNOptions, run: RunOptions, layout: Layout, rank: Rank) -> 
     model = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
     model = model if options.dropout else model.without_dropout()
     check_cnn(model, layout)
-    if data.train.samples < global_batch:
-        raise ConfigError(f"{data.name} has {data.train.samples} images, fewer than a global batch of {global_batch}: "
-                          f"use a smaller --batch_size, or fewer ranks")  # fmt: skip
     limits = run if run.epochs or run.max_iters else replace(run, epochs=usual.epochs)
     factor = {"none": 1.0, "sqrt": layout.dp**0.5, "linear": float(layout.dp)}[options.scale_lr]
     return Setting(
@@ -108,7 +105,7 @@ def settle(options: CNNOptions, run: RunOptions, layout: Layout, rank: Rank) -> 
         model,
         batch,
         global_batch,
-        limits.steps(data.train.samples // global_batch),
+        limits.steps(check_images(data, global_batch, layout.dp)),
         run.lr * factor,
         usual.gamma if options.gamma is None else options.gamma,
         torch.zeros(batch, *data.shape, device="meta"),

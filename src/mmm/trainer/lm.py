@@ -20,7 +20,7 @@ from mmm.trainer.place import place
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.schedule import warmup_cosine
+from mmm.trainer.schedule import fitting_warmup, warmup_cosine
 from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle
 
@@ -53,7 +53,10 @@ def train(config: Config) -> None:
         task = TokenTask(run, setting.tokens, setting.validation, setting.batch, setting.global_batch,
                          config.eval_batches)  # fmt: skip
         run.log.info("%d steps of %d × %d tokens", setting.steps, setting.global_batch, config.seq_length)
-        schedule = warmup_cosine(setting.steps, min(config.warmup, setting.steps // 2))
+        warmup, cut = fitting_warmup(config.warmup, setting.steps)
+        if cut:
+            run.note(cut)
+        schedule = warmup_cosine(setting.steps, warmup)
         how_long = Fit(steps=setting.steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every,
                        balance_rate=config.balance_rate)  # fmt: skip
         fit(run, model, optimizer, task, how_long)

@@ -9,6 +9,7 @@ import torch
 
 from mmm.parallel.assemble import ParallelModel
 from mmm.parallel.expert import BALANCE_RATE
+from mmm.parallel.grad_scaler import GradScaler
 from mmm.runtime.seed import seed_step
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.run import Run
@@ -48,7 +49,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         The last evaluation, the same on every rank.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
-    scaler = torch.amp.GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+    scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.at.get("pp", 0)
     clock, share, since, judged = run.clock, 0.0, 0, {}
@@ -63,13 +64,13 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         batch = next(batches)
         clock.lap("dtd")
         share += model.step(batch.inputs, batch.targets, batch.count, scaler).item()  # laps dtf, dtb and, with pp, dtw
+        scaler.unscale_(optimizer)
         if how.max_norm:
-            scaler.unscale_(optimizer)
             model.clip(how.max_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        uneven = model.balance_experts(how.balance_rate)
+        uneven = model.balance_experts(0.0 if scaler.skipped else how.balance_rate)  # a skipped step moves nothing
         clock.lap("dto")
 
         since, last = since + 1, step == how.steps - 1

@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -74,7 +75,7 @@ class BatchOptions(BaseOptions):
     seed: int = 0
     """Decides initial weights and the order of the data, on every mesh alike."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto: bf16 mixed precision where the hardware computes in it, else fp32."""
+    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +280,16 @@ class TextOptions:
 
 def parse(config: type[T], doc: str | None = None) -> T:
     """The command line as a `config`. ``--help`` prints and leaves; so does a wrong flag, with the near miss and exit
-    code 2. Either is printed once for the run."""
+    code 2. Either is printed once for the run.
+
+    Raises:
+        ConfigError: a flag whose value is empty, as of a shell's variable that is not set: a path would be the current
+            folder.
+    """
+    for flag, value in pairwise(["", *sys.argv[1:]]):
+        flag = value[:-1] if value.startswith("--") and value.endswith("=") else flag
+        if flag.startswith("--") and (value == "" or value == f"{flag}="):
+            raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
     program = shlex.join(command_line()[: -len(sys.argv[1:]) or None])
     with said_once():
         return tyro.cli(config, prog=program, description=doc, use_underscores=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ def model_summary(model: nn.Module, inputs: Tensor, depth: int = 2) -> str:
     """
     import torchinfo
 
+    model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
     columns = ("output_size", "num_params")
     return str(torchinfo.summary(model, input_data=inputs, depth=depth, col_names=columns, verbose=0, device="meta"))
 

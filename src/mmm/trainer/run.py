@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mmm import history
 from mmm.errors import DivergedError
+from mmm.history.ending import RUNNING, Ending
 from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
@@ -75,7 +76,8 @@ class Run:
         """Add facts to the record's config.json."""
         self.config.update(facts)
         if self.outdir is not None:
-            history.write_config(self.outdir, self.config)
+            ending = self.record.ending if self.record is not None else Ending(RUNNING)
+            history.write_config(self.outdir, ending.on(self.config))
 
     def global_sum(self, local: float) -> float:
         """The sum of a number over all data-parallel coordinates. A collective: every rank calls it."""
@@ -141,8 +143,9 @@ class Run:
             others = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
             raise DivergedError(
-                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr}), "
-                f"or try --dtype fp32"
+                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr})"
+                + (", or try --dtype fp32" if self.precision.mixed else ""),
+                on_every_rank=True,
             )
         return total
 

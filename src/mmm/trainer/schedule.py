@@ -23,6 +23,14 @@ def warmup_cosine(steps: int, warmup: int, floor: float = 0.0) -> Schedule:
     return factor
 
 
+def fitting_warmup(warmup: int, steps: int) -> tuple[int, str]:
+    """A warm-up that ends by the middle of a run, and where it is shorter than asked for, a note of it."""
+    most = steps // 2
+    if warmup <= most:
+        return warmup, ""
+    return most, f"warm-up: {most} steps instead of {warmup}, half of the {steps} steps of this run"
+
+
 def step_decay(steps_per_epoch: int, gamma: float) -> Schedule:
     """`gamma` to the power of the epoch: ``torch.optim.lr_scheduler.StepLR(step_size=1 epoch, gamma)``."""
     return lambda step: gamma ** (step // steps_per_epoch)

@@ -49,12 +49,22 @@ class Task(ABC):
             epoch += 1
 
 
+def fitting_eval_batches(run: Run, validation: Tokens, global_batch: int, asked: int) -> int:
+    """How many global batches a validation has: where the text has fewer than asked for, those, and a note says so."""
+    there = validation.steps_per_epoch(global_batch)
+    cut = f"validation: {there} global batches instead of {asked}, all that the text has"
+    if there < asked and cut not in run.notes:
+        run.note(cut)
+    return min(asked, there)
+
+
 class TokenTask(Task):
     """The next token of a text."""
 
     def __init__(self, run: Run, train: Tokens, validation: Tokens, batch: int, global_batch: int, eval_batches: int):
         self.run, self.train, self.validation = run, train, validation
-        self.size, self.global_batch, self.eval_batches = batch, global_batch, eval_batches
+        self.size, self.global_batch = batch, global_batch
+        self.eval_batches = fitting_eval_batches(run, validation, global_batch, eval_batches)
         self.first = run.layout.dp_coordinate(run.rank.rank) * batch
         self.tokens = global_batch * train.seq_length
         self.steps_per_epoch = train.steps_per_epoch(global_batch)
@@ -69,11 +79,10 @@ class TokenTask(Task):
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Mean loss ``val_loss`` over the first global batches of the validation tokens: the same ones every time."""
         total = 0.0
-        batches = min(self.eval_batches, self.validation.steps_per_epoch(self.global_batch))
-        for step in range(batches):
+        for step in range(self.eval_batches):
             batch = self._batch(self.validation, step)
             total += model.evaluate(batch.inputs, batch.targets, batch.count).item()
-        return {"val_loss": self.run.global_sum(total) / batches}
+        return {"val_loss": self.run.global_sum(total) / self.eval_batches}
 
 
 def same_images(run: Run, data: ImageData) -> None:

@@ -20,11 +20,26 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions
 from mmm.trainer.report import model_summary
 from mmm.trainer.run import Run
+from mmm.trainer.tasks import fitting_eval_batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextProgramOptions(TransformerOptions, TextOptions, RunOptions):
     """Flags of a program that trains a Transformer on text."""
+
+
+def check_validation_text(validation: Tokens, global_batch: int) -> None:
+    """Raises DataError where the validation text has less than one global batch."""
+    try:
+        validation.steps_per_epoch(global_batch)
+    except DataError as error:
+        raise DataError(f"the text's last tenth, for validation: {error}") from None
+
+
+def check_tokens(train: Tokens, validation: Tokens, global_batch: int) -> None:
+    """Raises DataError where there is less text than one global batch, to train on or to validate by."""
+    train.steps_per_epoch(global_batch)
+    check_validation_text(validation, global_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +65,7 @@ class ValidationOptions:
             raise ConfigError(f"--eval_every {self.eval_every}: it must not be negative")
         if self.eval_batches < 1:
             raise ConfigError(f"--eval_batches {self.eval_batches}: it must be at least 1")
-        try:
-            tokens.steps_per_epoch(global_batch)
-        except DataError as error:
-            raise DataError(f"the text's last tenth, for validation: {error}") from None
+        check_validation_text(tokens, global_batch)
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,7 @@ def validate(run: Run, setting: Setting, batches: int, share: Callable[[Batch], 
     Args:
         share: of the samples of this rank's data-parallel coordinate → this rank's share of the loss of a global batch.
     """
-    batches = min(batches, setting.validation.steps_per_epoch(setting.global_batch))
+    batches = fitting_eval_batches(run, setting.validation, setting.global_batch, batches)
     first = run.layout.dp_coordinate(run.rank.rank) * setting.batch
     total = 0.0
     for step in range(batches):

@@ -8,6 +8,7 @@ from typing import Literal
 
 from mmm.data.datasets import load_images
 from mmm.data.images import ImageData
+from mmm.errors import ConfigError
 from mmm.runtime.ranks import Rank
 
 
@@ -27,6 +28,8 @@ class ImageOptions:
         self, rank: Rank, image_size: int | None = None, channels: int | None = None, classes: int = 10, seed: int = 0
     ) -> ImageData:
         """The data set asked for; see `mmm.data.datasets.load_images`."""
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"--workers {self.workers}: it must not be negative; 0 reads in the rank itself")
         return load_images(
             self.dataset,
             self.data_dir,
@@ -36,3 +39,20 @@ class ImageOptions:
             seed=seed,
             ranks=rank,
         )
+
+
+def check_images(data: ImageData, global_batch: int, dp: int) -> int:
+    """Steps of an epoch.
+
+    Args:
+        dp: coordinates that share the global batch.
+
+    Raises:
+        ConfigError: there are fewer images than one global batch.
+    """
+    images = data.train.samples
+    if images < global_batch:
+        most = images // dp * dp
+        fix = f"--global_batch_size {most}, or less" if most else f"{images} data-parallel ranks, or fewer"
+        raise ConfigError(f"{data.name} has {images} images, fewer than a global batch of {global_batch}: use {fix}")
+    return images // global_batch

@@ -30,9 +30,9 @@ from mmm.trainer.place import place
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.schedule import warmup_cosine
+from mmm.trainer.schedule import fitting_warmup, warmup_cosine
 from mmm.trainer.tasks import ImageTask, same_images
-from mmm.trainer.vision import ImageOptions
+from mmm.trainer.vision import ImageOptions, check_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,7 @@ def train(config: Config) -> None:
         if config.classes not in (None, len(data.classes)):
             raise ConfigError(f"--classes {config.classes}, but {data.name} has {len(data.classes)} classes")
         sizes = replace(sizes, classes=len(data.classes))
+        check_images(data, global_batch, layout.dp)
     with torch.device("meta"):
         model = ViT(sizes)
         sample = torch.zeros(batch, sizes.channels, sizes.image_size, sizes.image_size)
@@ -110,7 +111,10 @@ def train(config: Config) -> None:
         steps = config.steps(task.steps_per_epoch)
         run.describe(model=sizes, data=data.describe(), global_batch_size=global_batch, steps=steps)
         run.log.info("%s, %d images: %d steps of %d", data.name, data.train.samples, steps, global_batch)
-        schedule = warmup_cosine(steps, min(config.warmup, steps // 2))
+        warmup, cut = fitting_warmup(config.warmup, steps)
+        if cut:
+            run.note(cut)
+        schedule = warmup_cosine(steps, warmup)
         judged = fit(run, parallel, optimizer, task, Fit(steps=steps, max_norm=config.max_norm, schedule=schedule,
                                                          eval_every=config.eval_every))  # fmt: skip
         run.log.info("test accuracy %.2f %% of %d images", judged["test_acc"], data.test.samples)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmm.data.images import ImageSet, Indices, Values
+from mmm.data.tokens import stream
 from mmm.errors import DataError
 
 WAVES = 3  # a pattern is this many plane waves a channel, of at most 3 periods over the image
@@ -29,7 +30,7 @@ class FakeImages(ImageSet):
         if samples < 1 or classes < 2 or min(shape) < 1:
             raise DataError(f"fake images: {samples} samples of shape {shape} in {classes} classes; there must be at "
                             f"least 1 sample, 2 classes and 1 pixel")  # fmt: skip
-        self.samples, self.shape, self.seed, self.first = samples, shape, seed & 0xFFFFFFFF, first
+        self.samples, self.shape, self.seed, self.first = samples, shape, seed, first
         self.classes = tuple(str(number) for number in range(classes))
         self.mean: Values = (0.5,) * shape[0]
         self.std: Values = (0.25,) * shape[0]
@@ -40,7 +41,7 @@ class FakeImages(ImageSet):
         bright = np.empty((len(indices), 1, 1, 1), dtype=np.int16)
         state = np.random.RandomState(0)  # made once, for that takes far longer than to seed it again
         for i, index in enumerate(indices):
-            state.seed([self.seed, 2, self.first + int(index)])
+            state.seed(stream(self.seed, 2, self.first + int(index)))
             bright[i] = state.randint(-32, 33)
             noise[i] = np.frombuffer(state.bytes(noise[i].size), np.uint8).reshape(self.shape)
         # A pattern is −48 … 48, the noise −64 … 63, the brightness −32 … 32, around 128: none leaves 0 … 255.
@@ -61,7 +62,7 @@ def _patterns(classes: int, shape: tuple[int, int, int], seed: int) -> np.ndarra
     rows, columns = np.meshgrid(np.arange(height) / height, np.arange(width) / width, indexing="ij")
     waves = np.zeros((classes, *shape))
     for label in range(classes):
-        state = np.random.RandomState([seed, 1, label])
+        state = np.random.RandomState(stream(seed, 1, label))
         for channel in range(channels):
             for _ in range(WAVES):
                 down, right = state.randint(-3, 4, size=2)

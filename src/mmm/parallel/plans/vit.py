@@ -81,7 +81,5 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
                     f"{flag} {size} {broken} tp {layout.tp} ({what}): use {flag} "
                     f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
                 )
-    if layout.pp > 1 and config.n_layers < layout.pp:
-        wrong.append(f"n_layers {config.n_layers} leaves a stage of pp {layout.pp} without a layer")
     if wrong:
         raise LayoutError("; ".join(wrong))

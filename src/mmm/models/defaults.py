@@ -1,0 +1,104 @@
+"""How PyTorch's own modules start, as rules for `mmm.models.weights`: the distributions that PyTorch documents.
+
+A module whose class has a ``reset_parameters`` of its own, not PyTorch's, has no rule here: what it means to draw
+cannot be known from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+
+from mmm.models.weights import Init
+
+Rules = dict[str, Init]  # name inside the module → how it starts
+ONES, ZEROS = Init("constant", 1.0), Init("constant", 0.0)
+
+
+def _uniform(fan_in: float) -> Rules:
+    bound = Init("uniform", fan_in**-0.5 if fan_in else 0.0)
+    return {"weight": bound, "bias": bound}
+
+
+def _linear(module: nn.Linear) -> Rules:
+    return _uniform(module.in_features)
+
+
+def _bilinear(module: nn.Bilinear) -> Rules:
+    return _uniform(module.in1_features)
+
+
+def _convolution(module: nn.modules.conv._ConvNd) -> Rules:
+    channels = module.out_channels if module.transposed else module.in_channels  # a transposed weight is (in, out, …)
+    return _uniform(channels // module.groups * math.prod(module.kernel_size))
+
+
+def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> Rules:
+    return {"weight": Init("normal", 1.0, zero_row=module.padding_idx)}
+
+
+def _norm(module: nn.Module) -> Rules:
+    statistics = {"running_mean": ZEROS, "running_var": ONES, "num_batches_tracked": ZEROS}
+    return {"weight": ONES, "bias": ZEROS, **statistics}
+
+
+def _xavier(fan_in: int, fan_out: int) -> Init:
+    return Init("uniform", math.sqrt(6 / (fan_in + fan_out)))
+
+
+def _attention(module: nn.MultiheadAttention) -> Rules:
+    dim = module.embed_dim
+    added = Init("normal", dim**-0.5)
+    return {"in_proj_weight": _xavier(dim, 3 * dim), "q_proj_weight": _xavier(dim, dim),
+            "k_proj_weight": _xavier(module.kdim, dim), "v_proj_weight": _xavier(module.vdim, dim),
+            "in_proj_bias": ZEROS, "out_proj.bias": ZEROS, "bias_k": added, "bias_v": added}  # fmt: skip
+
+
+def _transformer(module: nn.Transformer) -> Rules:
+    matrices = ((name, p.shape) for name, p in module.named_parameters() if p.dim() > 1)
+    return {name: _xavier(shape[1], shape[0]) for name, shape in matrices}
+
+
+def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> Rules:
+    bound = Init("uniform", module.hidden_size**-0.5)
+    return {name: bound for name, _ in module.named_parameters(recurse=False)}
+
+
+def _prelu(module: nn.PReLU) -> Rules:
+    return {"weight": Init("constant", float(module.init))}
+
+
+KINDS: tuple[tuple[type[nn.Module], Callable[..., Rules]], ...] = (
+    (nn.Linear, _linear),
+    (nn.Bilinear, _bilinear),
+    (nn.modules.conv._ConvNd, _convolution),
+    (nn.Embedding, _embedding),
+    (nn.EmbeddingBag, _embedding),
+    (nn.LayerNorm, _norm),
+    (nn.GroupNorm, _norm),
+    (nn.RMSNorm, _norm),
+    (nn.modules.batchnorm._NormBase, _norm),  # BatchNorm, SyncBatchNorm, InstanceNorm
+    (nn.Transformer, _transformer),
+    (nn.MultiheadAttention, _attention),
+    (nn.RNNBase, _recurrent),
+    (nn.RNNCellBase, _recurrent),
+    (nn.PReLU, _prelu),
+)
+RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def default_rules(model: nn.Module) -> Rules:
+    """The rules of all parameters and buffers in `model` that belong to modules of PyTorch, by their names."""
+    found: Rules = {}
+    for path, module in model.named_modules(remove_duplicate=False):  # a module before those inside it, which it rules
+        for kind, rules in KINDS:
+            if isinstance(module, kind) and all(_same(type(module), kind, reset) for reset in RESETS):
+                for name, rule in rules(module).items():
+                    found.setdefault(f"{path}.{name}" if path else name, rule)
+    return found
+
+
+def _same(own: type, kind: type, name: str) -> bool:
+    return getattr(own, name, None) is getattr(kind, name, None)

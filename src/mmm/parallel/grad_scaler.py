@@ -1,0 +1,71 @@
+"""Loss scaling for fp16, on which all ranks agree.
+
+fp16 ends at 65,504. The loss is scaled up, so that small gradients do not become 0, and the gradients are scaled down
+again before the optimizer's step. Where that has made one infinite, the step is skipped and the scale halved. With a
+model sharded over ranks the infinite element may be one rank's alone::
+
+    rank        0         1         2         3
+    gradients   finite    finite    inf       finite
+                  └─────────┴────┬────┴─────────┘        all-reduce, maximum, over the whole run
+    step        skipped   skipped   skipped   skipped
+
+PyTorch's own scaler asks, for DTensors, the ranks over which the *first* gradient is sharded. Where that one is
+replicated (a norm, a convolution under tp), ranks that are alone with an infinite element skip alone, and from then on
+the ranks train different models.
+
+Source: Micikevicius et al., "Mixed precision training", 2018.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` that skips a step on all ranks of the run or on none, so that scales stay equal too.
+
+    Used as that one. Unscaling, which `step` does where `unscale_` was not called, is a collective over all ranks.
+    """
+
+    def __init__(self, device: str = "cuda", *given: Any, **named: Any) -> None:
+        super().__init__(device, *given, **named)
+        self._agreed: Tensor | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped, the same on every rank. The host waits for the device, as `step` did."""
+        return self._agreed is not None and bool(self._agreed.item())
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale what this rank holds of the gradients, and agree on whether any of any rank is infinite or NaN.
+
+        Where `unscale_`, `step` and fused optimizers all come through (FSDP1's scaler replaces it as well).
+
+        Returns:
+            As the base class expects: device → 1.0 or 0.0, on each of the gradients' devices the same.
+        """
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("gradients in fp16 cannot be unscaled: keep the weights in float32")
+            kinds.setdefault((local.device, local.dtype), []).append(local)
+        # With offload gradients lie on the host: each device has a flag of its own, and then all have the same.
+        found = {device: found_inf.to(device, copy=True) for device in {found_inf.device, *(d for d, _ in kinds)}}
+        for (device, _), gradients in kinds.items():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
+        agreed = torch.stack([flag.to(found_inf.device) for flag in found.values()]).amax(0)
+        if dist.is_initialized():
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        for flag in found.values():
+            flag.copy_(agreed)
+        self._agreed = agreed
+        return found

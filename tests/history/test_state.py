@@ -1,0 +1,130 @@
+"""What became of a run is in its record: running, finished, interrupted, failed or killed, and by what."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import mmm.history
+from mmm.cli.history import main as history_command
+from mmm.history import History, fold, load, write_config
+from mmm.history.journal import Journal
+
+WRITER = """
+import signal, sys, time
+from mmm.history import History, write_config
+from mmm.runtime import child
+outdir, ends = sys.argv[1:]
+if ends == "ranks":
+    child.prepare()
+write_config(outdir, {"module": "test", "state": "running"})
+with History(outdir, ranks=[{}], flush_every=1) as history:
+    history.update({"loss": 1.0})
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def record(folder, rows=1, error=None):
+    """A record of a run that `error` has ended."""
+    write_config(folder, {"module": "test"})
+    try:
+        with History(folder, ranks=[{}]) as history:
+            for step in range(rows):
+                history.update({"loss": 1.0 / (step + 1)})
+            assert mmm.history.state(folder) == "running"
+            assert json.loads((folder / "config.json").read_text())["state"] == "running"
+            if error is not None:
+                raise error
+    except BaseException as caught:
+        assert caught is error  # noqa: PT017
+
+
+@pytest.mark.parametrize("rows", [1, 0])
+@pytest.mark.parametrize(
+    ("error", "state", "said"),
+    [
+        (None, "finished", None),
+        (SystemExit(0), "finished", None),
+        (SystemExit(), "finished", None),
+        (KeyboardInterrupt(), "interrupted", "SIGINT"),
+        (SystemExit(128 + signal.SIGTERM), "interrupted", "SIGTERM"),
+        (SystemExit(128 + signal.SIGHUP), "interrupted", "SIGHUP"),
+        (SystemExit(3), "failed", "SystemExit: 3"),
+        (RuntimeError("first\n  second"), "failed", "RuntimeError: first second"),
+        (ZeroDivisionError(), "failed", "ZeroDivisionError"),
+        (ValueError("x" * 10_000), "failed", f"ValueError: {'x' * 487}…"),
+    ],
+)
+def test_how_it_ended(tmp_path, capsys, rows, error, state, said):
+    record(tmp_path, rows, error)
+    assert mmm.history.state(tmp_path) == state
+    dataset, config = load(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    for kept in (dataset.attrs, config, json.loads(dataset.attrs["config"])):
+        assert (kept["state"], kept.get("error")) == (state, said)
+    assert dataset.sizes["draw"] == rows
+    history_command([str(tmp_path)])
+    assert f"state      {state}{f': {said}' if said else ''}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ends", "number", "state", "said"), [
+    ("ranks", signal.SIGTERM, "interrupted", "SIGTERM"),
+    ("ranks", signal.SIGINT, "interrupted", "SIGINT"),
+    ("plain", signal.SIGTERM, "killed", None),
+    ("plain", signal.SIGKILL, "killed", None),
+])  # fmt: skip
+def test_signals(tmp_path, ends, number, state, said):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), ends], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        assert mmm.history.state(tmp_path) == "running"
+        assert load(tmp_path).attrs["state"] == "running"
+        os.kill(process.pid, number)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    for _ in range(2):  # before and after it is folded
+        assert mmm.history.state(tmp_path) == state
+        assert (load(tmp_path).attrs["state"], load(tmp_path).attrs.get("error")) == (state, said)
+        fold(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["state"] == state
+
+
+def test_a_run_that_ended_before_its_dataset_was_in_place(tmp_path, monkeypatch):
+    """`launch` gives a rank a second; the dataset may take longer."""
+    def cut_off(*args):
+        raise MemoryError
+
+    write_config(tmp_path, {})
+    history = History(tmp_path, ranks=[{}], flush_every=1)
+    history.update({"loss": 1.0})
+    with monkeypatch.context() as patch:
+        patch.setattr("mmm.history.reader.write_dataset", cut_off)
+        with pytest.raises(MemoryError):
+            history.close(RuntimeError("no"))
+    history._journal.close()
+    for _ in range(2):
+        assert mmm.history.state(tmp_path) == "failed"
+        assert load(tmp_path).attrs["error"] == "RuntimeError: no"
+        fold(tmp_path)
+
+
+def test_a_run_that_is_resumed_runs(tmp_path):
+    record(tmp_path, 2, RuntimeError("no"))
+    with History(tmp_path, ranks=[{}], resume=True, flush_every=1) as history:
+        history.update({"loss": 0.1})
+        assert mmm.history.state(tmp_path) == "running"
+        Journal.close(history._journal)  # as a kill does
+        assert mmm.history.state(tmp_path) == "killed"
+
+
+def test_a_record_that_says_nothing_is_a_finished_one(tmp_path):
+    record(tmp_path)
+    dataset = load(tmp_path)
+    del dataset.attrs["state"]
+    dataset.to_netcdf(tmp_path / "train_dataset.h5", engine="h5netcdf")
+    (tmp_path / "config.json").write_text("[]")
+    assert mmm.history.state(tmp_path) == "finished"

@@ -1,0 +1,78 @@
+"""Ranks that launch ends can find out why: because one has failed, or because somebody ended the run."""
+
+import signal
+import socket
+
+import pytest
+
+from mmm.runtime.failure import first_failure
+
+PROGRAM = """
+import os, sys, time
+from mmm.errors import DataError
+from mmm.runtime.failure import first_failure
+rank, fault = os.environ["RANK"], sys.argv[1]
+if len(sys.argv) > 2: os.closerange(3, 256)                    # a program may close what it has not opened
+open("ready-" + rank, "w")
+try:
+    if fault != "none" and rank == "1":
+        while not os.path.exists("ready-0"): time.sleep(0.01)
+        assert first_failure() is None                         # not while all is well
+        if fault == "raise": raise RuntimeError("boom")
+        if fault == "user": raise DataError("no such file: x")
+        if fault == "exit": sys.exit(7)
+        if fault == "kill": os.kill(os.getpid(), 9)
+    time.sleep(30)
+finally:
+    open("told-" + rank, "w").write(str(first_failure()))
+"""
+HOST = socket.gethostname()
+
+
+def told(launcher, rank=0):
+    return (launcher.folder / f"told-{rank}").read_text()
+
+
+@pytest.mark.parametrize(("fault", "code", "text"), [
+    ("raise", 1, f"rank 1 on {HOST}: RuntimeError: boom"),
+    ("exit", 7, "rank 1 exited with code 7"),
+    ("kill", 137, f"was killed by SIGKILL on {HOST}")])
+def test_a_rank_has_failed(launcher, how, fault, code, text):
+    launcher.write("t.py", PROGRAM)
+    assert launcher.run(*how, "-n", "2", "python3", "t.py", fault).returncode == code
+    assert told(launcher).endswith(text)
+
+
+def test_a_users_error(launcher):
+    launcher.write("t.py", PROGRAM)
+    assert launcher.run("-n", "2", "python3", "t.py", "user").returncode == 2
+    assert told(launcher) == f"rank 1 on {HOST}: no such file: x"
+
+
+def test_it_needs_no_open_file(launcher):
+    launcher.write("t.py", PROGRAM)
+    launcher.run("-n", "2", "--no-prefork", "python3", "t.py", "exit", "close")
+    assert told(launcher) == "rank 1 exited with code 7"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_somebody_ends_the_run(launcher, how, number):
+    launcher.write("t.py", PROGRAM)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", "none")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(number)
+    process.communicate(timeout=10)
+    assert told(launcher, 0) == told(launcher, 1) == "None"
+
+
+def test_no_output_for_too_long(launcher):
+    launcher.write("t.py", PROGRAM)
+    assert launcher.run("-n", "2", "--timeout", "1", "python3", "t.py", "none").returncode == 124
+    assert told(launcher) == "no output from any rank for 1 s (--timeout)"
+
+
+def test_without_launch(monkeypatch):
+    monkeypatch.delenv("MMM_LAUNCH_VERDICT", raising=False)
+    assert first_failure() is None
+    monkeypatch.setenv("MMM_LAUNCH_VERDICT", "/proc/1/fd/no-such-file")
+    assert first_failure() is None

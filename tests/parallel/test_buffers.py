@@ -1,0 +1,220 @@
+"""Buffers of a model of a user's own keep, on every layout, what its constructor made them."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.models.weights import Init
+from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
+from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.fsdp import is_offloaded
+from mmm.parallel.plan import Plan
+from mmm.parallel.uncut import Uncut
+from mmm.runtime.device import Precision
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+
+
+class Block(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.register_buffer("mask", torch.ones(8, 8).tril().bool())
+        self.register_buffer("angles", torch.polar(torch.ones(8), torch.arange(8.0)), persistent=False)
+        self.register_buffer("table", table)
+
+    def forward(self, x):
+        x = x + torch.where(self.mask, x.unsqueeze(-1), 0).sum(-2) * self.angles.real + self.table
+        return x + self.norm(self.down(self.up(x).tanh()))
+
+
+class Last(nn.Module):
+    """What tp leaves whole, buffers and all."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+        self.register_buffer("scale", torch.linspace(1, 2, 5))
+        self.register_buffer("steps", torch.tensor(7))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class Net(nn.Module):
+    """No rules of its own. The list is gone through, so that a stage has some of it."""
+
+    def __init__(self):
+        super().__init__()
+        shared = torch.arange(8.0)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.blocks = nn.ModuleList([Block(shared), Block(shared)])
+        self.last = Last()
+
+    def forward(self, x):
+        x = self.first(x) if self.first is not None else x
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) if self.last is not None else x
+
+
+def plan() -> Plan:
+    return Plan(
+        tensor={"first.0": Uncut(), "first.1": Uncut(), "blocks.*.norm": Uncut(), "blocks.*.up": ColwiseParallel(),
+                "blocks.*.down": RowwiseParallel(), "last": Uncut()},
+        units=("blocks.*",),
+        stages=("first", "blocks.*", "last"),
+    )  # fmt: skip
+
+
+def buffers(rank, layout, techniques):
+    """Each buffer that is here, whole, and which of them are one tensor; after a step in evaluation mode."""
+    with meta_parameters():
+        net = Net()
+    net.eval()
+    how = Techniques(**techniques)
+    division = divide(net, plan(), layout, how, torch.empty(4, 8, device="meta"))
+    mesh = build_mesh(layout, "cpu", 30)
+    made = ParallelModel(net, plan(), layout, mesh, FP64, how, division, device=CPU, seed=0)
+    made.step(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4)
+    found, ids = {}, {}
+    for module in made.modules.values():
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            name = name.removeprefix("module.")
+            found[name] = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
+            ids[name] = id(buffer)
+    return found, ids
+
+
+@pytest.mark.parametrize(
+    ("layout", "techniques"),
+    [
+        (Layout(dp_shard=2), {}),
+        (Layout(dp_shard=2), {"data_parallel": "ddp"}),
+        (Layout(dp_shard=2), {"data_parallel": "zero1", "offload": True}),
+        (Layout(dp_shard=1, tp=2), {}),
+        (Layout(pp=2, dp_shard=1), {}),
+        pytest.param(Layout(dp_shard=2, tp=2), {"offload": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_they_are_what_the_model_made_them(pool, layout, techniques):
+    plain = Net()
+    expected = dict(plain.named_buffers(remove_duplicate=False))
+    ranks = pool.run(buffers, layout.ranks, layout, techniques)
+    assert set().union(*(found for found, _ in ranks)) == expected.keys()
+    for found, ids in ranks:
+        for name, got in found.items():
+            wanted = expected[name]
+            if wanted.is_complex():
+                wanted = wanted.to(torch.complex128)
+            elif wanted.is_floating_point():
+                wanted = wanted.double()
+            assert got.dtype == wanted.dtype, name
+            assert torch.equal(got, wanted), name
+        if layout.pp == 1:
+            assert ids["blocks.0.mask"] != ids["blocks.1.mask"]
+
+
+def offloaded(rank):
+    """Kinds of device that parameters and buffers of an offloaded model go to; meta stands for an accelerator."""
+    with meta_parameters():
+        net = Net()
+    apply(net, build_mesh(Layout(dp_shard=1), "cpu", 30), plan(), FP64, offload=True)
+    assert is_offloaded(net)
+    materialize(net, torch.device("meta"), 0)
+    return [{tensor.device.type for _, tensor in named} for named in (net.named_parameters(), net.named_buffers())]
+
+
+def test_offload_leaves_them_on_the_device(pool):
+    assert pool.run(offloaded, 1) == [[{"cpu"}, {"meta"}]]
+
+
+# ---- what is refused, before there is a process group
+
+
+def test_a_buffer_without_values_is_named():
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(ConfigError, match=r"buffer blocks\.0\.mask \(and \d more\) of Net lies on the meta device, .*"
+                                          r"mmm\.parallel\.meta_parameters\(\)"):  # fmt: skip
+        check_weights(net)
+
+
+class Everything(nn.Module):
+    """A rule for every name, as for parameters it may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("bias", torch.ones(2, 2).tril())
+
+    def init_rule(self, name):
+        return Init("constant", 0.0) if name.endswith("bias") else Init("normal", 1.0)
+
+
+def test_rules_for_parameters_are_not_for_buffers():
+    with torch.device("meta"):
+        net = Everything()
+    with pytest.raises(ConfigError, match="buffer bias of Everything lies on the meta device"):
+        materialize(net, CPU, 0)
+
+
+def test_statistics_of_pytorchs_own_modules_need_no_values():
+    with torch.device("meta"):
+        net = nn.BatchNorm1d(3)
+    materialize(net, CPU, 0)
+    assert (net.running_mean.tolist(), net.running_var.tolist()) == ([0] * 3, [1] * 3)
+    assert net.num_batches_tracked.item() == 0
+
+
+def test_a_parameter_without_a_rule_is_refused_before_ranks_meet():
+    class Bare(Net):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(8))
+
+    with meta_parameters():
+        net = Bare()
+    with pytest.raises(ConfigError, match="parameter token of Bare starts: give Bare a method init_rule"):
+        divide(net, plan(), Layout(dp_shard=2), Techniques(), torch.empty(4, 8, device="meta"))
+
+
+class Rigid(Net):
+    """Calls all of its parts, whatever is there."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Numbered(Net):
+    def forward(self, x):
+        x = self.first(x) if self.first is not None else x
+        for number in range(2):
+            x = self.blocks[number](x)
+        return self.last(x) if self.last is not None else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Rigid, "stage 0 of Rigid (first, blocks.0) has no last, which forward calls ("),
+        (Numbered, "stage 0 of Numbered (first, blocks.0) cannot run by itself: IndexError"),
+    ],
+)
+def test_a_forward_that_skips_nothing_is_refused_under_pp(kind, words):
+    with meta_parameters():
+        net = kind()
+    with pytest.raises(LayoutError, match=re.escape(words)) as caught:
+        divide(net, plan(), Layout(pp=2, dp_shard=1), Techniques(), torch.empty(4, 8, device="meta"))
+    assert "test_buffers.py:" in str(caught.value)
+    assert "or use pp 1" in str(caught.value)

@@ -1,0 +1,188 @@
+"""Loss scaling: an element that is infinite on one rank alone makes all ranks skip the step, on every layout."""
+
+import math
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmm.models import weights
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, build_mesh, clip_grad_norm
+from mmm.parallel.apply import local_box, local_part
+from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.vit import vit_plan
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_floats
+from support import reference, vision
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+FP16 = Precision("fp16", torch.float32, torch.float16)
+EXPERTS = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=24)
+PLANS = {"cnn": cnn_plan, "vit": vit_plan, "experts": transformer_plan}
+# The last row of each is one rank's alone under tp, ZeRO and FSDP; and no parameter of it comes first in its model.
+PLANTED = {"cnn": "fc1.weight", "vit": "layers.1.mlp.fc1.weight", "experts": "layers.0.moe.experts.w2"}
+STEPS, SKIPPED = 6, (1, 3)
+SCALE, RATE = 2.0**16, 0.1
+
+
+def build(model: str) -> nn.Module:
+    return Transformer(EXPERTS) if model == "experts" else vision.build(model)
+
+
+def batch(model: str, step: int):
+    """Inputs, targets and their number, of the global batch."""
+    if model == "experts":
+        whole = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
+        return whole.inputs, whole.targets, whole.count
+    return *vision.batch(model, step), vision.GLOBAL_BATCH
+
+
+def plant(parameter: nn.Parameter) -> None:
+    """Make the last element of a gradient infinite, on the ranks that hold it."""
+    box = local_box(parameter)
+    if all(first + n == whole for first, n, whole in zip(box.start, box.length, box.whole, strict=True)):
+        local_part(parameter.grad).view(-1)[-1] = math.inf
+
+
+@lru_cache
+def expected(model: str) -> list[float]:
+    """Losses of plain PyTorch on one process, which leaves the steps out that have an infinite gradient."""
+    net = build(model).double()
+    weights.initialize(net, 0)
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=RATE), []
+    for step in range(STEPS):
+        inputs, targets, _ = batch(model, step)
+        loss = F.cross_entropy(net(inputs).flatten(0, -2), targets.flatten())
+        loss.backward()
+        if step not in SKIPPED:
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCALE):
+    """Losses; after each step the scale, and whether it was skipped; the norms that clipping saw.
+
+    Overflows are planted, but in fp16, which has its own.
+    """
+    plan, techniques = PLANS[model](), Techniques(data_parallel=data_parallel)
+    with torch.device("meta"):
+        whole = build(model)
+    size = len(batch(model, 0)[0]) // layout.dp
+    sample = batch(model, 0)[0][:size].to("meta", None if model == "experts" else torch.float32)
+    division = divide(whole, plan, layout, techniques, sample)
+    mesh = build_mesh(layout, "cpu", 30, experts=model == "experts")
+    made = ParallelModel(whole, plan, layout, mesh, precision, techniques, division, device=CPU, seed=0)
+    optimizer, scaler = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False), GradScaler("cpu", scale)
+    (planted,) = (p for name, p in made.named_parameters() if name == PLANTED[model])
+    losses, scales, skipped, norms = [], [], [], []
+    for step in range(STEPS):
+        first = layout.dp_coordinate(rank.rank) * size
+        inputs, targets, count = batch(model, step)
+        inputs = inputs.to(precision.storage) if inputs.is_floating_point() else inputs
+        share = made.step(inputs[first : first + size], targets[first : first + size], count, scaler).item()
+        if step in SKIPPED and precision is FP64:
+            plant(planted)
+        if clipped:
+            scaler.unscale_(optimizer)
+            norms.append(made.clip(1e9).item())
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.skipped)
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+        # Each tp rank has worked out the same loss, by its own copy of what is replicated.
+        mine = [value for (value,) in gather_floats([share], CPU)]
+        same_tp = [r for r in range(layout.ranks) if layout.coordinates(r)["tp"] == layout.coordinates(rank.rank)["tp"]]
+        losses.append(sum(mine[r] for r in same_tp))
+    return losses, scales, skipped, norms
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "data_parallel"),
+    [
+        ("cnn", Layout(dp_shard=1), "fsdp"),
+        ("cnn", Layout(dp_shard=1, tp=4), "fsdp"),
+        ("vit", Layout(dp_shard=2, tp=2), "fsdp"),
+        ("cnn", Layout(dp_replicate=2, dp_shard=2), "hsdp"),
+        ("vit", Layout(dp_replicate=2, dp_shard=1, tp=2), "hsdp"),
+        ("vit", Layout(dp_shard=2), "ddp"),
+        ("cnn", Layout(dp_shard=3), "zero2"),
+        ("experts", Layout(dp_shard=4, ep=2), "fsdp"),
+        ("experts", Layout(dp_shard=2, tp=2, ep=2), "fsdp"),
+    ],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
+def test_all_ranks_skip_the_same_steps(pool, model, layout, data_parallel, clipped):
+    halved = [SCALE / 2 ** sum(at <= step for at in SKIPPED) for step in range(STEPS)]
+    for losses, scales, skipped, norms in pool.run(train, layout.ranks, model, layout, data_parallel, clipped):
+        assert skipped == [step in SKIPPED for step in range(STEPS)]
+        assert scales == halved
+        assert losses == pytest.approx(expected(model), rel=1e-9)
+        assert [math.isfinite(norm) for norm in norms] == ([step not in SKIPPED for step in range(STEPS)]) * clipped
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=1, tp=4), Layout(dp_shard=2, tp=2)], ids=str)
+def test_overflows_of_fp16(pool, layout):
+    """At a scale at which some steps overflow fp16 and others do not, all ranks skip those that one rank skips."""
+    ((alone, scales, skipped, _),) = pool.run(train, 1, "cnn", Layout(dp_shard=1), "fsdp", False, FP16, 2.0**20)
+    assert 0 < sum(skipped) < STEPS
+    for got in pool.run(train, 4, "cnn", layout, "fsdp", False, FP16, 2.0**20):
+        assert got[0] == pytest.approx(alone, rel=2e-3)
+        assert got[1:3] == (scales, skipped)
+
+
+def nothing_here(rank):
+    """A rank that holds no gradient at all, beside one that has an infinite one."""
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), GradScaler("cpu", 8.0)
+    scaler.scale(parameter.sum())
+    if rank.rank == 1:
+        parameter.grad = torch.tensor([1.0, math.nan])
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.skipped, scaler.get_scale(), parameter.tolist()
+
+
+def test_a_rank_without_gradients(pool):
+    assert pool.run(nothing_here, 2) == [(True, 4.0, [0.0, 0.0])] * 2
+
+
+def test_alone_as_pytorch():
+    """Without ranks it does what PyTorch's does, and a disabled one does nothing."""
+    steps = []
+    for kind in (torch.amp.GradScaler, GradScaler):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        scaler = kind("cpu", 2.0**127, growth_interval=2)  # the first steps overflow float32
+        for _ in range(8):
+            scaler.scale((parameter * 3).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            steps.append((scaler.get_scale(), parameter.tolist()))
+    assert steps[:8] == steps[8:]
+    assert steps[0][0] == 2.0**126
+    off = GradScaler("cpu", enabled=False)
+    off.unscale_(optimizer)
+    assert off.scale(parameter) is parameter
+    assert not off.skipped
+
+
+def test_gradients_in_half_precision_are_refused():
+    parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    parameter.grad = torch.ones(1, dtype=torch.float16)
+    optimizer, scaler = torch.optim.SGD([parameter]), GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="keep the weights in float32"):
+        scaler.unscale_(optimizer)
+    assert clip_grad_norm([parameter], 1.0).isfinite()
