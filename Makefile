@@ -9,9 +9,11 @@ READY  := $(VENV)/.installed
 LINT   := $(VENV)/.installed-lint
 
 DEMO_FLAGS ?=
+MINUTES ?= 5
+SEED ?=
 TEST_FLAGS ?=
 
-.PHONY: demo test test-long test-cluster lint install clean
+.PHONY: demo test test-long test-cluster fuzz lint install clean
 
 install: $(READY)
 
@@ -37,6 +39,10 @@ test-long: $(READY)
 # Real MPICH, Open MPI, Slurm and two hosts on this machine, as root (docs/clusters.md says which packages).
 test-cluster: $(READY)
 	$(BIN)/python -m pytest -m cluster --numprocesses 0 --timeout 300 tests/cluster $(TEST_FLAGS)
+
+# Random runs of the trainers on random layouts, each held against itself on one rank: make fuzz MINUTES=20 SEED=7
+fuzz: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: $(LINT)
 	$(BIN)/ruff check .

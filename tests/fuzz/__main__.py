@@ -1,0 +1,137 @@
+"""Draw runs of the trainers, and hold each against itself on one rank.
+
+    make fuzz                               five minutes
+    make fuzz MINUTES=20 SEED=7
+    PYTHONPATH=tests python -m fuzz --case 7/113      one case again, with what its ranks said
+
+Exit code 1 if anything crashed, differed from one rank, or was refused for a reason that is not true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from fuzz import data
+from fuzz.compare import Verdict, judge, kind_of, shrink, twin
+from fuzz.draw import Case, draw
+from fuzz.flags import arguments
+from fuzz.run import Outcome, Plant, run_case
+
+SHRINKING = 60.0  # s for one fault
+
+
+class Fuzzer:
+    """Runs cases, and keeps what came of them. plant: as for `run_case`, on all runs of more than one rank."""
+
+    def __init__(self, scratch: Path, plant: Plant | None = None) -> None:
+        self.scratch, self.plant = scratch, plant
+        self.data = data.make(scratch / "data")
+        self.twins: dict[tuple[str, ...], Outcome] = {}
+        self.counts: Counter[str] = Counter()
+        self.refusals: dict[str, tuple[int, str, str]] = {}
+        self.faults: dict[str, list[tuple[Case, Verdict]]] = {}
+        self.seconds = 0.0
+
+    def verdict(self, case: Case) -> tuple[Verdict, Outcome]:
+        many = run_case(case, self.scratch, self.plant if case.ranks > 1 else None)
+        return judge(case, many, lambda: self.alone(twin(case, many.facts))), many
+
+    def alone(self, one: Case) -> Outcome:
+        """The outcome on one rank, worked out once."""
+        key = (one.program, *arguments(one.program, one.flags))
+        if key not in self.twins:
+            if len(self.twins) > 200:
+                self.twins.pop(next(iter(self.twins)))
+            self.twins[key] = run_case(one, self.scratch)
+        return self.twins[key]
+
+    def take(self, case: Case, seconds: float = SHRINKING) -> Verdict:
+        """Run a case and say what came of it."""
+        began = time.monotonic()
+        verdict, many = self.verdict(case)
+        took = time.monotonic() - began
+        self.seconds += took
+        self.counts[verdict.kind] += 1
+        where = many.facts.get("layout", f"{case.ranks} ranks")
+        say(f"{case.key:>8} {case.program:8} {where:24} {verdict.kind:12} {took:5.1f} s  {verdict.about[:150]}")
+        if verdict.kind == "refused":
+            kind = kind_of(verdict.about)
+            count, about, line = self.refusals.get(kind, (0, verdict.about, case.command()))
+            self.refusals[kind] = (count + 1, about, line)
+        if verdict.fault:
+            known = self.faults.setdefault(verdict.signature, [])
+            known.append((case, verdict))
+            if len(known) == 1:
+                self.explain(case, verdict, many, seconds)
+        return verdict
+
+    def explain(self, case: Case, verdict: Verdict, many: Outcome, seconds: float) -> None:
+        say(f"\n=== {verdict.kind}: case {case.key}{', spoilt: ' + ', '.join(case.spoilt) if case.spoilt else ''}")
+        say(f"{verdict.about}\n{many.details.strip()}\n    {case.command()}\n    {twin(case, many.facts).command()}")
+        if seconds:
+            small = shrink(case, lambda smaller: self.verdict(smaller)[0], verdict, seconds)
+            say(f"shrunk: {small.command()}")
+        say("===\n")
+
+    def summary(self) -> None:
+        cases = sum(self.counts.values())
+        say(f"\n{cases} cases, {self.seconds / max(cases, 1):.1f} s each: "
+            + ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common()))  # fmt: skip
+        if self.refusals:
+            say(f"\n{len(self.refusals)} reasons to refuse (times, one of them, its command):")
+        for count, about, line in sorted(self.refusals.values(), key=lambda entry: -entry[0]):
+            say(f"{count:4} {about}\n       {line}")
+        for found in self.faults.values():
+            case, verdict = found[0]
+            say(f"\n{len(found)} × {verdict.kind}: {verdict.about[:300]}")
+            say(f"    cases {' '.join(case.key for case, _ in found[:12])}\n    {case.command()}")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
+    parser = argparse.ArgumentParser("fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--cases", type=int, help="end after this many")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="default: another each time")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--case", help="SEED/NUMBER: this one alone")
+    parser.add_argument("--program", help="one of the programs alone")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / f"mmm-fuzz-{os.getuid()}",
+                        help="folder for data and records")  # fmt: skip
+    parser.add_argument("--shrink", type=float, default=SHRINKING, help="seconds to make a faulty case smaller")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
+    gc.freeze()  # nor pages that a collection in each rank would copy
+    fuzzer = Fuzzer(options.scratch.resolve(), plant)
+    if options.case:
+        seed, _, number = options.case.partition("/")
+        fuzzer.take(draw(int(seed), int(number), fuzzer.data), options.shrink)
+        return int(bool(fuzzer.faults))
+    say(f"SEED={options.seed}, records and data in {fuzzer.scratch}")
+    deadline, number = time.monotonic() + 60 * options.minutes, options.first
+    try:
+        while time.monotonic() < deadline and (options.cases is None or number < options.first + options.cases):
+            case = draw(options.seed, number, fuzzer.data)
+            if options.program in (None, case.program):
+                fuzzer.take(case, min(options.shrink, max(deadline - time.monotonic(), 0)))
+            number += 1
+    except KeyboardInterrupt:
+        say("\nstopped")
+    fuzzer.summary()
+    return int(bool(fuzzer.faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

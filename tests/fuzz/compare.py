@@ -1,0 +1,181 @@
+"""A case beside its twin on one rank: which differences are faults, and the smallest case that still has one."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fuzz.draw import Case
+from fuzz.flags import HARMLESS, LAYOUT, flags_of, names
+from fuzz.run import Outcome
+
+# Relative bounds on every loss and evaluation. What the low ones leave is rounding: 1 / 256 and 1 / 2048 a product, and
+# an update by AdamW that turns round where a gradient is nearly 0. That ranks skip different steps is seen directly.
+BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 3e-2, "bf16": 5e-2}
+WEIGHTS = {"fp64": 1e-6}  # of saved models, in fp64 alone: AdamW makes noise as large as the rate elsewhere
+CLIMBED = 1.3  # of half precision: a loss above that many times the first belongs to a run that makes noise grow
+# The words by which a refusal names what one rank does not have.
+NAMES = re.compile(
+    r"\b(ranks?|pp|dp|dp_\w+|cp|tp|tpsize|ep|stages?|stages_per_rank|schedule|micro-?batch(es)?|layout|hsdp|fsdp|ddp|zero\d"
+    r"|data-parallel|tile|tiles|loss_chunks|checkpointing|activation_checkpointing|compile|offload|parallel|cp_style)\b"
+)
+KEPT = names(
+    "device dataset data_dir text model preset n_layers dim n_heads n_kv_heads ffn_dim seq_length vocab_size "
+    "image_size patch_size channels max_iters plots global_batch_size dropout"
+)  # what keeps a case small, and off the network
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to think of an outcome.
+
+    Attributes:
+        kind: ``equal``, ``refused``, ``not compared``; or a fault: ``different``, ``crashed``, ``odd``.
+        about: for people. signature: the same for what is likely to be the same fault.
+    """
+
+    kind: str
+    about: str = ""
+    signature: str = ""
+
+    @property
+    def fault(self) -> bool:
+        return self.kind in ("different", "crashed", "odd")
+
+
+def twin(case: Case, facts: dict | None = None) -> Case:
+    """The same problem on one rank: no flags of the layout, the same global batch, and the rate as it is scaled.
+
+    Args:
+        facts: of the record of the case, where it ran.
+    """
+    known = flags_of(case.program)
+    flags = {name: value for name, value in case.flags.items() if name not in LAYOUT | HARMLESS}
+    sizes = [int(case.flags.get(name, 1)) for name in ("pp", "cp", "tpsize")]  # type: ignore[arg-type]
+    dp = max(case.ranks // max(math.prod(sizes), 1), 1)
+    if facts:
+        flags["global_batch_size"] = str(facts["global_batch_size"])
+    elif "batch_size" in flags:
+        flags.setdefault("global_batch_size", str(int(str(flags["batch_size"])) * dp))
+    flags.pop("batch_size", None)
+    scaling = flags.pop("scale_lr", "none")
+    if scaling != "none":
+        flags["lr"] = repr(float(str(flags.get("lr", 1e-3))) * {"sqrt": dp**0.5, "linear": float(dp)}[str(scaling)])
+    flags["device"] = "cpu"
+    if "save_model" in known:
+        flags["save_model"] = "on"
+    return Case(case.key, case.program, 1, flags, case.spoilt, case.data)
+
+
+def judge(case: Case, many: Outcome, one: Callable[[], Outcome]) -> Verdict:
+    """What to think of the outcome of a case. one: runs the twin, where that is needed."""
+    if many.kind == "crashed":
+        return Verdict("crashed", many.reason, _signature(case, many.reason))
+    if many.kind == "left":
+        return Verdict("not compared", "it printed the summary")
+    if many.kind == "refused" and (many.reason.startswith("command line") or NAMES.search(many.reason)):
+        return Verdict("refused", many.reason)
+    alone = one()
+    if alone.kind == "crashed":
+        return Verdict("crashed", f"its twin on one rank: {alone.reason}", _signature(case, f"twin {alone.reason}"))
+    if many.kind == "refused":
+        if alone.kind != "refused":
+            about = f"refused, though one rank is not, for what is no matter of the layout: {many.reason}"
+            return Verdict("odd", about, _signature(case, about))
+        return Verdict("refused", many.reason)
+    if alone.kind == "refused":
+        about = f"it ran, and one rank is refused: {alone.reason}"
+        return Verdict("odd", about, _signature(case, about))
+    if case.flags.get("dropout", "on") == "on" and case.program == "cnn":
+        return Verdict("not compared", "dropout depends on the ranks")
+    return _compare(case, many, alone)
+
+
+def _compare(case: Case, many: Outcome, one: Outcome) -> Verdict:
+    dtype = str(many.facts["precision"]["name"])
+    bound = BOUNDS[dtype]
+    steps = None
+    if many.scales != one.scales:
+        # Half precision: a sum over fewer samples overflows later. From the first step that only one of them skips, the
+        # two are different runs.
+        pairs = zip(many.scales, one.scales, strict=False)
+        steps = next((step for step, (a, b) in enumerate(pairs) if a != b), 0) + 1
+    elif many.kind != one.kind:
+        about = f"{dtype}: one {many.kind}, the other {one.kind}: {many.reason or one.reason}"
+        return Verdict("different", about, _signature(case, about))
+    for name in sorted({*many.series, *one.series}):
+        wrong = _differs(name, many.series.get(name), one.series.get(name), bound, dtype, steps)
+        if wrong:
+            return Verdict("different", f"{dtype} {name}: {wrong}", _signature(case, f"{dtype} {name}"))
+    if dtype in WEIGHTS and many.weights and one.weights:
+        if many.weights.keys() != one.weights.keys():
+            return Verdict("different", f"model.pt has other names: {sorted(many.weights.keys() ^ one.weights.keys())}",
+                           _signature(case, "names"))  # fmt: skip
+        for name, (value, size) in one.weights.items():
+            if abs(many.weights[name][0] - value) > WEIGHTS[dtype] * max(size, 1e-3):
+                about = f"model.pt: {name} sums up to {many.weights[name][0]!r}, on one rank to {value!r}"
+                return Verdict("different", about, _signature(case, "model.pt"))
+    return Verdict("equal")
+
+
+def _differs(
+    name: str, many: list[float] | None, one: list[float] | None, bound: float, dtype: str, steps: int | None
+) -> str:
+    """In words, where a series is further from the twin's than it may be; empty where it is not.
+
+    Args:
+        steps: rows to look at; None for all.
+    """
+    if many is None or one is None:
+        return f"only {'one rank has' if many is None else 'the layout has'} it"
+    if steps is None and len(many) != len(one):
+        return f"{len(many)} rows, and {len(one)} on one rank"
+    for row, (a, b) in enumerate(zip(many, one, strict=False)):
+        if steps is not None and (row >= steps or name != "loss"):
+            break
+        if (math.isnan(a) and math.isnan(b)) or a == b:
+            continue
+        if dtype in ("fp16", "bf16") and max(a, b) > CLIMBED * max(many[0], one[0]):
+            break
+        if name in ("test_acc", "imbalance") and dtype != "fp64":
+            continue  # one image more or less, one token with another expert: rounding decides
+        if not abs(a - b) <= bound * max(abs(b), 1e-3):
+            relative = abs(a - b) / max(abs(b), 1e-300)
+            return f"row {row} is {a!r}, on one rank {b!r}: relative {relative:.1e} > {bound:.0e}"
+    return ""
+
+
+def _signature(case: Case, text: str) -> str:
+    return f"{case.program}: {kind_of(text)[:160]}"
+
+
+def kind_of(reason: str) -> str:
+    """A reason without its numbers and paths: the same for the same rule."""
+    reason = re.sub(r"/\S+", "PATH", reason)
+    reason = re.sub(r"`launch [^`]*`", "`launch …`", reason)
+    return re.sub(r"[-+]?\d[\d,.e+-]*|\bnan\b|\binf\b", "#", reason)
+
+
+def shrink(case: Case, verdict_of: Callable[[Case], Verdict], wanted: Verdict, seconds: float) -> Case:
+    """Drop flags, and ranks, while the same fault remains."""
+    deadline = time.monotonic() + seconds
+    again = True
+    while again:
+        again = False
+        for name in [name for name in case.flags if name not in KEPT]:
+            if time.monotonic() > deadline:
+                return case
+            smaller = case.without(name)
+            if verdict_of(smaller).signature == wanted.signature:
+                case, again = smaller, True
+        for ranks in range(1, case.ranks):
+            if time.monotonic() > deadline:
+                return case
+            smaller = replace(case, ranks=ranks)
+            if verdict_of(smaller).signature == wanted.signature:
+                case, again = smaller, True
+                break
+    return case

@@ -1,0 +1,59 @@
+"""Real data, small: what the programs read from disk in the cases that are drawn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+
+TRAIN, TEST = 72, 20  # images
+
+
+def make(folder: Path) -> Path:
+    """Write texts, files in MNIST's format, and folders of images; the same every time. What is there stays."""
+    folder = folder.resolve()
+    if (folder / "done").exists():
+        return folder
+    numbers = np.random.RandomState(0)
+    for name in ("idx", "split", "flat"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    words = ["loss", "mesh", "rank", "a", "shard", "of", "the", "batch", "is", "summed", "\n", "å"]
+    for name, count in (("words.txt", 12_000), ("more.txt", 3_000)):
+        (folder / name).write_text(" ".join(rng.choice(words) for _ in range(count)), encoding="utf-8")
+    for part, count in (("train", TRAIN), ("t10k", TEST)):
+        labels = numbers.randint(0, 10, count).astype(np.uint8)
+        _idx(folder / "idx" / f"{part}-images-idx3-ubyte", _pictures(numbers, labels, 28))
+        _idx(folder / "idx" / f"{part}-labels-idx1-ubyte", labels)
+    _files(folder / "flat", numbers, 3, 20)
+    _files(folder / "split" / "train", numbers, 4, 12)
+    _files(folder / "split" / "val", numbers, 4, 3)
+    (folder / "done").touch()
+    return folder
+
+
+def _pictures(numbers: np.random.RandomState, labels: np.ndarray, size: int) -> np.ndarray:
+    """(n, size, size) uint8: noise with a bright stripe at a place that the label says."""
+    pictures = numbers.randint(0, 120, (len(labels), size, size)).astype(np.uint8)
+    for picture, label in zip(pictures, labels, strict=True):
+        picture[2 * label : 2 * label + 3] += 110
+    return pictures
+
+
+def _idx(path: Path, array: np.ndarray) -> None:
+    head = b"".join(int(n).to_bytes(4, "big") for n in (2048 + array.ndim, *array.shape))
+    path.write_bytes(head + array.tobytes())
+
+
+def _files(folder: Path, numbers: np.random.RandomState, classes: int, each: int) -> None:
+    """PNG and JPEG files of several sizes and shapes, grey and coloured, one subfolder a class."""
+    from PIL import Image
+
+    for label in range(classes):
+        (folder / f"class{label}").mkdir(parents=True)
+        for number in range(each):
+            grey = _pictures(numbers, np.array([label]), 20 + number % 5)[0]
+            picture = grey if number % 3 else np.stack([grey, grey // 2, 255 - grey], axis=-1)
+            picture = picture[:, : len(picture) - number % 4]
+            Image.fromarray(picture).save(folder / f"class{label}" / f"{number}.{'png' if number % 2 else 'jpg'}")

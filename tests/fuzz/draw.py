@@ -1,0 +1,401 @@
+"""Random runs: a problem (model, data, batch, steps), and layouts that mostly fit it.
+
+A problem is drawn with sizes that many layouts divide, and has several layouts drawn for it, so that its run on one
+rank is made once. A part of the cases is then spoilt by a value that comes from anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fuzz.flags import LAYOUT, PROGRAMS, Flags, Value, arguments, flags_of, names
+from mmm.parallel.pipeline import SCHEDULES
+
+LAYOUTS_A_PROBLEM = 4
+SPOILT = 0.25
+WEIGHTS = {"lm": 36, "vit": 24, "cnn": 16, "4d": 14, "fsdp_tp": 10}
+RANKS = (1, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 5, 6, 7, 8)
+
+# What a flag that is neither a choice nor a switch may be spoilt by. A flag that is not here is not known, and a test
+# fails.
+ANYTHING: dict[str, tuple[str, ...]] = {
+    "flush_every": ("1", "3", "0"),
+    "timeout": ("60", "0", "inf", "1e6"),
+    "batch_size": ("1", "3", "5", "0", "4000"),
+    "global_batch_size": ("1", "7", "10", "0", "100000"),
+    "seed": ("3", "-1", str(2**63 - 1), str(2**63)),
+    "max_iters": ("1", "2", "0"),
+    "epochs": ("1", "0"),
+    "lr": ("0", "1e-4", "-1", "nan"),
+    "log_every": ("2", "5", "0"),
+    "max_norm": ("0", "0.01", "1e9", "-1", "inf"),
+    "warmup": ("0", "3", "100", "-1"),
+    "eval_every": ("0", "1", "2", "-1"),
+    "eval_batches": ("1", "3", "0", "1000"),
+    "loss_chunks": ("1", "2", "3", "4", "0", "999"),
+    "tile": ("1", "2", "3", "4", "0", "999"),
+    "seq_length": ("1", "7", "12", "31", "0"),
+    "n_layers": ("0", "1", "3", "5"),
+    "dim": ("20", "48", "0", "7"),
+    "n_heads": ("1", "3", "5", "0"),
+    "n_kv_heads": ("1", "2", "3", "0"),
+    "ffn_dim": ("1", "9", "30", "0"),
+    "vocab_size": ("257", "300", "5", "0"),
+    "n_experts": ("1", "2", "3", "4", "-1"),
+    "top_k": ("1", "2", "5", "0"),
+    "expert_dim": ("1", "5", "0"),
+    "balance_rate": ("0", "0.2", "-1", "inf"),
+    "dp_replicate": ("1", "2", "3", "-1"),
+    "pp": ("1", "2", "3", "4", "0"),
+    "dp_shard": ("-1", "1", "2", "3", "0"),
+    "ep": ("1", "2", "3", "4", "0"),
+    "cp": ("1", "2", "3", "0"),
+    "tpsize": ("1", "2", "3", "4", "0"),
+    "stages_per_rank": ("1", "2", "3", "0"),
+    "microbatches": ("1", "2", "3", "5", "0"),
+    "workers": ("0", "1", "2", "-1"),
+    "gamma": ("0.5", "1", "0", "1.5"),
+    "image_size": ("5", "9", "16", "0"),
+    "patch_size": ("3", "5", "1", "0"),
+    "channels": ("1", "3", "2", "0"),
+    "classes": ("2", "10", "3", "0"),
+}
+GIVEN = names("outdir data_dir text")  # paths, which the fuzzer sets itself
+NOT_SPOILT = names("device plots compile dataset model preset")  # other machines, network, minutes
+STEERED = NOT_SPOILT | names(
+    "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
+    "offload scale_lr overwrite"
+)  # choices that the functions below make; others are drawn as they come
+
+
+class UnknownFlag(Exception):
+    """A flag that the fuzzer has no values for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: ranks, and flags. key: what it is drawn from, ``seed/number``. spoilt: flags whose value is anything."""
+
+    key: str
+    program: str
+    ranks: int
+    flags: dict[str, Value]
+    spoilt: tuple[str, ...] = ()
+    data: Path = field(default=Path("data"), compare=False)
+
+    def command(self) -> str:
+        """The line that runs it."""
+        line = f"python3 -m {PROGRAMS[self.program].__name__} {shlex.join(arguments(self.program, self.flags))}"
+        return line if self.ranks == 1 else f"launch -n {self.ranks} --device cpu {line}"
+
+    def without(self, *names: str) -> Case:
+        return replace(self, flags={name: value for name, value in self.flags.items() if name not in names})
+
+
+def draw(seed: int, number: int, data: Path) -> Case:
+    """Case `number` of a seed; the same every time. data: the folder of `fuzz.data.make`.
+
+    Raises:
+        UnknownFlag: a program has a flag that is neither a choice nor in the tables above.
+    """
+    problems = random.Random(f"{seed}/{number // LAYOUTS_A_PROBLEM}")
+    program = problems.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    check_known(program)
+    flags = {"lm": _lm, "vit": _vit, "cnn": _cnn, "4d": _4d, "fsdp_tp": _fsdp_tp}[program](problems, data)
+    for name, flag in flags_of(program).items():  # choices that are nobody's in particular
+        if flag.choices and name not in STEERED | LAYOUT | flags.keys() and problems.random() < 0.3:
+            flags[name] = problems.choice(flag.choices)
+    rng = random.Random(f"{seed}/{number}/layout")
+    ranks, layout = _layout(rng, program, flags)
+    flags = {"device": "cpu", **flags, **layout}
+    if "workers" in flags_of(program) and rng.random() < 0.1:
+        flags["workers"] = rng.choice(("0", "1", "2"))
+    for name in ("flush_every", "log_every"):
+        if name in flags_of(program) and rng.random() < 0.1:
+            flags[name] = rng.choice(ANYTHING[name][:2])
+    spoilt = []
+    if rng.random() < SPOILT:
+        for _ in range(rng.choice((1, 1, 2))):
+            name, value = _anything(rng, program)
+            flags[name] = value
+            spoilt.append(name)
+    return Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
+
+
+def check_known(program: str) -> None:
+    """Raises UnknownFlag where a flag of `program` would never be drawn."""
+    unknown = [name for name, flag in flags_of(program).items()
+               if not flag.choices and name not in GIVEN and name not in ANYTHING]  # fmt: skip
+    if unknown:
+        raise UnknownFlag(f"{program}: {', '.join(unknown)}: add values to ANYTHING in tests/fuzz/draw.py, and to what "
+                          f"draws problems or layouts")  # fmt: skip
+
+
+def _anything(rng: random.Random, program: str) -> tuple[str, str]:
+    known = flags_of(program)
+    name = rng.choice([name for name in known if name not in GIVEN | NOT_SPOILT])
+    return name, rng.choice(known[name].choices or ANYTHING[name])
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+def _common(rng: random.Random, program: str) -> dict[str, Value]:
+    """Flags of every run: few steps, no pictures."""
+    known = flags_of(program)
+    optimizer = rng.choice(("adamw", "sgd"))
+    half = 1 if program == "cnn" else 4  # a CPU's convolutions in half precision take seconds
+    dtypes = {"fp64": 30, "fp32": 8, "bf16": half, "fp16": 2 * half, "auto": 1}
+    flags: dict[str, Value] = {
+        "plots": "off",
+        "max_iters": rng.choice(("3", "3", "4", "5")),
+        "optimizer": optimizer,
+        "lr": rng.choice(("0.1", "0.3") if optimizer == "sgd" else ("1e-3", "1e-2")),
+        "dtype": rng.choices(list(dtypes), list(dtypes.values()))[0],
+        "seed": rng.choice(("0", "1", "2", "7", "-5", "123456789012")),
+    }
+    if flags["dtype"] not in known["dtype"].choices:
+        flags["dtype"] = "fp64"
+    if flags["dtype"] == "fp16" and rng.random() < 0.5:
+        flags |= {"optimizer": "sgd", "lr": "10"}  # gradients that overflow: steps are skipped
+    batch = rng.choice((8, 8, 12, 12, 16, 24, 10, 14))
+    if rng.random() < 0.95:
+        flags["global_batch_size"] = str(batch)
+    if rng.random() < 0.1:
+        flags["epochs"] = "1"
+    if rng.random() < 0.02:
+        flags["summary"] = "on"
+    for name, values in (
+        ("max_norm", ("0", "0.05", "0.5", "1.0")),
+        ("warmup", ("0", "1", "2", "10")),
+        ("eval_every", ("0", "0", "1", "2", "3")),
+        ("eval_batches", ("1", "2")),
+    ):
+        if name in known:
+            flags[name] = rng.choice(values)
+    return flags
+
+
+def _transformer(rng: random.Random, data: Path) -> dict[str, Value]:
+    heads = rng.choice((2, 4, 4, 4, 6, 8, 8, 12))
+    flags: dict[str, Value] = {
+        "preset": rng.choice(("debug", "debug", "small", "reference", "llama2-7b", "llama-70b")),
+        "n_layers": str(rng.choice((1, 2, 2, 4, 6))),
+        "dim": str(heads * rng.choice((2, 4, 4, 6))),
+        "n_heads": str(heads),
+        "n_kv_heads": str(rng.choice([n for n in range(1, heads + 1) if heads % n == 0])),
+        "ffn_dim": str(rng.choice((16, 24, 24, 48, 30))),
+        "seq_length": str(rng.choice((8, 16, 16, 24, 48))),
+        "dataset": rng.choice(("text", "text", "random")),
+    }
+    if flags["dataset"] == "random":
+        flags["vocab_size"] = str(rng.choice((16, 24, 37, 64)))
+    else:
+        flags["vocab_size"] = str(rng.choice((256, 256, 256, 259, 264)))
+        if rng.random() < 0.6:
+            flags["text"] = (str(data / "words.txt"),) if rng.random() < 0.7 else (str(data / "words.txt"),
+                                                                                   str(data / "more.txt"))  # fmt: skip
+    return flags
+
+
+def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
+    flags = _common(rng, "lm") | _transformer(rng, data)
+    if rng.random() < 0.35:
+        experts = rng.choice((1, 2, 3, 4, 4, 6, 8))
+        flags |= {"n_experts": str(experts), "top_k": str(rng.randint(1, min(experts, 3))),
+                  "balance_rate": rng.choice(("0", "0.01", "0.1"))}  # fmt: skip
+        if rng.random() < 0.5:
+            flags["expert_dim"] = str(rng.choice((8, 12, 20)))
+    return flags
+
+
+def _fsdp_tp(rng: random.Random, data: Path) -> dict[str, Value]:
+    return _common(rng, "fsdp_tp") | _transformer(rng, data)
+
+
+def _vit(rng: random.Random, data: Path) -> dict[str, Value]:
+    flags = _common(rng, "vit")
+    heads, patch = rng.choice((1, 2, 4, 4, 6, 8)), rng.choice((2, 3, 4))
+    flags |= {
+        "preset": rng.choice(("auto", "debug", "debug", "tiny", "large")),
+        "patch_size": str(patch),
+        "image_size": str(patch * rng.randint(2, 4)),
+        "channels": rng.choice(("1", "1", "3")),
+        "dim": str(heads * rng.choice((2, 3, 4))),
+        "n_layers": str(rng.choice((1, 2, 3, 4, 6))),
+        "n_heads": str(heads),
+        "attention": rng.choice(("sdpa", "sdpa", "native")),
+    }
+    if flags["attention"] == "sdpa" and rng.random() < 0.3:
+        flags["sdpa_backend"] = rng.choice(("math", "math", "flash", "efficient", "cudnn"))
+    _images(rng, data, flags, ("mnist", "fashion_mnist", "digits", "digits", "fake", "folder"))
+    if flags["dataset"] == "fake" and rng.random() < 0.4:
+        flags["classes"] = rng.choice(("2", "5", "10"))
+    return flags
+
+
+def _cnn(rng: random.Random, data: Path) -> dict[str, Value]:
+    flags = _common(rng, "cnn")
+    flags["dropout"] = "on" if rng.random() < 0.02 else "off"
+    # Files of 224 × 224 pixels would make it a net of 99 million parameters; 2,000 test images of fake take seconds.
+    _images(rng, data, flags, ("mnist",) * 9 + ("fashion_mnist",) * 6 + ("digits",) * 3 + ("fake",))
+    if rng.random() < 0.3:
+        flags["gamma"] = rng.choice(("0.5", "1"))
+    if rng.random() < 0.3:
+        flags["scale_lr"] = rng.choice(("sqrt", "linear"))
+    return flags
+
+
+def _images(rng: random.Random, data: Path, flags: dict[str, Value], names: tuple[str, ...]) -> None:
+    """Which images: of what lies on disk the folder, so that nothing is ever downloaded."""
+    name = rng.choice(names)
+    flags["dataset"] = name
+    if name in ("mnist", "fashion_mnist"):
+        flags["data_dir"] = str(data / "idx")
+    elif name == "folder":
+        flags["data_dir"] = str(data / rng.choice(("split", "flat")))
+
+
+def _4d(rng: random.Random, data: Path) -> dict[str, Value]:
+    flags = _common(rng, "4d") | {"model": rng.choice(("transformer", "vit", "cnn"))}
+    flags["n_layers"] = rng.choice(("1", "2", "4"))
+    if flags["model"] == "transformer":
+        flags["seq_length"] = rng.choice(("8", "16", "24"))
+        if rng.random() < 0.4:
+            flags["n_experts"] = rng.choice(("1", "2", "4"))
+    return flags
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _layout(rng: random.Random, program: str, flags: Flags) -> tuple[int, dict[str, Value]]:
+    """Ranks and flags of a layout that fits the problem, as far as a few rules know; one rank where none is found."""
+    for _ in range(60):
+        ranks = rng.choice(RANKS)
+        axes = _factors(rng, ranks, _axes(program, flags))
+        layout = _techniques(rng, program, flags, axes)
+        if layout is not None:
+            return ranks, layout
+    return 1, {}
+
+
+def _axes(program: str, flags: Flags) -> list[str]:
+    """The axes there are to divide ranks over; dp twice, for it is always possible."""
+    if program == "fsdp_tp":
+        return ["dp", "tp"]
+    sequence = program == "lm" or flags.get("model") == "transformer"
+    return ["dp", "dp", "pp", "tp", *(["cp"] if sequence else [])]
+
+
+def _factors(rng: random.Random, ranks: int, axes: list[str]) -> dict[str, int]:
+    sizes = dict.fromkeys(("pp", "dp", "cp", "tp"), 1)
+    for prime in (2, 2, 2, 3, 5, 7):
+        if ranks % prime == 0:
+            ranks //= prime
+            sizes[rng.choice(axes)] *= prime
+    return sizes
+
+
+def _number(flags: Flags, name: str, default: int) -> int:
+    return int(str(flags.get(name, default)))
+
+
+def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, int]) -> dict[str, Value] | None:
+    """Flags for these sizes; None where the problem does not go onto them."""
+    pp, dp, cp, tp = axes["pp"], axes["dp"], axes["cp"], axes["tp"]
+    model = {"lm": "transformer", "fsdp_tp": "transformer"}.get(program, program)
+    model = str(flags["model"]) if program == "4d" else model
+    known, out = flags_of(program), {}
+    # batch
+    batch = _number(flags, "global_batch_size", 16 * dp)
+    if batch % dp:
+        return None
+    local = batch // dp
+    # sizes
+    heads = _number(flags, "n_heads", {"transformer": 8, "vit": 4}.get(model, 1))
+    seq = _number(flags, "seq_length", 16)
+    experts = _number(flags, "n_experts", 0)
+    if model != "cnn" and heads % tp:
+        return None
+    if model == "transformer":
+        kv = _number(flags, "n_kv_heads", 4)
+        if seq % (2 * cp * tp) or (kv % tp and tp % kv) or (not experts and _number(flags, "ffn_dim", 192) % tp):
+            return None
+    if model == "cnn" and tp > 1 and (tp > 4 or tp == 3 or flags.get("dropout") == "on"):
+        return None
+    style = rng.choice(("ring", "ulysses"))
+    if cp > 1:
+        if style == "ulysses" and heads % (cp * tp):
+            return None
+        out["cp_style"] = style
+    out |= {name: str(size) for name, size in (("pp", pp), ("cp", cp), ("tpsize", tp)) if size > 1 and name in known}
+    # data parallel
+    if "parallel" in known:
+        out |= _data_parallel(rng, pp * cp * tp, dp)
+    if experts and dp > 1 and "ep" in known and int(out.get("dp_replicate", 1)) in (0, 1) and out.get(
+        "parallel", "fsdp") in ("fsdp", "zero3") and rng.random() < 0.7:  # fmt: skip
+        sizes = [n for n in range(1, dp + 1) if dp % n == 0 and experts % n == 0]
+        out["ep"] = str(sizes[-1])
+    # micro-batches and pipeline
+    if pp > 1:
+        pipeline = _pipeline(rng, model, flags, pp, local)
+        if pipeline is None or flags["dtype"] == "fp16":
+            return None
+        out |= pipeline
+    elif "microbatches" in known and rng.random() < 0.3:
+        out["microbatches"] = str(min(rng.choice((1, 2, 2, 3, 4, local)), local))
+    # memory
+    tokens = seq // (cp * tp)
+    if "activation_checkpointing" in known and model != "cnn" and rng.random() < 0.3:
+        out["activation_checkpointing"] = rng.choice(("full", "selective"))
+    plain = not experts and out.get("activation_checkpointing", "none") == "none"
+    if "tile" in known and plain and rng.random() < 0.25:
+        patches = (_number(flags, "image_size", 8) // _number(flags, "patch_size", 4)) ** 2
+        out["tile"] = str(rng.randint(1, min(4, tokens if model == "transformer" else patches)))
+    if "loss_chunks" in known and rng.random() < 0.25:
+        out["loss_chunks"] = str(rng.randint(1, min(4, tokens)))
+    if "offload" in known and flags["dtype"] != "fp16" and rng.random() < 0.15 and out.get("parallel") != "ddp":
+        out["offload"] = "on"
+    if "compile" in known and rng.random() < (0.004 if tp * cp == 1 else 0.03):
+        out["compile"] = "on"
+    return out
+
+
+def _data_parallel(rng: random.Random, others: int, dp: int) -> dict[str, Value]:
+    """How dp coordinates are used, `others` being the ranks of all other axes."""
+    if dp > 1 and others == 1 and rng.random() < 0.5:
+        kind = rng.choice(("ddp", "zero1", "zero2"))
+        return {"parallel": kind} | ({"dp_replicate": str(dp)} if rng.random() < 0.3 else {})
+    replicas = [n for n in range(2, dp + 1) if dp % n == 0]
+    if replicas and rng.random() < 0.35:
+        count = rng.choice(replicas)
+        kind = rng.choice(("hsdp", "hsdp", "fsdp"))
+        out: dict[str, Value] = {"parallel": kind, "dp_replicate": str(count)}
+        return out | ({"dp_shard": str(dp // count)} if rng.random() < 0.3 else {})
+    out = {"parallel": "zero3"} if rng.random() < 0.1 else {}
+    return out | ({"dp_shard": str(dp)} if rng.random() < 0.2 else {})
+
+
+def _pipeline(rng: random.Random, model: str, flags: Flags, pp: int, local: int) -> dict[str, Value] | None:
+    """A schedule whose stages the model has parts for, and whose micro-batches the batch divides into."""
+    parts = 4 if model == "cnn" else _number(flags, "n_layers", 4) + 2
+    if model != "cnn" and _number(flags, "n_layers", 4) < pp:
+        return None
+    name = rng.choice(list(SCHEDULES))
+    schedule = SCHEDULES[name]
+    most = schedule.most or 3
+    stages = [n for n in range(schedule.least, most + 1) if pp * n <= parts]
+    least, multiple = schedule.microbatches(pp)
+    counts = [m for m in range(least, local + 1) if m % multiple == 0 and local % m == 0]
+    if not stages or not counts:
+        return None
+    out: dict[str, Value] = {} if name == "1F1B" and rng.random() < 0.5 else {"schedule": name}
+    if least not in counts or rng.random() < 0.6:
+        out["microbatches"] = str(rng.choice(counts[:3]))
+    if rng.random() < 0.4:
+        out["stages_per_rank"] = str(rng.choice(stages))
+    return out

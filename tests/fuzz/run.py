@@ -1,0 +1,203 @@
+"""Run a case on ranks that are forked for it, and tell what came of it: one outcome for all of them.
+
+The process that forks has imported everything and computed nothing. The ranks see what launch would have set, and call
+the program's own `train` on the configuration that its own command line gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import h5netcdf  # noqa: F401  what each rank would import at its first use, and pay for, as the next
+import h5py
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torchinfo  # noqa: F401
+import xarray  # noqa: F401
+
+from fuzz.draw import Case
+from fuzz.flags import PROGRAMS, arguments
+from mmm.errors import DivergedError, UserError
+from mmm.parity.ranks import RanksFailed
+from mmm.parity.ranks import run as fork
+from mmm.runtime.ranks import Rank
+from mmm.trainer.options import parse
+
+TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
+COMPILE_TIMEOUT = 400.0
+SERIES = ("loss", "train_loss", "val_loss", "test_loss", "test_acc", "imbalance")
+RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt"}
+Plant = Callable[[Rank], None]
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        kind: ``ran``, ``diverged``, ``refused``, ``left`` (printed what was asked for, and left) or ``crashed``.
+        reason: of what is no run, one line. details: a traceback, or the end of what the ranks printed.
+        series: numbers of the record by name, a row each (NaN where a row lacks it). weights: a digest of the saved
+            model, by tensor. facts: of config.json. scales: of the loss under fp16, after each step.
+    """
+
+    kind: str
+    reason: str = ""
+    details: str = ""
+    series: dict[str, list[float]] = field(default_factory=dict)
+    weights: dict[str, tuple[float, float]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run_case(case: Case, scratch: Path, plant: Plant | None = None) -> Outcome:
+    """Run `case`, its record in a folder of `scratch` that is gone afterwards.
+
+    Args:
+        plant: called on each rank before it trains: a bug that is to be found.
+    """
+    began = time.monotonic()
+    folder = scratch / f"case-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    outdir = folder / "out"
+    words = [*arguments(case.program, case.flags), "--outdir", str(outdir)]
+    module = PROGRAMS[case.program]
+    printed = io.StringIO()
+    outcome = None
+    try:
+        with patch.object(sys, "argv", [module.__name__, *words]), contextlib.redirect_stderr(printed):
+            config = parse(module.Config)
+    except SystemExit:
+        outcome = Outcome("refused", f"command line: {' '.join(printed.getvalue().split())}")
+    if outcome is None:
+        limit = COMPILE_TIMEOUT if case.flags.get("compile") == "on" else TIMEOUT
+        try:
+            answers = fork(_train, case.ranks, case.program, config, words, folder, plant, timeout=limit)
+        except RanksFailed as error:
+            outcome = Outcome("crashed", str(error), _short(error.details))
+        else:
+            outcome = _together(answers, outdir)
+        if outcome.kind == "crashed" and not outcome.details:
+            outcome.details += _printed(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def _train(rank: Rank, program: str, config: Any, words: list[str], folder: Path, plant: Plant | None) -> Outcome:
+    """The life of a rank."""
+    out = os.open(folder / f"rank{rank.rank}.txt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(folder)
+    if rank.world_size > 1:
+        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.rank),
+                       "LOCAL_WORLD_SIZE": str(rank.world_size), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(rank.port)}  # fmt: skip
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    sys.argv = [PROGRAMS[program].__name__, *words]
+    torch.set_num_threads(1)
+    scales: list[float] = []
+    update = torch.amp.GradScaler.update
+
+    def updated(scaler: Any, *args: Any) -> None:
+        update(scaler, *args)
+        if scaler.is_enabled():
+            scales.append(scaler.get_scale())
+
+    torch.amp.GradScaler.update = updated  # type: ignore[method-assign]
+    if plant is not None:
+        plant(rank)
+    outcome = Outcome("ran")
+    try:
+        PROGRAMS[program].train(config)
+    except DivergedError as error:
+        outcome = Outcome("diverged", str(error))
+    except UserError as error:
+        outcome = Outcome("refused", str(error), traceback.format_exc())
+    outcome.scales = scales
+    outdir = folder / "out"
+    if rank.is_main and outcome.kind in ("ran", "diverged"):
+        outcome = _read(outcome, outdir) if outdir.exists() else Outcome("left")
+    if outcome.kind == "ran" and dist.is_initialized():
+        return Outcome("crashed", "the process group is still up after the run")
+    if multiprocessing.active_children():
+        gc.collect()  # of data loaders that nobody holds any more
+    if left := multiprocessing.active_children():
+        for child in left:
+            child.kill()
+        if outcome.kind == "ran":
+            return Outcome("crashed", f"{len(left)} processes are left after the run: {left}")
+    return outcome
+
+
+def _together(answers: list[Outcome], outdir: Path) -> Outcome:
+    """The outcome of all ranks, with the record's numbers; a crash where they do not agree."""
+    first = answers[0]
+    kinds = ["ran" if answer.kind == "left" else answer.kind for answer in answers]  # of the record knows rank 0 alone
+    if len(set(kinds)) > 1:
+        return Outcome("crashed", f"the ranks do not agree how it went: {kinds}",
+                       "\n".join(f"rank {rank}: {answer.reason}" for rank, answer in enumerate(answers)))  # fmt: skip
+    if first.kind == "refused":
+        if len({answer.reason for answer in answers}) > 1:
+            return Outcome("crashed", "the ranks are refused for different reasons",
+                           "\n".join(answer.reason for answer in answers))  # fmt: skip
+        if outdir.exists() and any(outdir.iterdir()):
+            return Outcome("crashed", f"refused after the record was begun: {first.reason}", first.details)
+        return first
+    scales = [answer.scales for answer in answers]
+    if any(other != scales[0] for other in scales):
+        return Outcome("crashed", "the ranks' loss scales differ: they skip different steps",
+                       "\n".join(f"rank {rank}: {some}" for rank, some in enumerate(scales)))  # fmt: skip
+    return first
+
+
+def _read(outcome: Outcome, outdir: Path) -> Outcome:
+    """What the run has left on disk."""
+    names = {path.name for path in outdir.iterdir()}
+    if outcome.kind == "ran" and (strange := names - RECORD):
+        return Outcome("crashed", f"the run has left {', '.join(sorted(strange))}")
+    with h5py.File(outdir / "train_dataset.h5") as data:  # a tenth of the time that xarray takes
+        outcome.series = {name: data[name][:].astype(float).tolist() for name in SERIES if name in data}
+    outcome.facts = json.loads((outdir / "config.json").read_text())
+    if "model.pt" in names:
+        state = torch.load(outdir / "model.pt", weights_only=True)
+        for name, tensor in state.items():
+            wide = tensor.double().flatten()
+            places = torch.arange(1, wide.numel() + 1, dtype=torch.float64).cos()
+            outcome.weights[name] = (float(wide @ places), float(wide.abs().sum()))
+    return outcome
+
+
+def _short(details: str) -> str:
+    """A traceback's entries of the package's own files, and its end."""
+    entries = re.split(r"\n(?=  File )", details.strip())
+    return "\n".join([entry for entry in entries[:-1] if "/mmm/" in entry][-6:] + entries[-1:])
+
+
+def _printed(folder: Path, lines: int = 12) -> str:
+    """The end of what each rank printed on its stderr and stdout, of ranks that said something unusual."""
+    said = []
+    for path in sorted(folder.glob("rank*.txt")):
+        text = path.read_text(errors="replace")
+        if any(word in text for word in ("Error", "terminate", "Fatal", "abort")):
+            said.append(f"--- {path.stem}\n" + "\n".join(text.splitlines()[-lines:]))
+    return "\n" + "\n".join(said[:2]) if said else ""

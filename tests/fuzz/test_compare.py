@@ -1,0 +1,103 @@
+"""Which differences the fuzzer takes for faults, and how it makes a case smaller."""
+
+from pathlib import Path
+
+import pytest
+
+from fuzz.compare import NAMES, Verdict, judge, kind_of, shrink, twin
+from fuzz.draw import Case
+from fuzz.run import Outcome
+
+LOSSES = [5.0, 4.0, 3.0]
+
+
+def case(program="lm", ranks=4, **flags):
+    return Case("0/0", program, ranks, {"device": "cpu", **flags}, (), Path("/data"))
+
+
+def ran(dtype="fp64", scales=(), weights=None, **series):
+    facts = {"precision": {"name": dtype}, "global_batch_size": 8}
+    series = {name: list(values) for name, values in series.items()}
+    return Outcome("ran", series=series or {"loss": LOSSES}, facts=facts, scales=list(scales), weights=weights or {})
+
+
+def verdict(many, one, **flags):
+    return judge(case(**flags), many, lambda: one)
+
+
+def test_the_twin_is_the_same_problem_on_one_rank():
+    flags = {"pp": "2", "schedule": "ZBVZeroBubble", "microbatches": "2", "batch_size": "3", "lr": "0.1", "tile": "2",
+             "workers": "2", "flush_every": "1"}  # fmt: skip
+    one = twin(case(ranks=8, tpsize="2", **flags))
+    assert one.ranks == 1
+    assert one.flags == {"device": "cpu", "lr": "0.1", "global_batch_size": "6", "save_model": "on"}
+    assert twin(case(**flags), {"global_batch_size": 20}).flags["global_batch_size"] == "20"
+    scaled = twin(case("cnn", 8, tpsize="2", scale_lr="sqrt", lr="0.1"))
+    assert (scaled.flags["lr"], "scale_lr" in scaled.flags) == (repr(0.1 * 4**0.5), False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close", "far"), [("fp64", 1e-10, 1e-8), ("fp32", 5e-5, 3e-4), ("bf16", 0.02, 0.1), ("fp16", 0.01, 0.1)]
+)
+@pytest.mark.parametrize("name", ["loss", "val_loss"])
+def test_losses_and_evaluations_within_a_bound(dtype, close, far, name):
+    one = ran(dtype, loss=LOSSES, val_loss=[float("nan"), 2.0, 2.0])
+    for error, kind in ((close, "equal"), (far, "different")):
+        many = ran(dtype, loss=LOSSES, val_loss=[float("nan"), 2.0, 2.0])
+        many.series[name][1] *= 1 + error
+        assert verdict(many, one).kind == kind
+    assert "row 1" in verdict(many, one).about
+
+
+def test_what_is_missing_differs():
+    assert verdict(ran(loss=LOSSES[:2]), ran()).kind == "different"
+    assert verdict(ran(loss=[5.0, float("nan"), 3.0]), ran()).kind == "different"
+    assert verdict(ran(loss=LOSSES), ran(loss=LOSSES, val_loss=LOSSES)).kind == "different"
+    good = {"w": (1.0, 9.0)}
+    assert verdict(ran(weights=good), ran(weights={"w": (1.1, 9.0)})).kind == "different"
+    assert verdict(ran(weights=good), ran(weights={"v": (1.0, 9.0)})).kind == "different"
+    assert verdict(ran(weights=good), ran(weights=good)).kind == "equal"
+
+
+def test_half_precision_is_compared_until_one_of_two_runs_skips_a_step():
+    many, one = (ran("fp16", scales, loss=losses) for scales, losses in
+                 (([8, 8, 4], [5.0, 4.0, 3.0]), ([8, 4, 4], [5.0, 4.0, 3.9])))  # fmt: skip
+    assert verdict(many, one).kind == "equal"  # they are two runs from step 1 on
+    one.series["loss"][1] = 4.9
+    assert verdict(many, one).kind == "different"
+    noise = ran("fp16", [8, 8, 8], loss=[5.0, 9.0, 30.0]), ran("fp16", [8, 8, 8], loss=[5.0, 8.0, 50.0])
+    assert verdict(*noise).kind == "equal"
+
+
+def test_refusals():
+    no = Outcome("refused", "--lr -1: it must be greater than 0")
+    layout = Outcome("refused", "the layout tp4 has 4 ranks, and there are 3")
+    assert verdict(layout, ran()).kind == "refused"
+    assert verdict(no, no).kind == "refused"
+    assert verdict(no, ran()).kind == "odd"  # one rank takes it, and the reason names nothing of a layout
+    assert verdict(ran(), no).kind == "odd"
+    assert verdict(Outcome("refused", "command line: --x"), no).kind == "refused"
+    assert verdict(Outcome("crashed", "rank 1: IndexError"), ran()).kind == "crashed"
+    assert verdict(ran(), Outcome("crashed", "rank 0: IndexError")).kind == "crashed"
+    assert not NAMES.search("--lr -1: it must be greater than 0")
+
+
+def test_one_rule_is_one_kind_of_reason():
+    said = "pp {0} needs {0} ranks: start them, `launch -n {0} x /tmp/{0}`, of /data/{0}/y"
+    first, second = (said.format(n) for n in (2, 3))
+    assert kind_of(first) == kind_of(second)
+    assert kind_of("pp 2 is wrong") != kind_of("tp 2 is wrong")
+
+
+def test_a_faulty_case_loses_what_it_does_not_need():
+    fault = Verdict("different", "", "the fault")
+
+    def verdict_of(some):
+        wrong = some.flags.get("tpsize") == "2" and some.ranks >= 2 and some.flags.get("optimizer") == "sgd"
+        return fault if wrong else Verdict("equal")
+
+    full = case(ranks=8, tpsize="2", pp="2", optimizer="sgd", schedule="GPipe", lr="0.1", dim="8", max_iters="3")
+    small = shrink(full, verdict_of, fault, 10.0)
+    assert small.ranks == 2
+    assert small.flags.keys() == {"tpsize", "optimizer", "device", "dim", "max_iters"}
+    assert shrink(full, verdict_of, fault, 0.0) == full

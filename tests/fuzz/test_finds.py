@@ -1,0 +1,102 @@
+"""The fuzzer as it is started: it finds bugs that are planted, and none in what stands."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+CLEAN = """
+import sys, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fuzz.__main__ import Fuzzer
+from fuzz.draw import Case
+from support import fuzz_bugs
+fuzzer = Fuzzer(Path(sys.argv[1]), getattr(fuzz_bugs, sys.argv[2], None))
+flags = dict(device="cpu", plots="off", max_iters="3", optimizer="sgd", lr="0.3", max_norm="0.05", dtype=sys.argv[3],
+             preset="debug", n_layers="1", dim="8", n_heads="2", n_kv_heads="2", ffn_dim="8", seq_length="8",
+             global_batch_size="4", text=str(fuzzer.data / "words.txt"), log_all_ranks="on")
+flags |= dict(word.split("=") for word in sys.argv[5:])
+verdict = fuzzer.take(Case("0/0", "lm", 2, flags), float(sys.argv[4]))
+fuzzer.summary()
+sys.exit(int(verdict.fault))
+"""
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(TESTS)}
+
+
+def one_case(tmp_path, bug, dtype="fp64", shrink=0, **flags):
+    words = [f"{name}={value}" for name, value in flags.items()]
+    return subprocess.run([sys.executable, "-c", CLEAN, str(tmp_path), bug, dtype, str(shrink), *words],
+                          capture_output=True, text=True, timeout=120, env=environment())  # fmt: skip
+
+
+def test_a_wrong_gradient_is_found_and_the_case_made_smaller(tmp_path):
+    done = one_case(tmp_path, "gradients_averaged", shrink=8, max_norm=0)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"different +.* s +fp64 loss: row 1 is [\d.]+, on one rank", done.stdout), done.stdout
+    (small,) = re.findall("shrunk: (.*)", done.stdout)
+    assert small.startswith("launch -n 2 --device cpu python3 -m mmm.trainer.lm")
+    assert "--log_all_ranks" in done.stdout
+    assert "--log_all_ranks" not in small
+    assert "--dim 8" in small
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        ("none", "1 equal"),
+        ("other_samples", "fp64 loss: row 0"),
+        ("crash", "crashed: rank 1: IndexError: planted"),
+        ("refused_alone", "the ranks do not agree"),
+        ("leftover", "the run has left notes.txt"),
+        ("late_refusal", "refused after the record was begun"),
+    ],
+)
+def test_planted_bugs(tmp_path, bug, words):
+    done = one_case(tmp_path, bug)
+    assert (words in done.stdout, done.returncode) == (True, int(bug != "none")), done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_ranks_that_skip_different_steps_are_seen(tmp_path):
+    done = one_case(tmp_path, "another_scale", "fp16")
+    assert (done.returncode, "they skip different steps" in done.stdout) == (1, True), done.stdout
+
+
+def fuzz(*words):
+    return [sys.executable, "-m", "fuzz", *words]
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_it_with_the_summary(tmp_path):
+    command = fuzz("--minutes", "5", "--seed", "4", "--scratch", str(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path) as running:
+        for line in running.stdout:
+            if " equal " in line or " refused " in line:
+                break
+        running.send_signal(signal.SIGINT)
+        rest = running.stdout.read()
+        assert running.wait(30) in (0, 1)
+    assert "stopped" in rest
+    assert re.search(r"\d+ cases, [\d.]+ s each: ", rest)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_minute_of_new_cases(tmp_path):
+    """Other ones each day; the seed is in what is printed."""
+    seed = str(int(time.time()) // 86_400)
+    command = fuzz("--minutes", "1", "--seed", seed, "--scratch", str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " equal" in done.stdout
