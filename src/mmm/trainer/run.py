@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mmm import history
 from mmm.errors import DivergedError
+from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
 from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
@@ -201,8 +202,11 @@ def start_run(
     precision = choose_precision(options.dtype, device)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[Path] = []
+    earlier: list[str] = []  # attempts of the same launch
 
     def prepare() -> None:
+        if options.outdir is not None and (note := make_room(options.outdir)):
+            earlier.append(note)
         prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
 
     def meet(store: dist.Store) -> None:
@@ -225,6 +229,7 @@ def start_run(
             "precision": {"name": precision.name, "reason": precision.reason},
             "started_by": rank.source,
             "launch": os.environ.get(LINE_VARIABLE),
+            "attempt": attempt._asdict() if (attempt := this_attempt()) else None,
             "python": sys.executable,
             "versions": history.versions(),
             "hosts": sorted({about["host"] for about in ranks}),
@@ -238,6 +243,8 @@ def start_run(
         run.describe()
         log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
                  precision.name, precision.reason, rank_table(ranks))  # fmt: skip
+        for note in earlier:
+            run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])
         if outdir is None:
