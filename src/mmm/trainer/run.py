@@ -36,7 +36,7 @@ from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
-from mmm.runtime.device import Precision, choose_device, choose_precision
+from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
@@ -215,6 +215,7 @@ def start_run(
     torch.manual_seed(options.seed)
     times = startup.ready()
     with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
+        stack.enter_context(full_float32(precision))
         outdir = prepared[0] if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
