@@ -1,6 +1,8 @@
 """Process groups: every group of the mesh gives up after the timeout, and numbers come together by rank."""
 
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -38,6 +40,34 @@ def waits_for_nobody(rank):
 def test_groups_of_the_mesh_time_out(pool):
     """By default they would wait half an hour, whatever the timeout of the default group."""
     assert pool.run(waits_for_nobody, 4)[0] < 2.5
+
+
+RECORDS = """
+import sys, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from mmm.parallel import Layout, build_mesh
+seen = []
+def make(common, options):
+    seen.append(common.timeout.total_seconds())
+    return _create_fake_pg(common, options)
+dist.Backend.register_backend("recorder", make, extended_api=True, devices=["cpu"])
+dist.init_process_group("recorder", store=FakeStore(), rank=0, world_size=8)
+seen.clear()
+build_mesh(eval(sys.argv[1]), "cpu", timeout=7.0, experts=True)
+print(seen, dist.distributed_c10d._get_default_timeout("gloo").total_seconds())
+"""
+
+
+@pytest.mark.parametrize("layout", ["Layout(dp_shard=2, cp=2, tp=2)", "Layout(dp_shard=4, tp=2, ep=2)"])
+def test_groups_of_any_backend_get_the_timeout(layout):
+    """PyTorch changes the timeout of a group that exists for gloo and nccl alone: not for xccl."""
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", RECORDS, layout], capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen, after = done.stdout.rsplit(maxsplit=1)
+    assert len(eval(seen)) >= 4
+    assert set(eval(seen)) == {7.0}
+    assert float(after) == 1800
 
 
 def test_port_in_use():

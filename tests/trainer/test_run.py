@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import replace
 from unittest.mock import patch
@@ -145,3 +146,35 @@ def test_a_folder_that_rank_0_cannot_have_is_said_once_by_launch(tmp_path):
                           timeout=150, check=False, env=environment)  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.count("is a file, and a run's record is a folder") == 1
+
+
+def float32_flags():
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    owners = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
+    newer = [owner.fp32_precision for owner in owners if hasattr(owner, "fp32_precision")]
+    return [cudnn.allow_tf32, cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(), *newer]
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+@pytest.mark.parametrize(("dtype", "full"), [("fp32", True), ("bf16", False), ("fp64", False)])
+def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
+    """cuDNN's convolutions round to TensorFloat-32 by default; matrix products where a program has asked for it."""
+    default = torch.get_float32_matmul_precision()
+    try:
+        if asked_for:
+            torch.set_float32_matmul_precision("medium")
+        before = float32_flags()
+        assert before[0] is True
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            options = RunOptions(device="cpu", dtype=dtype, outdir=tmp_path / "run", plots=False)
+            with start_run("test", options, Layout().fit(1)):
+                inside = float32_flags()
+        assert float32_flags() == before
+        if full:
+            assert inside[:3] == [False, False, "highest"]
+            assert set(inside[3:]) <= {"ieee"}
+        else:
+            assert inside == before
+    finally:
+        torch.set_float32_matmul_precision(default)

@@ -152,15 +152,20 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _remove_record(folder: Path) -> None:
-    """Remove a record's own files. Checkpoints stay: they are dear, and a new run that saves there replaces its own."""
+def own_files(folder: Path) -> list[Path]:
+    """The files that a record has, or may have: none of the user's, and no checkpoint."""
     own = [folder / name for name in _OWN]
     try:
         plots = json.loads((folder / PLOT_LIST).read_text())
         own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and ".." not in Path(name).parts]
     except (OSError, ValueError, TypeError, IndexError):
         pass  # no list, so no plot is known to be ours
-    for path in own:
+    return own
+
+
+def _remove_record(folder: Path) -> None:
+    """Remove a record's own files. Checkpoints stay: they are dear, and a new run that saves there replaces its own."""
+    for path in own_files(folder):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

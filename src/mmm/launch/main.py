@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,7 +44,8 @@ def _main(words: list[str], begin: float) -> int:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     what = target.parse(command)
     target.check(what)
-    shared = {wire.LINE_VARIABLE: shlex.join(["launch", *words]), **started.variables(os.environ, begin)}
+    shared = {wire.LINE_VARIABLE: shlex.join(["launch", *words]), wire.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
+              **started.variables(os.environ, begin)}
     plan = plan_run(what, wishes, shared)
     for note in plan.notes:
         print(f"launch: {note}", file=sys.stderr)

@@ -17,6 +17,7 @@ MARKER_VARIABLE = "MMM_LAUNCH_ID"        # the same in every process of one laun
 DEVICE_VARIABLE = "MMM_DEVICE"           # the device type chosen or detected
 CPUS_VARIABLE = "MMM_CPUS"               # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
 ATTEMPT_VARIABLE = "MMM_ATTEMPT"         # 0, 1, …: how often --retries has started the program again
+ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"    # the same in all attempts of one launch, and in no other launch
 LINE_VARIABLE = "MMM_LAUNCH_LINE"        # the command line as typed, for a run's record
 BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"      # when launch itself was started, seconds since 1970
 STARTED_VARIABLE = "MMM_STARTED_AT"      # the same of the job, where its script says so: then this one counts

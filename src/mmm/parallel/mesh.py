@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import math
 import shlex
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -134,16 +137,37 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
         experts: whether the model has experts: under tp they need the second mesh also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    groups = mesh.get_all_groups()
-    if has_axis(mesh, "cp"):
-        groups.append(dp_shard_cp(mesh).get_group())
-    if layout.ep > 1 or (experts and layout.tp > 1):
-        mesh.experts = _build_expert_mesh(layout, device_type)  # type: ignore[attr-defined]
-        groups += mesh.experts.get_all_groups()  # type: ignore[attr-defined]
-    for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+    limit = timedelta(seconds=timeout)
+    with _groups_that_give_up_after(limit):
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        groups = mesh.get_all_groups()
+        if has_axis(mesh, "cp"):
+            groups.append(dp_shard_cp(mesh).get_group())
+        if layout.ep > 1 or (experts and layout.tp > 1):
+            mesh.experts = _build_expert_mesh(layout, device_type)  # type: ignore[attr-defined]
+            groups += mesh.experts.get_all_groups()  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
+        for group in groups:  # an axis of all ranks is the default group, which has been there before
+            dist.distributed_c10d._set_pg_timeout(limit, group)
     return mesh
+
+
+@contextmanager
+def _groups_that_give_up_after(limit: timedelta) -> Iterator[None]:
+    """Inside, a process group that is made without a timeout gets this one, whatever its backend.
+
+    A mesh makes its groups without, and afterwards PyTorch can change it for gloo and nccl alone: those of xccl would
+    wait half an hour. Options by axis (``backend_override``) are newer than the oldest PyTorch that is supported, and
+    there are none for a backend such as ``cpu:gloo,xpu:xccl``.
+    """
+    c10d = dist.distributed_c10d
+    default = c10d._get_default_timeout
+    c10d._get_default_timeout = lambda backend: limit
+    try:
+        yield
+    finally:
+        c10d._get_default_timeout = default
 
 
 def dp_shard_cp(mesh: DeviceMesh) -> DeviceMesh:

@@ -9,7 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,3 +164,53 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
     if asked == "fp64" and device.type == "mps":
         raise DeviceError("--dtype fp64: MPS has no float64; use --device cpu")
     return Precision(asked, *_PRECISIONS[asked])
+
+
+@contextmanager
+def full_float32(precision: Precision) -> Iterator[None]:
+    """fp32 means fp32, for the length of a ``with`` block: no TensorFloat-32, which keeps 10 bits of 23.
+
+    cuDNN's convolutions use it by default, and matrix products where a program has asked for it before. Nothing is
+    changed for a run of another data type.
+    """
+    if precision.compute != torch.float32:
+        yield
+        return
+    flags = _float32_flags()
+    before = [_unless_mixed(read) for read, _, _ in flags]
+    for (_, write, wanted), value in zip(flags, before, strict=True):
+        if value != wanted:
+            _unless_mixed(partial(write, wanted))
+    try:
+        yield
+    finally:
+        for (_, write, _), value in zip(flags, before, strict=True):
+            if value is not None:
+                _unless_mixed(partial(write, value))
+
+
+def _float32_flags() -> list[tuple[Callable[[], Any], Callable[[Any], None], Any]]:
+    """Each flag of this PyTorch as (read, write, the value that is no TensorFloat-32); the older ones first.
+
+    Both generations, in this order: PyTorch's own readers of an older flag fail where only the newer one was set, and
+    an older one changes the newer ones.
+    """
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    owners: list[tuple[Any, str, Any]] = [(cudnn, "allow_tf32", False)]
+    for owner in (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul):  # since PyTorch 2.9
+        try:
+            if owner is not None and owner.fp32_precision:
+                owners.append((owner, "fp32_precision", "ieee"))
+        except AttributeError:
+            continue
+    flags = [(partial(getattr, owner, name), partial(setattr, owner, name), value) for owner, name, value in owners]
+    products = (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
+    return [flags[0], products, *flags[1:]]
+
+
+def _unless_mixed(do: Callable[[], Any]) -> Any:
+    """What `do` returns; None where PyTorch refuses an older flag, because the program has set a newer one itself."""
+    try:
+        return do()
+    except RuntimeError:
+        return None

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mmm import history
 from mmm.errors import DivergedError
+from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
 from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.footprint import Footprint
@@ -36,7 +37,7 @@ from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
-from mmm.runtime.device import Precision, choose_device, choose_precision
+from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
@@ -210,8 +211,11 @@ def start_run(
         check_fits(holds, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[Path] = []
+    earlier: list[str] = []  # attempts of the same launch
 
     def prepare() -> None:
+        if options.outdir is not None and (note := make_room(options.outdir)):
+            earlier.append(note)
         prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
 
     def meet(store: dist.Store) -> None:
@@ -220,6 +224,7 @@ def start_run(
     torch.manual_seed(options.seed)
     times = startup.ready()
     with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
+        stack.enter_context(full_float32(precision))
         outdir = prepared[0] if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
@@ -234,6 +239,7 @@ def start_run(
             "precision": {"name": precision.name, "reason": precision.reason},
             "started_by": rank.source,
             "launch": os.environ.get(LINE_VARIABLE),
+            "attempt": attempt._asdict() if (attempt := this_attempt()) else None,
             "python": sys.executable,
             "versions": history.versions(),
             "hosts": sorted({about["host"] for about in ranks}),
@@ -247,6 +253,8 @@ def start_run(
         run.describe()
         log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
                  precision.name, precision.reason, rank_table(ranks))  # fmt: skip
+        for note in earlier:
+            run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])
         if outdir is None:
