@@ -208,19 +208,26 @@ class ParallelModel:
         """Cut the norm of the whole gradient, over all stages and ranks, down to `max_norm`. A collective."""
         return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
 
-    def balance_experts(self, rate: float = BALANCE_RATE) -> float | None:
+    def balance_experts(self, rate: float = BALANCE_RATE, measured: bool = True) -> float | None:
         """After a step of the optimizer: `mmm.parallel.expert.balance_experts` on all stages. A collective.
 
+        Args:
+            measured: whether the imbalance is wanted, on all ranks or on none.
+
         Returns:
-            `mmm.parallel.expert.imbalance` over the layers of all stages, the same on every rank; None where the model
-            has no experts.
+            `mmm.parallel.expert.imbalance` over the layers of all stages, the same on every rank; None where it is not
+            wanted, or the model has no experts.
         """
         if not self._experts:
             return None
-        here = imbalance(balance_experts(self.modules.values(), self.mesh, rate))
+        load = balance_experts(self.modules.values(), self.mesh, rate)
+        if not measured:
+            return None
+        here = imbalance(load)
         if self.pipeline is None:
             return here
-        worst = torch.tensor(0.0 if math.isnan(here) else here, device=self.device)  # a stage may have no experts
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        worst = torch.tensor(0.0 if math.isnan(here) else here, dtype=dtype, device=self.device)  # a stage without any
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
         return worst.item()
 
