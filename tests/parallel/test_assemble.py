@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.models.transformer import Transformer
+from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.assemble import ParallelModel, Techniques, divide
@@ -133,3 +133,30 @@ def test_refused_before_any_process_group(model, layout, how, message):
 def test_unknown_schedule():
     with pytest.raises(ConfigError, match="is not one of GPipe"):
         divided("cnn", Layout(pp=2, dp_shard=1), Techniques(schedule="gpipe"))
+
+
+def uneven_loads(rank, measured):
+    """The imbalance of loads that are set by hand, one layer a stage, and whether pp was asked for it."""
+    config = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=3, expert_dim=24)
+    layout, how, plan = Layout(pp=2, dp_shard=1), Techniques(), transformer_plan()
+    with torch.device("meta"):
+        model, sample = Transformer(config), torch.zeros(4, reference.SEQ, dtype=torch.int64)
+    division = divide(model, plan, layout, how, sample)
+    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    made = ParallelModel(model, plan, layout, mesh, FP64, how, division, device=CPU, seed=0)
+    for stage in made.modules.values():
+        for number, layer in stage.layers.items():
+            layer.moe.counts = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
+    reduced = []
+    original = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *given, **named: (reduced.append(1), original(*given, **named))[1]
+    try:
+        return made.balance_experts(0.0, measured), len(reduced)
+    finally:
+        torch.distributed.all_reduce = original
+
+
+def test_the_imbalance_is_as_on_one_device(pool):
+    """To the last bit also through a pipeline, and worked out only where it is wanted."""
+    assert pool.run(uneven_loads, 2, True) == [(15 / 7, 2)] * 2  # over dp, and over pp
+    assert pool.run(uneven_loads, 2, False) == [(None, 1)] * 2

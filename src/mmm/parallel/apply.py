@@ -64,6 +64,7 @@ def apply(
     check_data_parallel(data_parallel, layout)
     if compile:
         check_compile(plan, layout)
+        check_compiled_experts(model, plan, checkpointing)
     if offload:
         check_offload(data_parallel, precision.name)
     ties = find_ties(model)
@@ -109,6 +110,20 @@ def check_compile(plan: Plan, layout: Layout) -> None:
         raise LayoutError(
             f"--compile with cp {layout.cp}: attention that talks to other ranks has not been shown to compile to the "
             f"right gradients; leave --compile out, or use cp 1"
+        )
+
+
+def check_compiled_experts(model: nn.Module, plan: Plan, checkpointing: str) -> None:
+    """Whether what is compiled may be checkpointed; needs no process group.
+
+    Raises:
+        ConfigError: it has experts, and PyTorch would compile nothing, without a word.
+    """
+    if checkpointing != "none" and any(find(model, pattern) for pattern in plan.experts):
+        raise ConfigError(
+            f"--compile with activation checkpointing {checkpointing!r} of layers with experts: PyTorch leaves experts "
+            f"out of what it compiles (how many rows one has is known only once the router has chosen), and cannot "
+            f"leave out a part of what is checkpointed: it would compile nothing; leave one of the two out"
         )
 
 

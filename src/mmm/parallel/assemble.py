@@ -25,10 +25,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.weights import canonical_name
-from mmm.parallel.apply import apply, check_compile, check_weights, materialize
+from mmm.parallel.apply import apply, check_compile, check_compiled_experts, check_weights, materialize
 from mmm.parallel.checkpoint import check_checkpointing
 from mmm.parallel.chunked_loss import Loss, loss_of
 from mmm.parallel.clip import clip_grad_norm
+from mmm.parallel.compiled import CompileReport
 from mmm.parallel.context import positions_of
 from mmm.parallel.data import check_data_parallel, sync_gradients
 from mmm.parallel.expert import BALANCE_RATE, balance_experts, imbalance
@@ -107,6 +108,8 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     check_data_parallel(how.data_parallel, layout)
     check_checkpointing(plan, how.checkpointing)
     check_tiles(how.tile, how.checkpointing)
+    if how.compile:
+        check_compiled_experts(model, plan, how.checkpointing)
     if how.tile > 1 and plan.tiled and not any(find(model, pattern) for pattern in plan.tiled):
         raise ConfigError(f"tile {how.tile}: the feed-forward layers of this model are experts, which have no tiles")
     if how.offload:
@@ -187,6 +190,7 @@ class ParallelModel:
                                          compile=how.compile, loss_chunks=how.loss_chunks, tile=how.tile,
                                          offload=how.offload)  # fmt: skip
             materialize(self.modules[number], device, seed)
+        self._report = CompileReport(self.modules.values()) if how.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._value: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
         self.pipeline: Pipeline | None = None
@@ -211,19 +215,26 @@ class ParallelModel:
         """Cut the norm of the whole gradient, over all stages and ranks, down to `max_norm`. A collective."""
         return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
 
-    def balance_experts(self, rate: float = BALANCE_RATE) -> float | None:
+    def balance_experts(self, rate: float = BALANCE_RATE, measured: bool = True) -> float | None:
         """After a step of the optimizer: `mmm.parallel.expert.balance_experts` on all stages. A collective.
 
+        Args:
+            measured: whether the imbalance is wanted, on all ranks or on none.
+
         Returns:
-            `mmm.parallel.expert.imbalance` over the layers of all stages, the same on every rank; None where the model
-            has no experts.
+            `mmm.parallel.expert.imbalance` over the layers of all stages, the same on every rank; None where it is not
+            wanted, or the model has no experts.
         """
         if not self._experts:
             return None
-        here = imbalance(balance_experts(self.modules.values(), self.mesh, rate))
+        load = balance_experts(self.modules.values(), self.mesh, rate)
+        if not measured:
+            return None
+        here = imbalance(load)
         if self.pipeline is None:
             return here
-        worst = torch.tensor(0.0 if math.isnan(here) else here, device=self.device)  # a stage may have no experts
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        worst = torch.tensor(0.0 if math.isnan(here) else here, dtype=dtype, device=self.device)  # a stage without any
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
         return worst.item()
 
@@ -237,6 +248,13 @@ class ParallelModel:
         Returns:
             This rank's share of the loss, scalar, without a graph: `Layout.loss_ranks` add up to the global loss.
         """
+        share = self._step(inputs, targets, count, scaler)
+        if self._report is not None:
+            self._report.say()
+            self._report = None
+        return share
+
+    def _step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None) -> Tensor:
         inputs, targets, whole = self._own(inputs, targets)
         with loss_parallel():
             if self.pipeline is not None:

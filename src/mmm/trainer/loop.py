@@ -70,12 +70,13 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        uneven = model.balance_experts(0.0 if scaler.skipped else how.balance_rate)  # a skipped step moves nothing
-        clock.lap("dto")
-
         since, last = since + 1, step == how.steps - 1
         end_of_epoch = (step + 1) % task.steps_per_epoch == 0
         judge = last or (end_of_epoch if how.by_epoch else how.eval_every > 0 and (step + 1) % how.eval_every == 0)
+        due = judge or (not how.by_epoch and step % run.options.log_every == 0)
+        uneven = model.balance_experts(0.0 if scaler.skipped else how.balance_rate, due)  # a skipped step moves nothing
+        clock.lap("dto")
+
         if how.by_epoch and not judge:
             continue
         more = {} if uneven is None else {"imbalance": uneven}
@@ -85,7 +86,6 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
             more |= judged
         at = {"epoch": step // task.steps_per_epoch + 1} if how.by_epoch else {"iter": step}
         name = {"train_loss" if how.by_epoch else "loss": share / since}
-        due = judge or step % run.options.log_every == 0
         size = since * task.global_batch, since * task.tokens
         run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
         for callback in how.callbacks:

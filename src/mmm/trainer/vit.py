@@ -14,14 +14,15 @@ from typing import Literal
 import torch
 
 from mmm.errors import ConfigError
-from mmm.models.vit import PRESETS, ViT, ViTConfig
+from mmm.models.vit import PRESETS, SDPA_BACKENDS, ViT, ViTConfig
 from mmm.parallel import batch_sizes
 from mmm.parallel.assemble import divide
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.parallel.tile import check_tiles
-from mmm.runtime.device import choose_device
+from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.runtime.sdpa import check_sdpa
 from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
@@ -73,7 +74,8 @@ def train(config: Config) -> None:
     config.check()
     rank, plan, how = whoami(), vit_plan(), config.techniques(config.compile, tile=config.tile)
     layout = config.layout(rank.world_size)
-    accelerator = choose_device(config.device, rank).type != "cpu"
+    device = choose_device(config.device, rank)
+    accelerator = device.type != "cpu"
     preset = config.preset if config.preset != "auto" else ("large" if accelerator else "debug")
     sizes = config.sizes(preset)
     check_vit(sizes, layout)
@@ -85,6 +87,8 @@ def train(config: Config) -> None:
     if config.summary:
         data, sizes = None, replace(sizes, classes=config.classes or sizes.classes)
     else:
+        check_sdpa(sizes.sdpa_backend, SDPA_BACKENDS, device, choose_precision(config.dtype, device).compute,
+                   (sizes.patches, sizes.head_dim))  # fmt: skip
         fake_classes = config.classes or sizes.classes
         data = config.load_images(rank, sizes.image_size, sizes.channels, fake_classes, config.seed)
         if config.classes not in (None, len(data.classes)):
