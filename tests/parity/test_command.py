@@ -31,6 +31,10 @@ def rows_of(path):
         ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
         ("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"),
         ("--model", "gpt", "--layout", "dp2.tp2"),
+        ("--model", "regression", "--layout", "pp2", "--layout", "tp2"),
+        ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
+        pytest.param(("--model", "vit", "--layout", "dp2.pp2", "--data", "digits"), marks=pytest.mark.long),
+        ("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18),
         pytest.param(("--model", "gpt", "--layout", "cp2.tp2"), marks=pytest.mark.long),
         pytest.param(("--model", "gpt", "--layout", "tp2", "--dtype", "fp32"), marks=pytest.mark.long),
         ("--model", "cnn", "--layout", "tp2.dp2", "--layout", "dp_shard2.dp_replicate2", "--optimizer", "sgd"),
@@ -41,7 +45,7 @@ def rows_of(path):
         pytest.param(("--model", "vit", "--layout", "pp2.dp2.tp2"), marks=pytest.mark.long),
         pytest.param(("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"), marks=pytest.mark.long),
     ],
-    ids=lambda arguments: " ".join(arguments[1::2]),
+    ids=lambda arguments: " ".join(map(str, arguments[1::2])),
 )
 def test_passes(parity, tmp_path, arguments):
     done = parity(*arguments, "--steps", 3, "--no_plots", "--json", tmp_path / "rows.json")
@@ -91,6 +95,8 @@ def test_what_is_left(parity, tmp_path):
         ("mean_of_each_microbatch", ("cnn", "dp2"), r"the loss of step \d differs"),
         ("gradients_divided_by_microbatches", ("cnn", "pp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
+        ("mask_buffers_of_ranks_are_spoiled", ("gpt", "tp2"), r"the loss of step \d differs"),
+        ("constants_of_ranks_are_spoiled", ("regression", "dp2"), r"the loss of step \d differs"),
         ("keys_bias_gets_a_gradient", ("gpt", "dp2"), r"the gradient of \S*key\.bias on rank \d"),
         ("norms_not_summed_over_sequence", ("transformer", "tp2"), r"the gradient of \S*norm\.weight on rank \d"),
     ],
@@ -149,6 +155,9 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--model", "gpt", "--layout", "1", "--data", "digits"), "mmm.models.gpt takes no square images"),
+        (("--model", "cnn", "--layout", "dp3"), "use --global_batch_size 15 or 18, or a dp that divides 16"),
+        (("--global_batch_size", "0"), "--global_batch_size 0: it must be at least 1"),
         (("--model", "gpt", "--layout", "pp2"), "tokens.weight and head.weight are one tied weight, and the pipeline"),
         (("--model", "cnn", "--layout", "cp2"), "--model cnn: cp 2: an image has no sequence to cut; use cp 1"),
         (("--model", "cnn", "--layout", "dp4.ep2"), "--model cnn: ep 2: the CNN has no experts; use ep 1"),

@@ -13,7 +13,7 @@ from mmm.parity import layouts, models
 from mmm.parity.layouts import Case, canonical, matrix, optimizers_for, ranks_of, sizes_of
 
 SOURCE = Path(layouts.__file__).parent.parent
-CASES = {name: list(matrix(name)) for name in ("transformer", "moe", "gpt", "vit", "cnn")}
+CASES = {name: list(matrix(name)) for name in ("transformer", "moe", "gpt", "regression", "vit", "cnn")}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,7 @@ def test_the_matrix_has_what_was_promised():
     assert {case.schedule for case in text if case.layout == "pp4"} == set(SCHEDULES)
     assert {case.data_parallel for case in text if case.layout == "dp4"} == {"fsdp", "ddp", "zero1", "zero2"}
     assert {case.cp_style for case in text if case.layout == "cp4"} == {"ring", "ulysses"}
+    assert {case.layout for case in CASES["cnn"] if case.data == "digits"} == {"dp2", "pp2"}
     pairs = {frozenset(case.sizes) for case in text if len(case.sizes) == 2}
     axes = ({"pp"}, {"dp_shard"}, {"cp"}, {"tp"})
     assert {frozenset(a | b) for a in axes for b in axes if a != b} <= pairs
@@ -100,7 +101,7 @@ def test_techniques_in_words():
 
 
 def test_models_are_found_by_their_files():
-    assert {"transformer", "moe", "gpt", "vit", "cnn"} <= set(models.names())
+    assert {"transformer", "moe", "gpt", "regression", "vit", "cnn"} <= set(models.names())
     assert "weights" not in models.names()
     with pytest.raises(ConfigError, match=r"there is no mmm/models/resnet\.py; the models here are cnn, "):
         models.find("resnet")

@@ -98,3 +98,26 @@ def keys_bias_gets_a_gradient():
         return loss
 
     mmm.parallel.assemble.ParallelModel.step = step
+
+
+def _buffers_of_ranks(named, spoil):
+    """`spoil` each buffer of that name when a rank has given its model memory; the reference keeps its own."""
+    right = mmm.parallel.assemble.materialize
+
+    def materialize(model, *given):
+        right(model, *given)
+        for name, buffer in model.named_buffers():
+            if name.endswith(named):
+                spoil(buffer)
+
+    mmm.parallel.assemble.materialize = materialize
+
+
+def mask_buffers_of_ranks_are_spoiled():
+    """A causal mask lets everything through."""
+    _buffers_of_ranks("mask", lambda mask: mask.fill_(True))
+
+
+def constants_of_ranks_are_spoiled():
+    """The spread of the data is 1, as a weight of a norm would be."""
+    _buffers_of_ranks("spread", lambda spread: spread.fill_(1))

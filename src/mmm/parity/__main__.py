@@ -35,7 +35,7 @@ class Options:
     """What to train, and how long."""
 
     model: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """transformer, moe, gpt, vit, cnn, or your own (docs/models.md); repeatable. Default: all."""
+    """transformer, moe, gpt, regression, vit, cnn, or your own (docs/models.md); repeatable. Default: all."""
     layout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp alone means FSDP.
     Default: the matrix of docs/parity.md."""
@@ -43,6 +43,8 @@ class Options:
     """Only layouts of that many ranks: 4, or 1..8; repeatable."""
     dtype: Literal["fp64", "fp32"] = "fp64"
     steps: int = 10
+    global_batch_size: int = 16
+    """Samples of a step, which have to divide over the data-parallel ranks: for dp3, say, 18."""
     seed: int = 0
     """Of initial weights and data."""
     json: Path | None = None
@@ -62,6 +64,8 @@ class Options:
     """For --layout. Default: 2, or with pp what the schedule needs at least."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
     """For --layout. Default: none."""
+    data: Literal["made_up", "digits"] | None = None
+    """For --layout: digits are real images, for models that take images. Default: made up by the model's own file."""
     timeout: float = 300.0
     """Seconds that a layout may take before it counts as hanging."""
     outdir: Path | None = None
@@ -75,7 +79,7 @@ class Options:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that is wrong by itself."""
-        for name in ("steps", "microbatches", "stages_per_rank"):
+        for name in ("steps", "global_batch_size", "microbatches", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
@@ -88,7 +92,8 @@ class Options:
 
     def techniques(self) -> dict[str, object]:
         """The flags that go with --layout and were given."""
-        names = ("data_parallel", "schedule", "stages_per_rank", "cp_style", "microbatches", "activation_checkpointing")
+        names = ("data_parallel", "schedule", "stages_per_rank", "cp_style", "microbatches", "activation_checkpointing",
+                 "data")  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def cases(self) -> list[Case]:
@@ -161,7 +166,7 @@ def compare(options: Options) -> int:
     from mmm.parity.reference import Training
 
     began = time.perf_counter()
-    training = Training(options.steps, options.seed, options.dtype)
+    training = Training(options.steps, options.seed, options.dtype, options.global_batch_size)
     ready, refused = run.ready_cases(cases, training)
     if refused and (options.model or not ready):
         raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))

@@ -23,6 +23,7 @@ class Case:
 
     Attributes:
         model: its name (`mmm.parity.models`). layout: the name as `canonical` writes it.
+        data: ``made_up``, by the model's own module, or ``digits``, real images.
         optimizers: one training each.
     """
 
@@ -34,6 +35,7 @@ class Case:
     microbatches: int | None = None
     stages_per_rank: int | None = None
     checkpointing: str = "none"
+    data: str = "made_up"
     optimizers: tuple[str, ...] = OPTIMIZERS
 
     @property
@@ -54,6 +56,7 @@ class Case:
             dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()),
             self.cp_style: "cp" in sizes,
             f"{self.checkpointing} checkpointing": self.checkpointing != "none",
+            self.data: self.data != "made_up",
         }
         return ", ".join(name for name, needed in said.items() if needed)
 
@@ -117,7 +120,8 @@ def optimizers_for(case: Case) -> tuple[str, ...]:
     """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
     that is wrong by a factor."""
     alone = len(case.sizes) < 2 or case.sizes.keys() in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
-    return OPTIMIZERS if alone and case.ranks <= 4 and case.checkpointing == "none" else ("sgd",)
+    plain = (case.checkpointing, case.data) == ("none", "made_up")
+    return OPTIMIZERS if alone and plain and case.ranks <= 4 else ("sgd",)
 
 
 # Layout -> techniques, each a case of its own; + joins two in one case, - is the defaults: FSDP, ring, 1F1B.
@@ -141,6 +145,7 @@ _IMAGES = {
     "dp_replicate2·dp_shard2·tp2": "-",
     "pp2·dp2·tp2": "-",
 }
+_REAL = {layout: f"{_IMAGES[layout]} digits" for layout in ("dp2", "pp2")}
 MATRIX: dict[str, dict[str, str]] = {
     "transformer": {
         "1": "- full selective",
@@ -203,14 +208,16 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2·tp2": "- full",
         "dp2·cp2·tp2": "-",
     },
-    "vit": {**_IMAGES, "pp4": _SCHEDULES},
-    "cnn": _IMAGES,
+    "regression": {"1": "-", "dp2": "fsdp", "tp2": "-", "pp2": "1F1B", "dp2·tp2": "-", "pp2·dp2": "-"},
+    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES},
+    "cnn": {**_IMAGES, **_REAL},
 }
 FIELDS = {
     **dict.fromkeys(("fsdp", "ddp", "zero1", "zero2"), "data_parallel"),
     **dict.fromkeys(_SCHEDULES.split(), "schedule"),
     **dict.fromkeys(("ring", "ulysses"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
+    "digits": "data",
 }
 
 

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmm.data.datasets import digits
+from mmm.data.images import ImagesInMemory
+from mmm.errors import ConfigError
 from mmm.models import weights
 
-GLOBAL_BATCH = 16  # samples: 8 data-parallel coordinates with 2 micro-batches, or 4 stages with 8
+GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
 RATES = {"sgd": 0.3, "adamw": 1e-2}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Training:
-    """How long, and of what: the same for the reference and for every layout. dtype: a key of `DTYPES`."""
+    """How long, and of what: the same for the reference and for every layout.
+
+    Attributes:
+        dtype: a key of `DTYPES`. global_batch: samples of a step.
+        data: ``made_up`` by the model's own module, or ``digits``.
+    """
 
     steps: int = 10
     seed: int = 0
     dtype: str = "fp64"
+    global_batch: int = GLOBAL_BATCH
+    data: str = "made_up"
 
 
 @dataclass(frozen=True)
@@ -35,10 +46,35 @@ class Reference:
 
 
 def batch(source: ModuleType, training: Training, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step's global batch, which depends on seed and step alone."""
+    """Inputs and targets of a step's global batch, which depends on seed and step alone.
+
+    Raises:
+        ConfigError: digits for a model that takes no images.
+    """
     numbers = torch.Generator().manual_seed(1_000_003 * training.seed + step)
-    inputs, targets = source.parity_batch(GLOBAL_BATCH, numbers)
-    return inputs.to(DTYPES[training.dtype]) if inputs.is_floating_point() else inputs, targets
+    inputs, targets = source.parity_batch(training.global_batch, numbers)
+    if training.data == "digits":
+        if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
+            raise ConfigError(f"--data digits: {source.__name__} takes no square images, but inputs of shape "
+                              f"{tuple(inputs.shape[1:])}; leave it out")  # fmt: skip
+        images = _digits(inputs.shape[-1], inputs.shape[1])
+        inputs, targets = images.images(torch.randint(images.samples, targets.shape, generator=numbers).numpy())
+    dtype = DTYPES[training.dtype]
+    inputs, targets = (some.to(dtype) if some.is_floating_point() else some for some in (inputs, targets))
+    return inputs, targets
+
+
+@lru_cache
+def _digits(size: int, channels: int) -> ImagesInMemory:
+    """Handwritten digits, brought to the model's size as the trainers do."""
+    return digits.load(size, channels)[0]
+
+
+def mean_loss(source: ModuleType, output: Tensor, targets: Tensor, count: int) -> Tensor:
+    """The sum of ``parity_loss`` of the module, or of cross-entropy, over the `count` targets of a global batch."""
+    if hasattr(source, "parity_loss"):
+        return source.parity_loss(output, targets) / count
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum") / count
 
 
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -51,8 +87,8 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
     """Train the model of a module.
 
     Args:
-        source: a module with ``parity_model``, ``parity_batch`` and, where a step changes more than an optimizer does,
-            ``parity_after_step``. optimizer: ``sgd`` or ``adamw``.
+        source: a module with ``parity_model``, ``parity_batch``, where the loss is not cross-entropy ``parity_loss``,
+            and where a step changes more than an optimizer does ``parity_after_step``. optimizer: ``sgd`` or ``adamw``.
     """
     model: nn.Module = source.parity_model()  # its buffers are what its constructor makes them
     weights.convert(model, DTYPES[training.dtype])
@@ -61,7 +97,7 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
     losses, gradients = [], {}
     for step in range(training.steps):
         inputs, targets = batch(source, training, step)
-        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        loss = mean_loss(source, model(inputs), targets, targets.numel())
         loss.backward()
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,7 @@ def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready],
     refused: list[tuple[Case, str]] = []
     for case in cases:
         try:
-            good.append(make_ready(models.find(case.model), case, training))
+            good.append(make_ready(models.find(case.model), case, replace(training, data=case.data)))
         except UserError as error:
             refused.append((case, str(error)))
     return good, refused
@@ -40,15 +41,15 @@ def compare(
     Args:
         timeout: seconds that a case may take. folder: for the tracebacks of ranks that failed.
     """
-    references: dict[str, dict[str, Reference | RanksFailed]] = {}
+    references: dict[tuple[str, str], dict[str, Reference | RanksFailed]] = {}
     for number, each in enumerate(ready):
         case = each.case
-        model = models.find(case.model)
-        known = references.setdefault(case.model, {})
+        model, of_case = models.find(case.model), replace(training, data=case.data)
+        known = references.setdefault((case.model, case.data), {})
         for optimizer in case.optimizers:
             if optimizer not in known:
-                known[optimizer] = _reference(model.source, training, optimizer, timeout)
-        rows = list(_compare_one(model, each, training, known, timeout, folder))
+                known[optimizer] = _reference(model.source, of_case, optimizer, timeout)
+        rows = list(_compare_one(model, each, of_case, known, timeout, folder))
         what = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
         say(f"[{number + 1}/{len(ready)}] {case}: {what}")
         yield from rows

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from mmm.parallel.traffic import count_traffic
 from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.parity.layouts import Case
 from mmm.parity.models import Model
-from mmm.parity.reference import DTYPES, GLOBAL_BATCH, Reference, Training, batch, make_optimizer
+from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank
@@ -70,19 +71,23 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
         UserError: it does not; with the reason.
     """
     layout = Layout(**{"dp_shard": 1, **case.sizes}).fit(case.ranks)
-    if GLOBAL_BATCH % layout.dp:
-        raise LayoutError(f"layout {case.layout}: the global batch of {GLOBAL_BATCH} samples does not divide over "
-                          f"{layout.dp} data-parallel coordinates: use 1, 2, 4, 8 or 16")  # fmt: skip
+    if training.global_batch % layout.dp:
+        size, dp = training.global_batch, layout.dp
+        near = " or ".join(str(some) for some in (size // dp * dp, (size // dp + 1) * dp) if some)
+        raise LayoutError(
+            f"layout {case.layout}: the global batch of {size} samples does not divide over {dp} data-parallel "
+            f"coordinates: use --global_batch_size {near}, or a dp that divides {size}"
+        )
     microbatches = case.microbatches
     if microbatches is None and layout.pp == 1:
-        microbatches = min(LEAST_MICROBATCHES, GLOBAL_BATCH // layout.dp)
+        microbatches = min(LEAST_MICROBATCHES, training.global_batch // layout.dp)
     elif microbatches is None and case.schedule in SCHEDULES:
         microbatches = max(LEAST_MICROBATCHES, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
     how = Techniques(
         data_parallel=case.data_parallel, cp_style=case.cp_style, schedule=case.schedule,  # type: ignore[arg-type]
         microbatches=microbatches, stages_per_rank=case.stages_per_rank, checkpointing=case.checkpointing,
     )  # fmt: skip
-    inputs = batch(model.source, training, 0)[0][: GLOBAL_BATCH // layout.dp]
+    inputs = batch(model.source, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters():
         whole = model.source.parity_model()
@@ -109,12 +114,13 @@ def _train(
     with meta_parameters():
         whole = model.source.parity_model()
     precision = Precision(training.dtype, dtype, dtype)
+    own_loss = partial(mean_loss, model.source) if hasattr(model.source, "parity_loss") else None
     made = ParallelModel(whole, model.plan(), layout, mesh, precision, ready.how, ready.division, device=CPU,
-                         seed=training.seed)  # fmt: skip
-    expected = least_traffic(model, ready, made, precision)
+                         seed=training.seed, loss=own_loss)  # fmt: skip
+    expected = least_traffic(model, ready, training, made, precision)
     update = make_optimizer(optimizer, made.parameters())
     sent = None
-    size = GLOBAL_BATCH // layout.dp
+    size = training.global_batch // layout.dp
     first = layout.dp_coordinate(rank.rank) * size
     losses: list[float] = []
     differences: dict[str, float] = {}
@@ -138,7 +144,9 @@ def _train(
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
 
 
-def least_traffic(model: Model, ready: Ready, made: ParallelModel, precision: Precision) -> float | None:
+def least_traffic(
+    model: Model, ready: Ready, training: Training, made: ParallelModel, precision: Precision
+) -> float | None:
     """Bytes that this rank has to send a step; None where there is no formula.
 
     There is none for experts, whose tokens go where the numbers say, nor for layers whose forward is repeated.
@@ -147,11 +155,11 @@ def least_traffic(model: Model, ready: Ready, made: ParallelModel, precision: Pr
         return None
     with meta_parameters():
         whole = model.source.parity_model()
-    inputs, _ = batch(model.source, Training(), 0)
+    inputs, _ = batch(model.source, training, 0)
     try:
         by_axis = assembled_traffic(
             whole, model.plan(), ready.layout, ready.how, ready.division, made.modules,
-            batch=GLOBAL_BATCH // ready.layout.dp, seq_length=inputs.shape[1], precision=precision,
+            batch=training.global_batch // ready.layout.dp, seq_length=inputs.shape[1], precision=precision,
         )  # fmt: skip
     except ValueError:  # "no formula for …"
         return None

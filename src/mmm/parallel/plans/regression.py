@@ -1,0 +1,30 @@
+"""How the residual perceptron is cut over tp: up by columns, down by rows; the rest is whole."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.models.regression import Regression
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+from mmm.parallel.uncut import Uncut
+
+
+def regression_plan() -> Plan:
+    """The plan of `mmm.models.regression.Regression`, of any size."""
+    return Plan(
+        tensor={"blocks.*.norm": Uncut(), "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(),
+                "head": Uncut()},
+        units=("blocks.*",),
+        checkpointed=("blocks.*",),
+        stages=("standardize", "blocks.*", "head"),
+        refused={"cp": "the perceptron has no sequence to cut", "ep": "the perceptron has no experts"},
+        check=lambda model, layout, inputs, cp_style: check_regression(model, layout),
+    )  # fmt: skip
+
+
+def check_regression(model: Regression, layout: Layout) -> None:
+    """Raises LayoutError where tp does not divide the hidden units."""
+    if model.hidden % layout.tp:
+        raise LayoutError(f"hidden {model.hidden} is not divisible by tp {layout.tp}: use a tp that divides it")
