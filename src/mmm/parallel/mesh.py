@@ -96,7 +96,8 @@ class Layout:
             others = self.ranks // self.dp_shard
             raise LayoutError(
                 f"ep {self.ep} does not divide dp_shard {self.dp_shard} (experts are cut over data-parallel ranks): "
-                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks"
+                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks (with dp_shard "
+                f"left out)"
             )
         return self
 

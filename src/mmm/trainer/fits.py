@@ -54,9 +54,10 @@ def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.devic
     if needed <= there:
         return
     parts = ["parameters", "gradients"] + ["optimizer state"] * (holds.state > 0)
+    more = _more(holds, "hosts" if on_host else "ranks", -(-everywhere // max(there, 1)))
     raise LayoutError(
         f"the model has {sum(holds.parameters):,} parameters: {who} would hold at least {needed / 1e9:,.1f} GB of "
-        f"{', '.join(parts)}, and {where} has {there / 1e9:,.1f} GB left: use a smaller model, {_more(holds, 'hosts' if on_host else 'ranks', -(-everywhere // max(there, 1)))}"
+        f"{', '.join(parts)}, and {where} has {there / 1e9:,.1f} GB left: use a smaller model, {more}"
     )
 
 
