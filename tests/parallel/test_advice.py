@@ -130,3 +130,9 @@ def test_nearest_and_smaller():
     assert smaller("tp", Layout(tp=4, dp_shard=1), lambda layout: True) == [2]  # 3 does not divide 4 ranks
     assert smaller("tp", Layout(tp=4, dp_shard=3), lambda layout: True) == [3]
     assert smaller("ep", Layout(dp_shard=4, ep=4), lambda layout: layout.ep < 2) == [1]
+
+
+def test_one_wrong_size_is_said_once_by_the_name_of_its_flag():
+    assert replace(SMALL, dim=0, ffn_dim=None).problems() == ["dim is 0: it must be at least 1"]
+    assert replace(DEBUG, dim=0).problems() == ["dim is 0: it must be at least 1"]
+    assert replace(SMALL, ffn_dim=0).problems() == ["ffn_dim is 0: it must be at least 1"]
