@@ -11,6 +11,7 @@ from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import PRESETS, ViTConfig
 from mmm.parallel import Layout
 from mmm.parallel.advice import nearest, smaller
+from mmm.parallel.data import check_data_parallel
 from mmm.parallel.pipeline import check_pipeline
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.parallel.plans.transformer import check_transformer
@@ -121,6 +122,42 @@ def test_of_a_pipeline(pp, dp, parts, schedule):
         check_pipeline(smaller_one, schedule, 2 * pp, 16 * pp, parts)
     if "1F1B)" in message:
         check_pipeline(layout, "1F1B", 2 * pp, 16 * pp, parts)
+
+
+@pytest.mark.parametrize(
+    ("technique", "layout"),
+    [
+        ("hsdp", Layout(dp_shard=4)),
+        ("hsdp", Layout(dp_shard=3)),
+        ("hsdp", Layout(dp_shard=1, tp=2)),
+        ("hsdp", Layout(dp_shard=4, ep=2)),
+        ("hsdp", Layout(dp_shard=2, ep=2)),
+        ("ddp", Layout(dp_shard=1, tp=2, cp=2)),
+        ("zero1", Layout(dp_shard=2, pp=2, ep=2)),
+        ("zero2", Layout(dp_replicate=2, dp_shard=2)),
+    ],
+    ids=str,
+)
+def test_of_a_data_parallel_technique(technique, layout):
+    with pytest.raises(LayoutError) as refused:
+        check_data_parallel(technique, layout)
+    advised = str(refused.value).rpartition(": ")[2]
+    if other := re.search(r"use (\w+)", advised):
+        check_data_parallel(other[1], layout)
+    if sizes := re.findall(r"(pp|cp|tp|ep|dp_replicate) (\d)", advised):
+        changed = replace(layout, **{axis: int(size) for axis, size in sizes}, dp_shard=-1).fit(layout.ranks)
+        check_data_parallel(technique, changed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [(Layout(tp=3), 4), (Layout(tp=3, ep=2), 4), (Layout(pp=2, cp=2, ep=3), 6), (Layout(dp_shard=4, tp=2, ep=2), 4)],
+    ids=str,
+)
+def test_of_the_number_of_ranks(layout, ranks):
+    with pytest.raises(LayoutError) as refused:
+        layout.fit(ranks)
+    layout.fit(int(re.search(r"launch -n (\d+)", str(refused.value))[1]))
 
 
 def test_nearest_and_smaller():

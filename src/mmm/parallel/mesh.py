@@ -81,7 +81,7 @@ class Layout:
             if world_size % product:
                 raise LayoutError(
                     f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
-                    f"{world_size}: {_line_that_fits(product)}"
+                    f"{world_size}: {_line_that_fits(product * self.ep)}"
                 )
             return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
