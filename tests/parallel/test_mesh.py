@@ -85,7 +85,7 @@ def test_batches_that_do_not_fit(batch, whole, dp, words):
 @pytest.mark.parametrize(
     ("config", "tp", "seq", "words"),
     [
-        ({}, 3, 96, "n_heads 32 is not divisible by tp 3 .* use n_heads 30 or 33"),
+        ({}, 3, 96, "n_heads 32 is not divisible by tp 3 .* use tp 1"),
         ({"n_kv_heads": 32}, 64, 192, "n_heads 32 < tp 64"),
         ({"ffn_dim": 81}, 2, 96, "ffn_dim 81"),
         ({}, 4, 30, "seq_length 30 is not divisible by tp 4 .* use seq_length 28 or 32"),

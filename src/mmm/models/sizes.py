@@ -6,5 +6,6 @@ from collections.abc import Iterable
 
 
 def below_one(config: object, names: Iterable[str]) -> list[str]:
-    """The sizes of `config`, by name, that are below 1: one sentence each."""
-    return [f"{name} is {getattr(config, name)}: it must be at least 1" for name in names if getattr(config, name) < 1]
+    """The sizes of `config`, by name, that are below 1: one sentence each. One that is None follows from the others."""
+    sizes = {name: getattr(config, name) for name in names}
+    return [f"{name} is {size}: it must be at least 1" for name, size in sizes.items() if size is not None and size < 1]

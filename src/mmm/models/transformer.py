@@ -63,7 +63,7 @@ class TransformerConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = below_one(self, ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"))
+        found = below_one(self, ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim"))
         if self.n_experts < 0:
             found.append(f"n_experts is {self.n_experts}: it must be at least 1, or 0 for none")
         if self.n_experts > 0:

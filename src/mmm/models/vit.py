@@ -72,7 +72,7 @@ class ViTConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        sizes = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "hidden_dim")
+        sizes = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "mlp_dim")
         found = below_one(self, sizes)
         if self.attention not in ATTENTION:
             found.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")

@@ -163,7 +163,8 @@ def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Seq
     list of 1F1B begins on the last rank with micro-batch 1.
 
     Args:
-        schedule: a key of `pipeline.SCHEDULES`. stages: of each rank, by number, as `pipeline.stages_of` gives them.
+        schedule: a key of `pipeline.SCHEDULES`.
+        stages: of each rank the numbers of its stages, as `pipeline.stages_of` gives them: ``[[0, 3], [1, 2]]``.
     """
     if schedule in ("GPipe", "1F1B"):
         return [_single(schedule, rank, pp, microbatches) for rank in range(pp)]

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.data import Batch
 from mmm.errors import ConfigError
+from mmm.parallel.advice import Broken
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ring import RingAttention
@@ -88,8 +89,8 @@ def check_style(style: str) -> None:
         raise ConfigError(f"cp_style {style!r} is not one of {', '.join(STYLES)}")
 
 
-def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) -> list[str]:
-    """What keeps a model's sequence from being cut, one sentence each; empty when nothing does.
+def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) -> list[Broken]:
+    """What keeps a model's sequence from being cut; empty when nothing does.
 
     Args:
         n_heads: query heads of the whole model. seq_length: in tokens.
@@ -100,18 +101,14 @@ def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) 
     found = []
     parts = 2 * layout.cp * layout.tp
     if seq_length % parts:
-        below = max(seq_length // parts, 1) * parts
-        nearest = sorted({below, (seq_length // parts + 1) * parts})
         cut = f"2 · cp {layout.cp}" + (f" · tp {layout.tp}" if layout.tp > 1 else "")
-        found.append(
-            f"seq_length {seq_length} is not divisible by {cut} = {parts} (each rank takes two chunks of the same "
-            f"length): use seq_length {' or '.join(map(str, nearest))}, or a smaller cp"
-        )
+        text = (f"seq_length {seq_length} is not divisible by {cut} = {parts} (each rank takes two chunks of the same "
+                f"length)")  # fmt: skip
+        found.append(Broken("seq_length", text, "seq_length", ("cp",)))
     ranks = layout.cp * layout.tp
     if style == "ulysses" and n_heads % ranks:
         over = f"cp {layout.cp}" + (f" · tp {layout.tp} = {ranks}" if layout.tp > 1 else "")
-        found.append(
-            f"n_heads {n_heads} is not divisible by {over} (under ulysses each rank takes whole heads): use a "
-            f"cp that divides {n_heads // layout.tp}, or --cp_style ring"
-        )
+        text = f"n_heads {n_heads} is not divisible by {over} (under ulysses each rank takes whole heads)"
+        more = "" if n_heads % layout.tp else "--cp_style ring"
+        found.append(Broken("n_heads", text, "n_heads", ("cp",), more))
     return found

@@ -50,15 +50,17 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
     if data_parallel not in DATA_PARALLEL:
         raise ConfigError(f"data_parallel {data_parallel!r} is not one of {', '.join(DATA_PARALLEL)}")
     if data_parallel == "hsdp" and layout.dp_replicate == 1:
+        copies = next((n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % (n * layout.ep) == 0), 0)
         raise LayoutError(
-            f"hsdp keeps copies of a model that is cut over dp_shard, and the layout {layout} has one copy: give "
-            f"dp_replicate 2 or more, or use fsdp"
+            f"hsdp keeps copies of a model that is cut over dp_shard, and the layout {layout} has one copy: "
+            f"{f'give dp_replicate {copies}, or ' if copies else ''}use fsdp"
         )
     if data_parallel in WHOLE:
-        for axis in ("pp", "cp", "tp", "ep"):
-            if (size := getattr(layout, axis)) > 1:
-                raise LayoutError(f"{data_parallel} keeps the whole model on every rank, which does not go with {axis} "
-                                  f"{size}: use fsdp, or {axis} 1")  # fmt: skip
+        if others := [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]:
+            there, alone = (" · ".join(f"{axis} {size}" for axis, size in sizes) for sizes in (
+                [(axis, getattr(layout, axis)) for axis in others], [(axis, 1) for axis in others]))  # fmt: skip
+            raise LayoutError(f"{data_parallel} keeps the whole model on every rank, which does not go with {there}: "
+                              f"use fsdp, or {alone}")  # fmt: skip
         if layout.dp_replicate > 1 and layout.dp_shard > 1:
             raise LayoutError(
                 f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} "

@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmm.errors import LayoutError
 from mmm.models.experts import Experts, MixtureOfExperts, loads, work_out
+from mmm.parallel.advice import Broken
 from mmm.parallel.fsdp import mixed_precision, offload_policy
 from mmm.parallel.mesh import Layout, expert_mesh, has_axis
 from mmm.parallel.plan import Plan, find
@@ -49,23 +50,18 @@ from mmm.runtime.device import Precision
 BALANCE_RATE = 1e-3  # DeepSeek-V3's
 
 
-def expert_problems(n_experts: int, layout: Layout) -> list[str]:
-    """What keeps a model's experts from being cut, one sentence each; empty when nothing does.
+def expert_problems(n_experts: int, layout: Layout) -> list[Broken]:
+    """What keeps a model's experts from being cut; empty when nothing does.
 
     Args:
         n_experts: of each layer; 0 for a model without.
     """
-    if layout.ep == 1:
+    if layout.ep == 1 or (n_experts and n_experts % layout.ep == 0):
         return []
     if n_experts == 0:
-        return [f"ep {layout.ep}: the model has no experts to cut: give it n_experts, or use ep 1"]
-    if n_experts % layout.ep:
-        nearest = sorted({max(n_experts // layout.ep, 1) * layout.ep, (n_experts // layout.ep + 1) * layout.ep})
-        return [
-            f"n_experts {n_experts} is not divisible by ep {layout.ep} (each rank takes the same number of them): use "
-            f"n_experts {' or '.join(map(str, nearest))}, or an ep that divides {n_experts}"
-        ]
-    return []
+        return [Broken("ep", f"ep {layout.ep}: the model has no experts to cut: give it n_experts, or use ep 1")]
+    text = f"n_experts {n_experts} is not divisible by ep {layout.ep} (each rank takes the same number of them)"
+    return [Broken("n_experts", text, "n_experts", ("ep",))]
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:

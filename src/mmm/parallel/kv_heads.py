@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from mmm.parallel.advice import Broken
+
 
 class KVHeads(ColwiseParallel):
     """`ColwiseParallel` for a matrix that makes `heads` key or value heads. Where there are fewer than ranks, each rank
@@ -47,18 +49,17 @@ class KVHeads(ColwiseParallel):
         return module
 
 
-def kv_head_problems(n_kv_heads: int, head_dim: int, tp: int) -> list[str]:
-    """What keeps key/value heads from being cut over tp, one sentence each; empty when nothing does."""
+def kv_head_problems(n_kv_heads: int, head_dim: int, tp: int) -> list[Broken]:
+    """What keeps key/value heads from being cut over tp; empty when nothing does."""
     if n_kv_heads % tp == 0:
         return []
     if tp % n_kv_heads:
-        near = [n for n in range(1, 2 * max(n_kv_heads, tp) + 1) if n % tp == 0 or tp % n == 0]
-        near = sorted(sorted(near, key=lambda n: abs(n - n_kv_heads))[:2])
-        return [f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes whole "
-                f"key/value heads, or several share one): use n_kv_heads {' or '.join(map(str, near))}, or a tp that "
-                f"divides {n_kv_heads}"]  # fmt: skip
+        text = (f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes whole "
+                f"key/value heads, or several share one)")  # fmt: skip
+        return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]
     if n_kv_heads * head_dim % tp:
         part = tp // n_kv_heads
-        return [f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {part} of a key/value head, and head_dim "
-                f"{head_dim} is not divisible by {part}: use tp {n_kv_heads}, or another dim"]  # fmt: skip
+        text = (f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {part} of a key/value head, and head_dim "
+                f"{head_dim} is not divisible by {part}")  # fmt: skip
+        return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]
     return []

@@ -84,7 +84,7 @@ class Layout:
             if world_size % product:
                 raise LayoutError(
                     f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
-                    f"{world_size}: {_line_that_fits(product)}"
+                    f"{world_size}: {_line_that_fits(product * self.ep)}"
                 )
             return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
@@ -99,7 +99,8 @@ class Layout:
             others = self.ranks // self.dp_shard
             raise LayoutError(
                 f"ep {self.ep} does not divide dp_shard {self.dp_shard} (experts are cut over data-parallel ranks): "
-                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks"
+                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks (with dp_shard "
+                f"left out)"
             )
         return self
 

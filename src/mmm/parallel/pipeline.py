@@ -127,8 +127,8 @@ def check_pipeline(
     elif pp * each > parts:
         wrong.append(
             f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
-            f"them: use {f'pp {parts // each} or less, ' if parts // each > 1 else ''}a model with more layers"
-            + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 else "")
+            f"them: use {f'pp {fewer}, ' if (fewer := _smaller_pp(layout, parts // each)) else ''}a model with more "
+            f"layers" + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
         )
     least, multiple = kind.microbatches(pp)
     if microbatches < least or microbatches % multiple or batch % microbatches:
@@ -157,6 +157,11 @@ def check_pipeline(
     if wrong:
         raise LayoutError("; ".join(wrong))
     return each
+
+
+def _smaller_pp(layout: Layout, most: int) -> int:
+    """The largest pp up to `most` that the same ranks make a mesh with; 0 if that is no pipeline."""
+    return next((pp for pp in range(most, 1, -1) if layout.pp * layout.dp_shard % pp == 0), 0)
 
 
 def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:

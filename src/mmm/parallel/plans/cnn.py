@@ -18,10 +18,13 @@ Over tp, the two linear layers::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.models.cnn import CNNConfig
+from mmm.parallel.advice import Broken, advise
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
 from mmm.parallel.uncut import Uncut
@@ -44,14 +47,19 @@ def check_cnn(config: CNNConfig, layout: Layout) -> None:
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
-    wrong = config.problems()
-    wrong += axis_problems(cnn_plan(), layout)
-    if not wrong and layout.tp > 1:
-        if config.hidden % layout.tp:
-            wrong.append(f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same part of "
-                         f"fc1): use a tp that divides {config.hidden}")  # fmt: skip
-        if config.fc_dropout:
-            wrong.append(f"fc_dropout {config.fc_dropout} with tp {layout.tp}: the ranks of a tp group draw the same "
-                         f"numbers, and would drop the same places of different hidden units; use 0")  # fmt: skip
-    if wrong:
+    if wrong := config.problems() + axis_problems(cnn_plan(), layout):
         raise LayoutError("; ".join(wrong))
+
+    def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
+        found = []
+        if config.hidden % layout.tp:
+            text = f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same part of fc1)"
+            found.append(Broken("hidden", text, axes=("tp",)))
+        if config.fc_dropout and layout.tp > 1:
+            text = (f"fc_dropout {config.fc_dropout} with tp {layout.tp}: the ranks of a tp group draw the same "
+                    f"numbers, and would drop the same places of different hidden units")  # fmt: skip
+            found.append(Broken("fc_dropout", text, more="--no-dropout (fc_dropout 0), or tp 1"))
+        return found
+
+    if text := advise(find, {}, layout):
+        raise LayoutError(text)

@@ -22,6 +22,9 @@ Between the cut matrices the sequence is cut (sequence parallel): norms and resi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
+from mmm.parallel.advice import Broken, advise
 from mmm.parallel.context import context_problems
 from mmm.parallel.expert import expert_problems
 from mmm.parallel.kv_heads import KVHeads, kv_head_problems
@@ -99,28 +103,40 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
         wrong.append(f"seq_length is {seq_length}: it must be at least 1")
     if wrong:
         raise LayoutError("; ".join(wrong))
-    wrong += context_problems(config.n_heads, layout, seq_length, cp_style)
-    wrong += expert_problems(config.n_experts, layout)
-    if layout.tp > 1:
-        wrong += kv_head_problems(config.n_kv_heads, config.head_dim, layout.tp)
-        for flag, size, what in (
-            ("n_heads", config.n_heads, "each rank takes whole heads"),
-            ("ffn_dim", config.hidden_dim, "each rank takes the same part of the feed-forward layer"),
-            ("seq_length", seq_length, "between the cut matrices each rank takes the same part of the sequence"),
-        ):
-            if flag == "seq_length" and layout.cp > 1:
-                continue  # has had a stricter rule
-            if flag == "ffn_dim" and config.n_experts:
-                continue  # experts are whole on each tp rank
-            if size % layout.tp:
-                nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
-                broken = "is not divisible by" if size > layout.tp else "<"
-                wrong.append(
-                    f"{flag} {size} {broken} tp {layout.tp} ({what}): use {flag} "
-                    f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
-                )
-        if (layout.tp - 1) * -(-config.vocab_size // layout.tp) >= config.vocab_size:
-            wrong.append(f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it: use "
-                         f"a multiple of {layout.tp}, or a smaller tp")  # fmt: skip
-    if wrong:
-        raise LayoutError("; ".join(wrong))
+
+    def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
+        changed = {flag: size for flag, size in sizes.items() if flag != "seq_length" and size != given[flag]}
+        return _broken(replace(config, **changed), layout, sizes["seq_length"], cp_style)
+
+    given = {flag: getattr(config, flag) for flag in ("n_heads", "n_kv_heads", "vocab_size", "n_experts")}
+    given |= {"ffn_dim": config.hidden_dim, "seq_length": seq_length}
+    if text := advise(find, given, layout):
+        raise LayoutError(text)
+
+
+def _broken(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str) -> list[Broken]:
+    """The rules that such a Transformer breaks on a layout."""
+    if wrong := config.problems():
+        return [Broken(problem, problem) for problem in wrong]
+    found = context_problems(config.n_heads, layout, seq_length, cp_style) + expert_problems(config.n_experts, layout)
+    if layout.tp == 1:
+        return found
+    found += kv_head_problems(config.n_kv_heads, config.head_dim, layout.tp)
+    for flag, size, what in (
+        ("n_heads", config.n_heads, "each rank takes whole heads"),
+        ("ffn_dim", config.hidden_dim, "each rank takes the same part of the feed-forward layer"),
+        ("seq_length", seq_length, "between the cut matrices each rank takes the same part of the sequence"),
+    ):
+        if flag == "seq_length" and layout.cp > 1:
+            continue  # has had a stricter rule
+        if flag == "n_heads" and layout.cp > 1 and cp_style == "ulysses":
+            continue  # has had a stricter rule
+        if flag == "ffn_dim" and config.n_experts:
+            continue  # experts are whole on each tp rank
+        if size % layout.tp:
+            broken = "is not divisible by" if size > layout.tp else "<"
+            found.append(Broken(flag, f"{flag} {size} {broken} tp {layout.tp} ({what})", flag, ("tp",)))
+    if (layout.tp - 1) * -(-config.vocab_size // layout.tp) >= config.vocab_size:
+        text = f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it"
+        found.append(Broken("vocab_size", text, "vocab_size", ("tp",)))
+    return found

@@ -20,11 +20,15 @@ over none, so the sequence is not cut (as it is in the Transformer's plan)::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.models.vit import ViTConfig
+from mmm.parallel.advice import Broken, advise
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
 from mmm.parallel.uncut import Uncut
@@ -67,19 +71,24 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
-    wrong = config.problems()
-    wrong += axis_problems(vit_plan(), layout)
-    if not wrong and layout.tp > 1:
-        for flag, size, what in (
-            ("n_heads", config.n_heads, "each rank takes whole heads"),
-            ("mlp_dim", config.hidden_dim, "each rank takes the same part of the MLP"),
+    if wrong := config.problems() + axis_problems(vit_plan(), layout):
+        raise LayoutError("; ".join(wrong))
+    width = "dim" if config.mlp_dim is None else "mlp_dim"  # what the MLP's width follows from
+    given = {flag: getattr(config, flag) for flag in ("n_heads", width)}
+
+    def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
+        changed = replace(config, **sizes)  # type: ignore[arg-type]
+        if wrong := changed.problems():
+            return [Broken(problem, problem) for problem in wrong]
+        found = []
+        for flag, size, what, change in (
+            ("n_heads", changed.n_heads, "each rank takes whole heads", "n_heads"),
+            ("mlp_dim", changed.hidden_dim, "each rank takes the same part of the MLP", width),
         ):
             if size % layout.tp:
-                nearest = sorted({max(size // layout.tp, 1) * layout.tp, (size // layout.tp + 1) * layout.tp})
                 broken = "is not divisible by" if size > layout.tp else "<"
-                wrong.append(
-                    f"{flag} {size} {broken} tp {layout.tp} ({what}): use {flag} "
-                    f"{' or '.join(map(str, nearest))}, or a tp that divides {size}"
-                )
-    if wrong:
-        raise LayoutError("; ".join(wrong))
+                found.append(Broken(flag, f"{flag} {size} {broken} tp {layout.tp} ({what})", change, ("tp",)))
+        return found
+
+    if text := advise(find, given, layout):
+        raise LayoutError(text)
