@@ -180,3 +180,17 @@ def test_a_small_global_batch_covers_a_set_in_memory():
     image_set = ImagesInMemory(pixels, np.arange(5), "abcde", (0.0,), (1 / 255,))
     images, labels = image_set.images([4, 0, 4])
     assert images.flatten().round().tolist() == [4, 0, 4] == labels.tolist()
+
+
+@pytest.mark.parametrize("size", [6, 8, 12])
+@pytest.mark.parametrize(("stored", "channels"), [(1, 1), (1, 3), (3, 1), (3, 3)])
+@pytest.mark.parametrize("augment", [None, Augment(1)], ids=["plain", "augmented"])
+def test_strides_are_those_of_the_shape(size, stored, channels, augment):
+    """Convolutions would go on from others, and what they then give cannot be sent between pipeline stages."""
+    pixels = np.random.RandomState(0).randint(0, 256, (20, 8, 8, stored)).astype(np.uint8).transpose(0, 3, 1, 2)
+    images = ImagesInMemory(pixels, np.zeros(20), ("zero",), (0.5,) * stored, (0.25,) * stored, size, channels)
+    for image_set in (images, FakeImages(20, (channels, size, size), 4, seed=5)):
+        for first in (0, 18):  # with padding at the end
+            batches = ImageBatches(image_set, 20, drop_last=False, augment=augment)
+            batch = batches.batch(0, first, 6 if first else 1).to(torch.device("cpu"), torch.float64)
+            assert batch.images.stride() == torch.empty(batch.images.shape).stride()

@@ -285,3 +285,13 @@ def test_folders_without_classes_or_images(tmp_path):
     assert (data.train.samples, data.test.samples) == (1, 1)
     with pytest.raises(DataError, match="1 or 3 channels, not 4"):
         load_images("folder", tmp_path, channels=4)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "folder"])
+def test_strides_are_those_of_the_shape(request, name, channels):
+    made = request.getfixturevalue({"mnist": "mnist", "cifar10": "cifar_folder", "folder": "pictures"}[name])
+    data = load_images(name, made[0] if name == "mnist" else made, channels=channels, image_size=16)
+    for image_set in (data.train, data.test):
+        images, _ = image_set.images([0, 1, 2])
+        assert images.stride() == torch.empty(images.shape).stride()

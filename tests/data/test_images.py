@@ -11,7 +11,7 @@ import torch
 
 from mmm.data.datasets import digits, load_images
 from mmm.data.datasets.fake import FakeImages
-from mmm.data.images import ImagesInMemory, check_same, convert_channels, resize
+from mmm.data.images import ImagesInMemory, convert_channels, resize
 from mmm.errors import DataError
 
 # --- digits ---------------------------------------------------------------------------------------------------------
@@ -124,12 +124,6 @@ def test_the_record():
     assert "UCI" in record["source"]
     assert len(record["sha256"]) == 64
     assert record["note"] == ""
-
-
-def test_ranks_that_read_different_images_are_refused():
-    check_same([("n1", "mnist", "ab"), ("n2", "mnist", "ab")])
-    with pytest.raises(DataError, match=r"rank 0 on n1 has mnist .*; rank 2 on n2 has digits .*--data_dir"):
-        check_same([("n1", "mnist", "ab"), ("n1", "mnist", "ab"), ("n2", "digits", "cd"), ("n2", "digits", "cd")])
 
 
 @pytest.mark.parametrize(

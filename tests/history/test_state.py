@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import mmm.history
 from mmm.cli.history import main as history_command
 from mmm.history import History, fold, load, write_config
 from mmm.history.journal import Journal
+from support.launcher import Launcher
 
 WRITER = """
 import signal, sys, time
@@ -128,3 +130,32 @@ def test_a_record_that_says_nothing_is_a_finished_one(tmp_path):
     dataset.to_netcdf(tmp_path / "train_dataset.h5", engine="h5netcdf")
     (tmp_path / "config.json").write_text("[]")
     assert mmm.history.state(tmp_path) == "finished"
+
+
+RANKS = """
+import os, sys, time
+from mmm.history import History, write_config
+rank, ends = os.environ["RANK"], sys.argv[1]
+if rank == "1":
+    while not os.path.exists("ready"): time.sleep(0.01)
+    raise ValueError("no such thing")
+write_config("run", {})  # launch gives a rank a second: its word is here before its dataset is
+with History("run", ranks=[{}, {}], flush_every=1) as history:
+    history.update({"loss": 1.0})
+    open("ready", "w")
+    if ends == "waits": time.sleep(60)
+    raise RuntimeError("[gloo] Connection closed by peer")
+"""
+
+
+@pytest.mark.parametrize("ends", ["waits", "loses"])
+def test_another_ranks_failure(tmp_path, ends):
+    """Rank 0 waits until launch ends it, or loses rank 1 before launch has said a word."""
+    launcher = Launcher(tmp_path)
+    (tmp_path / "run").mkdir()
+    launcher.write("t.py", RANKS)
+    assert launcher.run("-n", "2", "python3", "t.py", ends, timeout=100).returncode == 1
+    dataset = load(tmp_path / "run")
+    assert dataset.attrs["state"] == "failed"
+    assert dataset.attrs["error"] == f"rank 1 on {socket.gethostname()}: ValueError: no such thing"
+    assert dataset.sizes["draw"] == 1

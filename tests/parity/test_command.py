@@ -14,6 +14,7 @@ import xarray
 
 import mmm
 from mmm.parity.__main__ import main
+from support.signals import as_from_a_terminal
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED_FOR = {"layout", "ranks", "max_rel_loss_diff", "max_grad_diff", "passed"}
@@ -29,6 +30,9 @@ def rows_of(path):
         pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
         ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
         ("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"),
+        ("--model", "gpt", "--layout", "dp2.tp2"),
+        pytest.param(("--model", "gpt", "--layout", "cp2.tp2"), marks=pytest.mark.long),
+        pytest.param(("--model", "gpt", "--layout", "tp2", "--dtype", "fp32"), marks=pytest.mark.long),
         ("--model", "cnn", "--layout", "tp2.dp2", "--layout", "dp_shard2.dp_replicate2", "--optimizer", "sgd"),
         ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero1"),
         ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
@@ -87,6 +91,7 @@ def test_what_is_left(parity, tmp_path):
         ("mean_of_each_microbatch", ("cnn", "dp2"), r"the loss of step \d differs"),
         ("gradients_divided_by_microbatches", ("cnn", "pp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
+        ("keys_bias_gets_a_gradient", ("gpt", "dp2"), r"the gradient of \S*key\.bias on rank \d"),
         ("norms_not_summed_over_sequence", ("transformer", "tp2"), r"the gradient of \S*norm\.weight on rank \d"),
     ],
 )
@@ -144,6 +149,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--model", "gpt", "--layout", "pp2"), "tokens.weight and head.weight are one tied weight, and the pipeline"),
         (("--model", "cnn", "--layout", "cp2"), "--model cnn: cp 2: an image has no sequence to cut; use cp 1"),
         (("--model", "cnn", "--layout", "dp4.ep2"), "--model cnn: ep 2: the CNN has no experts; use ep 1"),
         (("--model", "moe", "--layout", "dp4.ep3"), "ep 3 does not divide dp_shard 4"),
@@ -199,7 +205,8 @@ def test_nothing_outlives_it(tmp_path, number):
     command = [sys.executable, "-m", "mmm.parity", "--layout", "1", "--layout", "dp4.tp2", "--model", "transformer",
                "--steps", "100"]  # fmt: skip
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = subprocess.Popen(command, **piped, cwd=tmp_path, env=env, start_new_session=True)
+    running = subprocess.Popen(command, **piped, cwd=tmp_path, env=env, start_new_session=True,
+                               preexec_fn=as_from_a_terminal())  # fmt: skip
     try:
         assert running.stdout.readline().startswith("[1/2]")
         while len(members(running.pid)) < 9:

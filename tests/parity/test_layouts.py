@@ -13,7 +13,7 @@ from mmm.parity import layouts, models
 from mmm.parity.layouts import Case, canonical, matrix, optimizers_for, ranks_of, sizes_of
 
 SOURCE = Path(layouts.__file__).parent.parent
-CASES = {name: list(matrix(name)) for name in ("transformer", "moe", "vit", "cnn")}
+CASES = {name: list(matrix(name)) for name in ("transformer", "moe", "gpt", "vit", "cnn")}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_techniques_in_words():
 
 
 def test_models_are_found_by_their_files():
-    assert {"transformer", "moe", "vit", "cnn"} <= set(models.names())
+    assert {"transformer", "moe", "gpt", "vit", "cnn"} <= set(models.names())
     assert "weights" not in models.names()
     with pytest.raises(ConfigError, match=r"there is no mmm/models/resnet\.py; the models here are cnn, "):
         models.find("resnet")

@@ -8,6 +8,8 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.signals import as_from_a_terminal
+
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MMM_DEVICE",
         "OMP_NUM_THREADS")
 START = [sys.executable, "-m", "mmm.launch"]
@@ -40,15 +42,17 @@ class Launcher:
         places = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         return made | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
-    def start(self, *words: str, **variables: str) -> subprocess.Popen:
+    def start(self, *words: str, ignored: tuple[int, ...] = (), **variables: str) -> subprocess.Popen:
+        """Start launch, with default signal handling but for those `ignored`."""
         self.write("typed", "for launch's own stdin, not the ranks'")
         with (self.folder / "typed").open() as stdin:
             return subprocess.Popen([*self.prefix, *START, *words], cwd=self.folder,
                                     env=self.environment(**variables), text=True, stdin=stdin, stdout=subprocess.PIPE,
-                                    stderr=subprocess.PIPE)
+                                    stderr=subprocess.PIPE, preexec_fn=as_from_a_terminal(*ignored))
 
-    def run(self, *words: str, timeout: float = 30, **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*words, **variables)
+    def run(self, *words: str, timeout: float = 30, ignored: tuple[int, ...] = (),
+            **variables: str) -> subprocess.CompletedProcess:
+        process = self.start(*words, ignored=ignored, **variables)
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -83,3 +83,18 @@ def optimizer_gets_whole_parameters():
             yield from module.module.named_parameters()
 
     mmm.parallel.assemble.ParallelModel.named_parameters = named_parameters
+
+
+def keys_bias_gets_a_gradient():
+    """The gradient of a key's bias, which is 0, is that of the query's."""
+    right = mmm.parallel.assemble.ParallelModel.step
+
+    def step(self, *given, **named):
+        loss = right(self, *given, **named)
+        parameters = dict(self.named_parameters())
+        for name, parameter in parameters.items():
+            if name.endswith("key.bias"):
+                parameter.grad = parameters[name.replace("key", "query")].grad
+        return loss
+
+    mmm.parallel.assemble.ParallelModel.step = step

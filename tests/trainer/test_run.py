@@ -1,17 +1,28 @@
-"""What a run's step tells its ranks."""
+"""What a run tells its ranks: that they differ, that rank 0 has no folder, that the loss is no number."""
 
 import math
+import os
+import re
+import subprocess
+import sys
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
-from mmm.errors import DivergedError
+from mmm.errors import DivergedError, UserError
 from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
-from mmm.runtime.device import Precision
+from mmm.runtime.device import Precision, _computes_bf16
 from mmm.runtime.log import get_logger
 from mmm.trainer.options import RunOptions
-from mmm.trainer.run import Run
+from mmm.trainer.run import Run, start_run
+from mmm.trainer.text import TextProgramOptions, settle
+from support.launcher import OURS
+from support.pool import free_port
 
 CPU = torch.device("cpu")
 
@@ -32,3 +43,105 @@ def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(pool):
     for everywhere, text in pool.run(diverge, 2):
         assert everywhere
         assert text.startswith("the loss is nan at step 3, from rank 1 on node1: lower --lr")
+
+
+# --- ranks that differ, and a folder that rank 0 cannot have ----------------------------------------------------------
+
+
+def meeting_only(rank, device, timeout, meet):
+    """In place of a process group: the one that is there."""
+    meet(_get_default_store())
+    return nullcontext()
+
+
+def start(rank, outdir, options, differs):
+    """Start a run on a rank of the pool; what it raises, and whether the error is every rank's.
+
+    Args:
+        differs: what is another on rank 1: the name of a function, and what it gives there; nothing where it is empty.
+    """
+    layout = Layout().fit(rank.world_size)
+    given = TextProgramOptions(preset="debug", device="cpu", outdir=outdir, plots=False, **options[rank.rank])
+    with ExitStack() as stack:
+        stack.enter_context(patch("mmm.trainer.run.process_group", meeting_only))
+        stack.enter_context(patch("mmm.trainer.run.whoami", lambda: rank))
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        if differs and rank.rank == 1:
+            stack.enter_context(patch(differs[0], lambda *_: differs[1]))
+        setting = settle(given, layout, 1)
+        try:
+            with start_run("test", given, layout, setting.about_data):
+                return None
+        except UserError as error:
+            return type(error).__name__, str(error), error.on_every_rank
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        (("mmm.runtime.device._computes_bf16", True), r"data type: fp32 on rank 0 \(.*\); bf16 on rank 1 .*\n.*dtype"),
+        (("mmm.trainer.facts.platform.python_version_tuple", ("3", "99", "1")), r"Python: 3\.\d+ on .*3\.99 on rank 1"),
+        (("mmm.trainer.facts.main_digest", "train.py (0123)"), r"program's file: .*train\.py \(0123\) on rank 1"),
+        (("mmm.trainer.facts.source_digest", "0123"), r"mmm: .*\(files 0123\) on rank 1 "),
+    ],
+)
+def test_hosts_that_differ_are_refused(pool, tmp_path, differs, words):
+    if differs[0].endswith("bf16") and _computes_bf16(CPU):
+        differs, words = (differs[0], False), r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
+    first, second = pool.run(start_as_one_a_host, 2, tmp_path / "run", [{}, {}], differs)
+    assert first == second
+    assert (first[0], first[2]) == ("ConfigError", True)
+    assert re.search(words, first[1]), first[1]
+    assert not (tmp_path / "run").exists()
+
+
+def start_as_one_a_host(rank, *given):
+    return start(replace(rank, local_rank=0, local_world_size=1), *given)
+
+
+def test_data_and_options_that_differ_are_refused_and_paths_are_not(pool, tmp_path):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"]
+    for file, text in zip(files, ("x" * 9000, "x" * 9000, "x" * 8999 + "y"), strict=True):
+        file.write_text(text)
+    same, other = [{"text": (file,)} for file in files[:2]], [{"text": (file,)} for file in files[1:]]
+    assert pool.run(start, 2, tmp_path / "same", same, None) == [None, None]
+    for options, words in (
+        (other, r"data: text \(sha256 \w{12}\) on rank 0 .*\n.*--text"),
+        ([{"seed": 1}, {"seed": 2}], r"--seed: 1 on rank 0 \(.*\); 2 on rank 1 \(.*\)\nStart every rank with the same"),
+    ):
+        first, second = pool.run(start, 2, tmp_path / "run", options, None)
+        assert first == second
+        assert re.search(words, first[1]), first[1]
+        assert not (tmp_path / "run").exists()
+
+
+PROGRAM = ["-m", "mmm.examples.collectives", "--device", "cpu"]
+
+
+def test_a_folder_that_rank_0_cannot_have_ends_all_at_once(tmp_path):
+    """Without launch nobody ends the others."""
+    (tmp_path / "file").write_text("x")
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen([sys.executable, *PROGRAM, "--outdir", str(tmp_path / "file")], stderr=subprocess.PIPE,
+                         stdout=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said[0][1].startswith(f"error: --outdir {tmp_path / 'file'} is a file")
+    assert said[1] == ("", "")
+
+
+def test_a_folder_that_rank_0_cannot_have_is_said_once_by_launch(tmp_path):
+    (tmp_path / "file").write_text("x")
+    launch = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu", "python3"]
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    done = subprocess.run([*launch, *PROGRAM, "--outdir", str(tmp_path / "file")], capture_output=True, text=True,
+                          timeout=150, check=False, env=environment)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("is a file, and a run's record is a folder") == 1

@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
         tables += parts
     if not starts:
         raise without[0]
-    for error in without:
-        print(f"left out: {error}", file=sys.stderr)
+    for reason in without:
+        print(f"left out: {reason}", file=sys.stderr)
     starts.sort(key=lambda start: (start.model, start.ranks, start.start))
     print(table(starts))
     if args.parts or len(starts) == len(tables) == 1:

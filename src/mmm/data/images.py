@@ -67,9 +67,14 @@ class ImageSet(ABC):
         return self.normalise(self.pixels(indices)), self.labels(indices)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 → float32: (pixels / 255 − mean) / std, channel by channel."""
+        """uint8 → float32: (pixels / 255 − mean) / std, channel by channel, in memory in the order of the dims.
+
+        Pixels need not be: resized grey images come with the channel's stride 1, which PyTorch calls contiguous, and of
+        which convolutions make channels-last activations.
+        """
         mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (self.mean, self.std))
-        return pixels.float().sub_(mean).div_(std)
+        own = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return own.sub_(mean).div_(std)
 
 
 class ImagesInMemory(ImageSet):
@@ -167,25 +172,6 @@ class ImageData:
             "sha256": self.sha256,
             "note": self.note,
         }
-
-
-def check_same(found: Sequence[tuple[str, str, str]]) -> None:
-    """Refuse a run whose ranks read different data: one host had the download, another fell back, say.
-
-    Args:
-        found: of every rank, gathered: (host, ``data.name``, ``data.sha256``).
-
-    Raises:
-        DataError: they are not all the same.
-    """
-    different: dict[tuple[str, str], int] = {}
-    for rank, (_, name, digest) in enumerate(found):
-        different.setdefault((name, digest), rank)
-    if len(different) > 1:
-        who = "; ".join(f"rank {rank} on {found[rank][0]} has {name} ({digest[:8]})"
-                        for (name, digest), rank in different.items())  # fmt: skip
-        raise DataError(f"the ranks do not read the same images: {who}. Give every host the same files with "
-                        f"--data_dir")  # fmt: skip
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Context parallel: every sequence cut over the ranks, for texts that are too long for one of them.
 
-    launch python3 -m mmm.examples.context_parallel --cp_style ring
+    launch python3 -m mmm.examples.context_parallel
+    launch -n 4 --device cpu python3 -m mmm.examples.context_parallel --cp_style ulysses
 
 N ranks stand on a mesh of dp × cp × tp. Along cp the ranks have the same samples, but different tokens of them: two
 chunks each, one from the head and one from the tail, because later tokens have more to look back at; cp = 4::
@@ -19,7 +20,7 @@ sequence, are 1 / cp on each rank. The losses are those of one device, whatever 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 from torch import Tensor
@@ -27,10 +28,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.context import cut_batch
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
+from mmm.trainer.needs import CUT_SEQUENCE, Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model
@@ -42,10 +46,12 @@ from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, vali
 class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
+    NEEDS: ClassVar[dict[str, Need]] = {"cp_style": CUT_SEQUENCE}
     cp: int | None = None
     """Ranks along cp: over how many each sequence is cut. Default: all that --tpsize leaves."""
-    cp_style: Literal["ring", "ulysses"] = "ring"
-    """ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp has to divide."""
+    cp_style: Literal["ring", "ulysses"] | None = None
+    """ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp has to divide.
+    Default: ring."""
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     """Ranks along tp: over how many each matrix is cut."""
     preset: Preset = "debug"
@@ -56,13 +62,16 @@ class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
     def layout(self, ranks: int) -> Layout:
         """The mesh for that many ranks."""
         cp = Layout(tp=self.tpsize).fit(ranks).dp_shard if self.cp is None else self.cp
-        return Layout(cp=cp, tp=self.tpsize).fit(ranks)
+        layout = Layout(cp=cp, tp=self.tpsize).fit(ranks)
+        check_needs(self, layout)
+        return layout
 
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = config.layout(whoami().world_size)
-    setting = settle(config, layout, default_batch=1, cp_style=config.cp_style)
+    cp_style = config.cp_style or "ring"
+    setting = settle(config, layout, default_batch=1, cp_style=cp_style)
     config.check_memory(config.seq_length // (layout.cp * layout.tp), config.dtype)
     if config.compile:
         check_compile(setting.plan, layout)
@@ -71,12 +80,13 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("context_parallel", config, layout) as run:
+    holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
+    with start_run("context_parallel", config, layout, setting.about_data, holds) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, plan, run.precision, cp_style=config.cp_style, compile=config.compile,
+        apply(model, mesh, plan, run.precision, cp_style=cp_style, compile=config.compile,
               **config.memory())  # fmt: skip
         materialize(model, run.device, config.seed)
         loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks

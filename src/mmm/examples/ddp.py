@@ -37,10 +37,12 @@ from torch import nn
 from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.copies import Copies
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
@@ -70,7 +72,8 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("ddp", config, layout) as run:
+    holds = footprint(model, config.optimizer, Techniques(data_parallel="ddp"))
+    with start_run("ddp", config, layout, setting.about_data, holds) as run:
         run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
         model = apply(model, mesh, transformer_plan(), run.precision, data_parallel="ddp", compile=config.compile)

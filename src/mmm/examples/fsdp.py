@@ -28,12 +28,14 @@ from torch import nn
 from mmm.data.image_batches import ImageBatch, ImageBatches, evaluation
 from mmm.models.cnn import CNN
 from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.seed import seed_step
 from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions, parse
@@ -41,7 +43,7 @@ from mmm.trainer.progress import epochs_bar
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.tasks import judge_images, same_images
+from mmm.trainer.tasks import judge_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +66,8 @@ def train(config: Config) -> None:
             print(summary)
         return
 
-    with start_run("fsdp", config, layout) as run:
-        same_images(run, data)
+    holds = footprint(model, config.optimizer, Techniques(data_parallel=config.parallel))
+    with start_run("fsdp", config, layout, data.describe(), holds) as run:
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
 

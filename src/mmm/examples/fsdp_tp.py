@@ -26,10 +26,12 @@ import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.offload import moved_text
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model
@@ -57,7 +59,8 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("fsdp_tp", config, layout) as run:
+    holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
+    with start_run("fsdp_tp", config, layout, setting.about_data, holds) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
 

@@ -38,9 +38,11 @@ from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, materialize
 from mmm.parallel.apply import local_part
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model
@@ -69,7 +71,8 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("hsdp", config, layout) as run:
+    holds = footprint(model, config.optimizer, Techniques(data_parallel="hsdp"))
+    with start_run("hsdp", config, layout, setting.about_data, holds) as run:
         run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)  # ("dp_replicate", "dp_shard")
         everyone: list[Any] = [None] * run.rank.world_size

@@ -35,6 +35,7 @@ from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy
 from mmm.parallel.expert import balance_experts, imbalance
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import ExpertOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model
@@ -74,7 +75,7 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("moe", config, layout) as run:
+    with start_run("moe", config, layout, setting.about_data, footprint(model, config.optimizer)) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
 
@@ -97,7 +98,7 @@ def train(config: Config) -> None:
             run.clock.lap("dtb")
             optimizer.step()
             optimizer.zero_grad()
-            load = balance_experts(model, mesh, config.balance_rate)  # (layers, experts): tokens of all ranks
+            load = balance_experts(model, mesh, config.balance())  # (layers, experts): tokens of all ranks
             run.clock.lap("dto")
 
             last = step == steps - 1

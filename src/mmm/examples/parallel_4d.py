@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,9 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
+from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions, TextOptions, parse
 from mmm.trainer.place import place
@@ -58,6 +60,10 @@ from mmm.trainer.text import check_tokens
 from mmm.trainer.vision import check_images
 
 MAX_NORM = 1.0
+TOKENS = Need(lambda config, _: config.model == "transformer", "--model transformer", "images have none of it",
+              "--model transformer")  # fmt: skip
+LAYERS = Need(lambda config, _: config.model != "cnn", "--model transformer or vit", "the CNN's layers are four",
+              "--model vit")  # fmt: skip
 MakeTask = Callable[[Run], Task]
 
 
@@ -65,14 +71,15 @@ MakeTask = Callable[[Run], Task]
 class Config(LayoutOptions, RunOptions):
     """A small model on any layout, where no axis is given one chosen for the ranks there are."""
 
+    NEEDS: ClassVar[dict[str, Need]] = {"n_layers": LAYERS, "seq_length": TOKENS, "n_experts": TOKENS}
     model: Literal["transformer", "vit", "cnn"] = "transformer"
     """The Transformer trains on the standard library's source, the others on the digits: both come with the package."""
-    n_layers: int = 4
-    """Of the Transformer and the ViT."""
-    seq_length: int = 128
-    """Tokens a sample, of the Transformer."""
-    n_experts: int = 0
-    """Of each layer of the Transformer, for --ep to cut; 0: none."""
+    n_layers: int | None = None
+    """Of the Transformer and the ViT. Default: 4."""
+    seq_length: int | None = None
+    """Tokens a sample, of the Transformer. Default: 128."""
+    n_experts: int | None = None
+    """Of each layer of the Transformer, for --ep to cut. Default: none."""
     usual_iters = 20
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
@@ -87,30 +94,37 @@ class Config(LayoutOptions, RunOptions):
         for axis in sizes:
             if world_size % 2 == 0:
                 sizes[axis], world_size = 2, world_size // 2
-        return Layout(**{**sizes, "dp_shard": sizes["dp_shard"] * world_size})
+        layout = Layout(**{**sizes, "dp_shard": sizes["dp_shard"] * world_size})
+        check_needs(self, layout)
+        return layout
 
 
-def choose(config: Config, layout: Layout, batch: int, global_batch: int) -> tuple[nn.Module, Plan, Tensor, MakeTask]:
-    """The model asked for; its plan; what its forward takes; and what it trains on."""
+def choose(
+    config: Config, layout: Layout, batch: int, global_batch: int
+) -> tuple[nn.Module, Plan, Tensor, dict[str, object], MakeTask]:
+    """The model asked for; its plan; what its forward takes; what the record says of the data; what it trains on."""
+    n_layers = 4 if config.n_layers is None else config.n_layers
+    seq_length = 128 if config.seq_length is None else config.seq_length
+    n_experts = 0 if config.n_experts is None else config.n_experts
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
         if config.model == "transformer":
-            sizes = TransformerConfig(dim=64, n_layers=config.n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192,
-                                      n_experts=config.n_experts, top_k=1 if config.n_experts == 1 else 2)  # fmt: skip
-            check_transformer(sizes, layout, config.seq_length, config.cp_style)
-            tokens, validation, _ = TextOptions(seq_length=config.seq_length).load(sizes.vocab_size, config.seed)
+            sizes = TransformerConfig(dim=64, n_layers=n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192,
+                                      n_experts=n_experts, top_k=1 if n_experts == 1 else 2)  # fmt: skip
+            check_transformer(sizes, layout, seq_length, config.cp_style or "ring")
+            tokens, validation, about = TextOptions(seq_length=seq_length).load(sizes.vocab_size, config.seed)
             check_tokens(tokens, validation, global_batch)
-            return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, config.seq_length).long(),
+            return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, seq_length).long(), about,
                     lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4))  # fmt: skip
         model: nn.Module
         if config.model == "vit":
-            vit = replace(PRESETS["debug"], image_size=16, patch_size=4, channels=1, n_layers=config.n_layers)
+            vit = replace(PRESETS["debug"], image_size=16, patch_size=4, channels=1, n_layers=n_layers)
             check_vit(vit, layout)
             model, plan = ViT(vit), vit_plan()
         else:
             model, plan = CNN(CNNConfig(image_size=16).without_dropout()), cnn_plan()
     digits, images = load_images("digits", image_size=16), torch.zeros(batch, 1, 16, 16, device="meta")
     check_images(digits, global_batch, layout.dp)
-    return model, plan, images, lambda run: ImageTask(run, digits, batch, global_batch)
+    return model, plan, images, digits.describe(), lambda run: ImageTask(run, digits, batch, global_batch)
 
 
 def train(config: Config) -> None:
@@ -118,13 +132,14 @@ def train(config: Config) -> None:
     config.check()
     layout, how = config.layout(whoami().world_size), config.techniques(config.compile)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=8)
-    model, plan, sample, make_task = choose(config, layout, batch, global_batch)
+    model, plan, sample, about_data, make_task = choose(config, layout, batch, global_batch)
     division = divide(model, plan, layout, how, sample, config.dtype)
     if config.summary:
         print_once(model_summary(model, sample))
         return
 
-    with start_run("parallel_4d", config, layout) as run:
+    holds = footprint(model, config.optimizer, how, division, layout.pp)
+    with start_run("parallel_4d", config, layout, about_data, holds) as run:
         if config.chooses():
             run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
         here = place(run, model, plan, how, division)  # cut into stages, each over tp, cp and dp; then the weights

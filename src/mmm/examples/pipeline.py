@@ -28,11 +28,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
+from mmm.parallel.assemble import Division, Techniques
 from mmm.parallel.bubble import Recorder, gather
 from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
@@ -79,7 +81,9 @@ def train(config: Config) -> None:
         print_once(setting.summary())
         return
 
-    with start_run("pipeline", config, layout) as run:
+    how = Techniques(schedule=config.schedule, offload=config.offload)
+    holds = footprint(model, config.optimizer, how, Division(parts, costs, cuts, config.microbatches), layout.pp)
+    with start_run("pipeline", config, layout, setting.about_data, holds) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         stages = [[name for i in held for name in parts[i]] for held in cuts]
         run.describe(**setting.describe(), stages=stages)

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from mmm.errors import ConfigError, LaunchError
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
@@ -33,10 +33,13 @@ from mmm.parallel import Layout
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.startup import measure
+from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import Run, start_run
 
 PROGRAM = ["-m", "mmm.examples._startup_rank"]
+MPIEXEC = Need(lambda config, _: "mpiexec" in config.ways, "--ways mpiexec", "nothing is started by it",
+               "--ways forked mpiexec")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,9 @@ class Config(BaseOptions):
     ways: tuple[Literal["forked", "spawned", "torchrun", "mpiexec"], ...] = measure.WAYS  # type: ignore[assignment]
     repeats: int = 1
     """Starts of each; the median counts."""
-    mpiexec: str = "mpiexec"
-    """Which one to use, where there are several."""
+    NEEDS: ClassVar[dict[str, Need]] = {"mpiexec": MPIEXEC}
+    mpiexec: str | None = None
+    """Which one to use, where there are several. Default: mpiexec."""
     plots: bool = True
     """Draw seconds against ranks at the end, as a picture in the run's folder."""
 
@@ -74,13 +78,15 @@ def one_import(repeats: int, folder: str) -> float:
     return median(measure.run([sys.executable, *PROGRAM, "import"], folder).cpu for _ in range(repeats))
 
 
-def sweep(run: Run, config: Config, ways: list[str], folder: str) -> Iterator[tuple[int, dict[str, Found]]]:
+def sweep(
+    run: Run, config: Config, ways: list[str], mpiexec: str, folder: str
+) -> Iterator[tuple[int, dict[str, Found]]]:
     """For each number of ranks, what each way took."""
     for ranks in config.ranks:
         found: dict[str, list[Found]] = {way: [] for way in ways}
         for _ in range(config.repeats):
             for way in ways:
-                found[way].append(start_once(way, ranks, config.mpiexec, folder))
+                found[way].append(start_once(way, ranks, mpiexec, folder))
                 run.log.info("%d ranks, %s: %.2f s, %.2f CPU-s", ranks, way, *found[way][-1])
         yield ranks, {way: Found(*map(median, zip(*each, strict=True))) for way, each in found.items()}
 
@@ -121,22 +127,23 @@ def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
         given = f"--ranks {config.ranks} --ways {config.ways} --repeats {config.repeats}"
         raise ConfigError(f"{given}: at least one of each, from 1")
     by_ranks: dict[int, dict[str, Found]] = {}
-    ways, note = [str(way) for way in config.ways], ""
+    check_needs(config, layout := Layout().fit(1))
+    ways, mpiexec, note = [str(way) for way in config.ways], config.mpiexec or "mpiexec", ""
     if "mpiexec" in ways:
-        flavour = measure.mpi_flavour(config.mpiexec)
+        flavour = measure.mpi_flavour(mpiexec)
         note = f"mpiexec is {flavour}'s"
         if flavour is None:
-            note = f"mpiexec is left out: no {config.mpiexec} here that answers"
+            note = f"mpiexec is left out: no {mpiexec} here that answers"
             ways = [way for way in ways if way != "mpiexec"]
             if not ways:
-                raise ConfigError(f"--ways mpiexec: there is no {config.mpiexec} here that answers; give --mpiexec the "
+                raise ConfigError(f"--ways mpiexec: there is no {mpiexec} here that answers; give --mpiexec the "
                                   f"path of one, or other --ways")  # fmt: skip
-    with start_run("startup", config, Layout().fit(1)) as run, tempfile.TemporaryDirectory() as folder:
+    with start_run("startup", config, layout) as run, tempfile.TemporaryDirectory() as folder:
         if note:
             run.note(note)
         imported = one_import(config.repeats, folder)
         run.describe(one_import_cpu=imported, program=PROGRAM)
-        for ranks, found in sweep(run, config, ways, folder):
+        for ranks, found in sweep(run, config, ways, mpiexec, folder):
             by_ranks[ranks] = found
             if run.record is not None:
                 row = {f"{way}_{name}": value for way, each in found.items() for name, value in each._asdict().items()}

@@ -38,6 +38,7 @@ from mmm.runtime.failure import run_main
 from mmm.runtime.peak import Peak
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, Unused, parse
 from mmm.trainer.report import print_once
@@ -79,7 +80,7 @@ def train(config: Config) -> bool:
         print_once(setting.summary())
         return True
 
-    with start_run("tiling", config, layout) as run:
+    with start_run("tiling", config, layout, setting.about_data, footprint(setting.model, config.optimizer)) as run:
         run.describe(**setting.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
         peaks, curves = zip(*(train_way(run, mesh, setting, way) for way in range(4)), strict=True)

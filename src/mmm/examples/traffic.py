@@ -31,6 +31,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.options import BatchOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.traffic import Sent, apart, count_step, table
@@ -125,8 +126,8 @@ def train(config: Config) -> bool:
             why_not[case] = error
     if not division:
         raise next(iter(why_not.values()))
-    with start_run("traffic", config, Layout().fit(ranks)) as run:
-        run.describe(model=sizes, data=about_data, global_batch_size=global_batch)
+    with start_run("traffic", config, Layout().fit(ranks), about_data, footprint(on_meta(sizes), "sgd")) as run:
+        run.describe(model=sizes, global_batch_size=global_batch)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
         found = {case: measure(run, case, division[case], sizes, tokens, global_batch) for case in division}

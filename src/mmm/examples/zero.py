@@ -32,11 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, local_value, materialize
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.offload import moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
@@ -70,7 +72,8 @@ def train(config: Config) -> bool:
         print_once(setting.summary())
         return True
 
-    with start_run("zero", config, layout) as run:
+    holds = footprint(setting.model, config.optimizer, Techniques(data_parallel="ddp"))  # of stage 0, which holds most
+    with start_run("zero", config, layout, setting.about_data, holds) as run:
         run.describe(**setting.describe(), parameters=whole)
         mesh = build_mesh(layout, run.device.type, config.timeout)
         held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in range(len(TECHNIQUES))), strict=True)

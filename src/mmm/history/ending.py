@@ -1,12 +1,16 @@
 """How a run ended, in one word and one line: kept in config.json and in the dataset's attributes."""
 
 import json
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmm.history.record import CONFIG, write_atomically
-from mmm.launch.wire import ENDING
+from mmm.launch.failures import CONSEQUENCES
+from mmm.launch.wire import ENDING, VERDICT_VARIABLE
+from mmm.runtime.failure import first_failure
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -15,6 +19,7 @@ FAILED = "failed"  # by an exception
 KILLED = "killed"  # it could not say anything any more
 ENDED = (FINISHED, INTERRUPTED, FAILED)  # what a run says of itself
 LONGEST = 500  # characters of an error that are kept
+VERDICT_WAIT = 0.8  # s; launch waits up to half a second for a better cause than a lost connection
 
 
 class Ending(NamedTuple):
@@ -36,18 +41,37 @@ class Ending(NamedTuple):
 
 
 def ending_of(error: BaseException | None) -> Ending:
-    """What an exception that leaves a run's ``with`` block says; None is a run that finished."""
-    if error is None:
+    """What an exception that leaves a run's ``with`` block says; None is a run that finished.
+
+    Under `launch` a run that ends because another rank has failed says that rank's failure.
+    """
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return Ending(FINISHED)
+    if number := _signal(error):
+        first = first_failure()
+        return Ending(FAILED, one_line(first)) if first else Ending(INTERRUPTED, number.name)
+    text = f"{type(error).__name__}: {error}"
+    return Ending(FAILED, one_line(_cause(text) or text))
+
+
+def _signal(error: BaseException) -> signal.Signals | None:
+    """The signal that has ended the run, if one has: as Python says it, as a rank of `launch` does, and shells."""
     if isinstance(error, KeyboardInterrupt):
-        return Ending(INTERRUPTED, signal.Signals.SIGINT.name)
-    if isinstance(error, SystemExit):
-        if error.code in (None, 0):
-            return Ending(FINISHED)
-        for number in ENDING:  # as a rank of `launch` ends after a signal, and as shells say it
-            if error.code == 128 + number:
-                return Ending(INTERRUPTED, signal.Signals(number).name)
-    return Ending(FAILED, one_line(f"{type(error).__name__}: {error}"))
+        return signal.SIGINT
+    code = error.code if isinstance(error, SystemExit) else None
+    return next((signal.Signals(number) for number in ENDING if code == 128 + number), None)
+
+
+def _cause(text: str) -> str | None:
+    """Why the ranks end, for one that has lost another: launch knows it a moment later. None if it does not say."""
+    if not any(sign in text for sign in CONSEQUENCES):
+        return None
+    deadline = time.monotonic() + VERDICT_WAIT
+    while VERDICT_VARIABLE in os.environ and time.monotonic() < deadline:
+        if first := first_failure():
+            return first
+        time.sleep(0.02)
+    return None
 
 
 def one_line(text: str) -> str:

@@ -145,13 +145,15 @@ class History:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None:
-            self.close()
-            return
         try:
             self.close(error)
-        except Exception as second:  # the first error says what went wrong with the run
-            log.warning("the record in %s was not folded: %s", self.outdir, second)
+        except (KeyboardInterrupt, SystemExit):  # a signal, in the midst of it: launch ends the others' ranks as well
+            self.close(error)
+            raise
+        except Exception as second:
+            if error is None:
+                raise
+            log.warning("the record in %s was not folded: %s", self.outdir, second)  # the first error says what matters
 
     def _rows_there(self, resume: bool) -> int:
         """The draw to go on with: 0 in a folder without rows."""

@@ -22,6 +22,7 @@ from mmm.parallel.mesh import Layout, has_axis, layout_of
 from mmm.parallel.offload import check_offload
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.tensor import apply_tensor_parallel
+from mmm.parallel.ties import check_tied, find_ties, tie_again
 from mmm.parallel.tile import apply_tiles, check_tiles
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
@@ -65,6 +66,7 @@ def apply(
         check_compile(plan, layout)
     if offload:
         check_offload(data_parallel, precision.name)
+    ties = find_ties(model)
     weights.convert(model, precision.storage)
     # 0. What is worked out piece by piece, before anything is cut: its modules take and give something else under tp.
     plan = apply_chunked_loss(model, plan, loss_chunks, precision.compute)
@@ -74,6 +76,7 @@ def apply(
     tp = has_axis(mesh, "tp")
     if tp:
         apply_tensor_parallel(model, mesh["tp"], plan)
+        tie_again(model, ties, f"tp {layout.tp}")
     # 2. Context parallel: attention over the heads that are left here, and over the other ranks' tokens.
     if has_axis(mesh, "cp"):
         apply_context_parallel(model, mesh["cp"], plan, cp_style)
@@ -85,9 +88,10 @@ def apply(
     if compile:
         compile_modules(model, plan, plan.compiled_with_tp if tp else plan.compiled)
     # 6. Data parallel last: it takes what is left of each parameter, and must see the parameters as they will be used.
-    model = apply_data_parallel(model, mesh, plan, precision, data_parallel, offload)
-    keep_output_gathered(model)
-    return model
+    trained = apply_data_parallel(model, mesh, plan, precision, data_parallel, offload)
+    check_tied(model, ties, f"the layout {layout}")
+    keep_output_gathered(trained)
+    return trained
 
 
 def check_compile(plan: Plan, layout: Layout) -> None:
@@ -139,8 +143,9 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     """
     inner = model.module if isinstance(model, Copies) else model
     check_weights(inner)
-    kept = dict(inner.named_buffers(remove_duplicate=False))
+    kept, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)
     inner.to_empty(device="cpu" if is_offloaded(inner) else device)
+    tie_again(inner, ties, "its memory")
     _put_back(inner, kept, device)
     empty = {name for name, buffer in kept.items() if buffer.is_meta}
     weights.initialize(inner, seed, box_of=local_box, local_of=local_part, empty=empty)

@@ -38,6 +38,7 @@ from mmm.parallel.offload import check_offload
 from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
 from mmm.parallel.plan import Plan, check_axes, find
 from mmm.parallel.stages import Part, check_stages, cut, part_costs, parts_of, take_stage
+from mmm.parallel.ties import check_stage_ties
 from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import Precision
 
@@ -129,11 +130,13 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     microbatches = least if how.microbatches is None else how.microbatches
     parts = parts_of(model, plan)
     each = check_pipeline(layout, how.schedule, microbatches, batch, len(parts), how.stages_per_rank, dtype=dtype,
-                          compile=plan if how.compile else None)  # fmt: skip
+                          compile=plan if how.compile else None, checkpointing=how.checkpointing)  # fmt: skip
     costs = part_costs(model, parts, inputs)
     stages = cut(costs, layout.pp * each)
+    division = Division(parts, costs, stages, microbatches)
+    check_stage_ties(model, division.names())
     check_stages(model, parts, stages, inputs)
-    return Division(parts, costs, stages, microbatches)
+    return division
 
 
 class ParallelModel:

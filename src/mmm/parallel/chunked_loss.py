@@ -130,13 +130,16 @@ class ChunkedLoss:
     def __call__(self, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
         """
         Args:
-            hidden: (batch, seq, dim), whole, or cut over the sequence by tp.
+            hidden: (batch, seq, dim), whole (under tp the same on each rank), or cut over the sequence by tp.
             targets: (batch, seq) int64. count: targets in the global batch.
 
         Returns:
             Scalar, at least float32; the same on each rank of tp.
         """
         weight, vocabulary = self.output.weight, None
+        mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+        if mesh is not None and mesh.mesh_dim_names == ("tp",) and not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
         if isinstance(hidden, DTensor):
             assert isinstance(weight, DTensor)
             assert weight.placements == (Shard(0),), f"not gathered: {weight.placements}"

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from mmm.parallel.plan import Plan, find
+from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
 
 # Which models keep their parts on the host: `materialize` has to know, and FSDP has no public way to ask.
@@ -45,7 +46,7 @@ def offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False) -> None:
-    """``fully_shard`` each unit of the plan, then the model itself, in place.
+    """``fully_shard`` each unit of `units_of`, then the model itself, in place.
 
     Args:
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
@@ -54,19 +55,25 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     where = offload_policy(mesh, offload)
     # PyTorch warns of any unit whose output is a view, because writing into it would be wrong. No model here does.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    for unit in plan.units:
-        patterns = (unit,) if isinstance(unit, str) else unit
-        modules = [module for pattern in patterns for module in find(model, pattern)]
-        groups = [modules] if isinstance(unit, tuple) else [[module] for module in modules]
-        for group in filter(None, groups):
-            together = group if len(group) > 1 else group[0]
-            fully_shard(together, mesh=mesh, mp_policy=mixed_precision(precision, False), offload_policy=where)
+    for group in units_of(model, plan):
+        together = group if len(group) > 1 else group[0]
+        fully_shard(together, mesh=mesh, mp_policy=mixed_precision(precision, False), offload_policy=where)
     fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True), offload_policy=where)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     _OFFLOADED[model] = offload
+
+
+def units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
+    """The modules of each unit of the plan; units that share a parameter are one."""
+    groups: list[list[nn.Module]] = []
+    for unit in plan.units:
+        patterns = (unit,) if isinstance(unit, str) else unit
+        modules = [module for pattern in patterns for module in find(model, pattern)]
+        groups += [modules] if isinstance(unit, tuple) else [[module] for module in modules]
+    return join_tied(model, list(filter(None, groups)))
 
 
 def is_offloaded(model: nn.Module) -> bool:

@@ -42,6 +42,7 @@ from mmm.parallel.bubble import Action, Recorder
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
+from mmm.parallel.strides import pass_in_order
 
 Lap = Callable[[str], None]
 ScheduleName = Literal[
@@ -56,7 +57,7 @@ class Schedule:
     Attributes:
         least, most: stages a rank (most: None for any number).
         v: stages lie on the ranks there and back, not round and round.
-        splits: splits backward in two, which does not go with torch.compile.
+        splits: splits backward in two, which does not go with torch.compile nor with selective checkpointing.
         microbatches: the least number, and what it must be a multiple of, from the number of pp ranks.
     """
 
@@ -88,6 +89,7 @@ def check_pipeline(
     *,
     dtype: str = "auto",
     compile: Plan | None = None,
+    checkpointing: str = "none",
 ) -> int:
     """Whether a schedule goes with the layout, the batch and the model; needs no process group.
 
@@ -96,7 +98,7 @@ def check_pipeline(
         microbatches: of a step. batch: samples of a step, per data-parallel coordinate.
         parts: of the model, that stages can be made of (`stages.parts_of`).
         stages_per_rank: None for the fewest that the schedule takes.
-        dtype: the flag of a run. compile: the plan, where it is to be compiled.
+        dtype: the flag of a run. compile: the plan, where it is to be compiled. checkpointing: of activations.
 
     Returns:
         Stages per rank.
@@ -147,6 +149,11 @@ def check_pipeline(
     if compile is not None and kind.splits:
         wrong.append(f"--compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a "
                      f"compiled one; leave --compile out, or use 1F1B or Interleaved1F1B")  # fmt: skip
+    if checkpointing == "selective" and kind.splits:
+        wrong.append(f"--activation_checkpointing selective with {schedule}, which goes through the backward of a "
+                     f"stage twice, for its input and for its weights: what selective checkpointing keeps, PyTorch "
+                     f"gives back once; use full (which then repeats the forward twice), or 1F1B or "
+                     f"Interleaved1F1B")  # fmt: skip
     if wrong:
         raise LayoutError("; ".join(wrong))
     return each
@@ -180,11 +187,6 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **named: Any) -> Any:
         forward = partial(super().forward_one_chunk, fwd_chunk_id, *given, **named)
         return self._timed("dtf", lambda: self.note("F", fwd_chunk_id, forward))
-
-    def forward_maybe_with_nosync(self, *given: Any, **named: Any) -> Any:
-        # A backward that is split detaches in place what a stage gives, which PyTorch cannot do to a view.
-        output = super().forward_maybe_with_nosync(*given, **named)
-        return output.clone() if not self.is_last and output._is_view() else output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -253,6 +255,7 @@ class Pipeline:
             for unit in _units(module):
                 unit.set_reshard_after_forward(False, recurse=False)
             module.register_forward_pre_hook(self._add_whole, with_kwargs=True)
+            pass_in_order(module, number == 0, number == count - 1)
             stage = Stage(module, number, count, device, group=self.group)
             stage.lap = self._timed
             self._wrapped.append(stage)

@@ -70,5 +70,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """The modules of `model` whose path fits, in the order of the model; none where a pipeline stage lacks them."""
-    return [module for name, module in model.named_modules() if module is not model and matches(pattern, name)]
+    """The modules of `model` with a path that fits, each once, in the order of the model; none where a pipeline stage
+    lacks them."""
+    named = model.named_modules(remove_duplicate=False)
+    return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())

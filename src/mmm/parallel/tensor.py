@@ -17,6 +17,10 @@ from mmm.parallel.plan import Plan, find
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Cut `model` in place over the one-dimensional `mesh`; what the plan names and the model lacks is passed over."""
-    held = {pattern: style for pattern, style in plan.tensor.items() if find(model, pattern)}
-    parallelize_module(model, mesh, held)
+    """Cut `model` in place over the one-dimensional `mesh`; what the plan names and the model lacks is passed over.
+
+    Module by module, because `parallelize_module` with a plan would take one that has two names twice.
+    """
+    for pattern, style in plan.tensor.items():
+        for module in find(model, pattern):
+            parallelize_module(module, mesh, style)

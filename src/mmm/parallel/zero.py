@@ -182,6 +182,7 @@ class Zero(Copies):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank: the shards, once there are any."""
         start = f"{prefix}." if prefix else ""
+        parts = {id(part.whole): part for part in self.parts.values()}  # a tied parameter has a second name
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
-            part = self.parts.get(name.removeprefix("module."))
+            part = parts.get(id(parameter))
             yield start + name, part.shard if part is not None else parameter

@@ -193,6 +193,16 @@ MATRIX: dict[str, dict[str, str]] = {
         "pp2·dp2·ep2": "1F1B ZBVZeroBubble",
         "pp2·dp2·tp2·ep2": "-",
     },
+    "gpt": {
+        "1": "- full",
+        "dp2": _ALL_DP,
+        "dp_replicate2·dp_shard2": "-",
+        "tp2": "-",
+        "tp4": "-",
+        "cp2": "ring",
+        "dp2·tp2": "- full",
+        "dp2·cp2·tp2": "-",
+    },
     "vit": {**_IMAGES, "pp4": _SCHEDULES},
     "cnn": _IMAGES,
 }

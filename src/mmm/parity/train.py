@@ -30,6 +30,7 @@ from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank
 
 CPU = torch.device("cpu")
+ROUNDING = 16  # a gradient at most that many roundings of the model's largest one is 0
 LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
 
@@ -160,10 +161,14 @@ def least_traffic(model: Model, ready: Ready, made: ParallelModel, precision: Pr
 def gradient_differences(made: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
     """max|g - g₀| / max|g₀| of each gradient that is here, put together where it is cut. A collective.
 
-    A gradient that is missing, and one of a parameter that the reference does not have, are infinitely far off.
+    A gradient that is 0 but for rounding (a key's bias moves all scores of a token alike, which softmax does not see)
+    has no size of its own: it is measured against the largest gradient of the model. One that is missing, and one of a
+    parameter that the reference does not have, are infinitely far off.
     """
     # It warns that what FSDP has cut over tp's cut takes two collectives to put together: so it does, once.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
+    largest = max(sizes.values())
     found = {}
     for full_name, parameter in made.named_parameters():
         name, gradient = canonical_name(full_name), parameter.grad
@@ -172,6 +177,8 @@ def gradient_differences(made: ParallelModel, expected: Mapping[str, Tensor]) ->
         if gradient is None or name not in expected or gradient.shape != expected[name].shape:
             found[name] = math.inf
             continue
-        off, size = (gradient - expected[name]).abs().max().item(), expected[name].abs().max().item()
+        off, size = (gradient - expected[name]).abs().max().item(), sizes[name]
+        if size <= ROUNDING * torch.finfo(gradient.dtype).eps * largest:
+            size = largest
         found[name] = off / size if size else (0.0 if off == 0 else math.inf)
     return found

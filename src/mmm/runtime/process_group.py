@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,9 @@ from mmm.runtime.ranks import Rank
 
 
 @contextlib.contextmanager
-def process_group(rank: Rank, device: torch.device, timeout: float = 600.0) -> Iterator[None]:
+def process_group(
+    rank: Rank, device: torch.device, timeout: float = 600.0, meet: Callable[[dist.Store], None] | None = None
+) -> Iterator[None]:
     """The default process group of all ranks, for the length of a ``with`` block.
 
     A process that is alone gets a group of one, so that the same program runs on a laptop. When the block fails, the
@@ -26,6 +28,8 @@ def process_group(rank: Rank, device: torch.device, timeout: float = 600.0) -> I
 
     Args:
         timeout: seconds that a collective, or the start, may take.
+        meet: called with a store that all ranks share, before any backend and device is set up: what it raises on every
+            rank costs no waiting for ranks that another backend would never meet.
 
     Raises:
         LaunchError: rank 0 cannot listen on MASTER_PORT.
@@ -35,14 +39,21 @@ def process_group(rank: Rank, device: torch.device, timeout: float = 600.0) -> I
     if device.type in ("cuda", "xpu"):
         options["device_id"] = device
     if rank.source == "alone":
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+        alone = dist.HashStore()
+        if meet is not None:
+            meet(alone)
+        dist.init_process_group(store=alone, rank=0, world_size=1, **options)
     else:
         # While ranks meet, a signal makes PyTorch print C++ frames and go on. launch kills who does not heed it.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if MARKER_VARIABLE in os.environ else ())
         try:
-            dist.init_process_group(
-                init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=rank.world_size, **options
-            )
+            where = f"tcp://{rank.address}:{rank.port}"
+            store, *_ = next(dist.rendezvous(where, rank.rank, rank.world_size, timeout=limit))
+            store.set_timeout(limit)
+            if meet is not None:
+                meet(store)
+            prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch does with a store that it makes
+            dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
         except dist.DistNetworkError as error:
             if rank.is_main and "EADDRINUSE" in str(error):
                 raise LaunchError(

@@ -68,7 +68,6 @@ class Setting:
     def describe(self) -> dict[str, Any]:
         """What the record keeps."""
         return {
-            "data": self.data.describe(),
             "model": self.model,
             "global_batch_size": self.global_batch,
             "steps": self.steps,

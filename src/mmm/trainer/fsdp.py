@@ -19,6 +19,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -28,7 +29,7 @@ from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
-from mmm.trainer.tasks import ImageTask, same_images
+from mmm.trainer.tasks import ImageTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
     lr: float = 1e-3
     ep: Unused[int] = 1
     cp: Unused[int] = 1  # an image has no sequence to cut
-    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
+    cp_style: Unused[None] = None
     activation_checkpointing: Unused[Literal["none", "full", "selective"]] = "none"  # the net's plan names nothing
 
 
@@ -53,8 +54,8 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("fsdp", config, setting.layout) as run:
-        same_images(run, setting.data)
+    holds = footprint(model, config.optimizer, how, division, setting.layout.pp)
+    with start_run("fsdp", config, setting.layout, setting.data.describe(), holds) as run:
         run.describe(**setting.describe())
         run.log.info("model, whole:\n%s", summary)
         parallel = place(run, model, plan, how, division)

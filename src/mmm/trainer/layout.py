@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -11,6 +11,7 @@ from mmm.parallel.assemble import Techniques
 from mmm.parallel.data import check_data_parallel
 from mmm.parallel.mesh import Layout
 from mmm.parallel.pipeline import ScheduleName
+from mmm.trainer.needs import CUT_SEQUENCE, PIPELINE, Need, check_needs
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
@@ -34,9 +35,11 @@ class DataParallelOptions:
 
         Raises:
             LayoutError: the sizes do not multiply to it, or are not what --parallel takes.
+            ConfigError: a flag that has no effect on it (`mmm.trainer.needs`).
         """
         layout = Layout(**self.axes()).fit(world_size)
         check_data_parallel(self.parallel, layout)
+        check_needs(self, layout)
         return layout
 
 
@@ -44,6 +47,7 @@ class DataParallelOptions:
 class LayoutOptions(DataParallelOptions):
     """The sizes of all axes, and how each is used."""
 
+    NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "stages_per_rank": PIPELINE, "cp_style": CUT_SEQUENCE}
     pp: int = 1
     """Ranks along pp: over how many the layers are cut."""
     dp_shard: int = -1
@@ -54,15 +58,16 @@ class LayoutOptions(DataParallelOptions):
     """Ranks along cp: over how many each sequence is cut."""
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     """Ranks along tp: over how many each matrix is cut."""
-    schedule: ScheduleName = "1F1B"
-    """With pp, the order of forwards and backwards."""
+    schedule: ScheduleName | None = None
+    """With pp, the order of forwards and backwards. Default: 1F1B."""
     stages_per_rank: int | None = None
     """With pp. Default: the fewest that the schedule takes, 1 or 2."""
     microbatches: Annotated[int | None, tyro.conf.arg(aliases=["--accumulate"])] = None
     """Parts that a step's batch goes through the model in: less memory, the same gradients. Default: 1, with pp the
     fewest that the schedule takes."""
-    cp_style: Literal["ring", "ulysses"] = "ring"
-    """With cp. ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp divides."""
+    cp_style: Literal["ring", "ulysses"] | None = None
+    """With cp. ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp divides.
+    Default: ring."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Work activations out again in backward instead of keeping them."""
 
@@ -72,13 +77,13 @@ class LayoutOptions(DataParallelOptions):
 
     def techniques(self, compile: bool, **memory: Any) -> Techniques:
         """What `mmm.parallel.assemble` takes. compile: the flag of the run. memory: of `MemoryOptions`."""
+        given: dict[str, Any] = {"cp_style": self.cp_style, "schedule": self.schedule}
         return Techniques(
             data_parallel=self.parallel,
-            cp_style=self.cp_style,
-            schedule=self.schedule,
             microbatches=self.microbatches,
             stages_per_rank=self.stages_per_rank,
             checkpointing=self.activation_checkpointing,
             compile=compile,
+            **{name: value for name, value in given.items() if value is not None},
             **memory,
         )

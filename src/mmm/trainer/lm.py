@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mmm.parallel.assemble import divide
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -38,14 +39,15 @@ class Config(LayoutOptions, ExpertOptions, TextProgramOptions, ValidationOptions
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     how = config.techniques(config.compile, **config.memory())
-    setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=config.cp_style)
+    setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=how.cp_style)
     config.check_memory(config.seq_length // (setting.layout.cp * setting.layout.tp), config.dtype)
     division = divide(setting.model, setting.plan, setting.layout, how, setting.sample, config.dtype)
     if config.summary:
         print_once(setting.summary())
         return
 
-    with start_run("lm", config, setting.layout) as run:
+    holds = footprint(setting.model, config.optimizer, how, division, setting.layout.pp)
+    with start_run("lm", config, setting.layout, setting.about_data, holds) as run:
         run.log.info("model, whole:\n%s", setting.summary())
         run.describe(**setting.describe())
         model = place(run, setting.model, setting.plan, how, division)
@@ -58,7 +60,7 @@ def train(config: Config) -> None:
             run.note(cut)
         schedule = warmup_cosine(setting.steps, warmup)
         how_long = Fit(steps=setting.steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every,
-                       balance_rate=config.balance_rate)  # fmt: skip
+                       balance_rate=config.balance())  # fmt: skip
         fit(run, model, optimizer, task, how_long)
         if config.save_model:
             save_model(run, model)

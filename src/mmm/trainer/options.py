@@ -19,6 +19,7 @@ from mmm.models.transformer import PRESETS, TransformerConfig
 from mmm.parallel.offload import check_offload
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import LONGEST, command_line
+from mmm.trainer.needs import EXPERTS, Need
 
 T = TypeVar("T")
 
@@ -127,8 +128,9 @@ class LoopOptions(RunOptions):
 
     def check(self) -> None:
         super().check()
-        if not self.max_norm >= 0:
-            raise ConfigError(f"--max_norm {self.max_norm}: it must not be negative")
+        if not 0 <= self.max_norm < math.inf:
+            raise ConfigError(f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the "
+                              f"gradient as it is")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +217,20 @@ class TransformerOptions:
 class ExpertOptions(TransformerOptions):
     """Flags of a Transformer that may have routed experts."""
 
+    NEEDS: ClassVar[dict[str, Need]] = {"top_k": EXPERTS, "expert_dim": EXPERTS, "balance_rate": EXPERTS}
     n_experts: int = 0
     """Experts in each layer; 0: one feed-forward network instead."""
-    top_k: int = 2
-    """Experts that each token goes through."""
+    top_k: int | None = None
+    """Experts that each token goes through. Default: 2, or the only one."""
     expert_dim: int | None = None
     """Width of one expert. Default: that of the preset's feed-forward layer."""
-    balance_rate: float = 0.01
-    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Runs of many
-    thousand steps take less: 0.001."""
+    balance_rate: float | None = None
+    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
+    runs of many thousand steps take less: 0.001."""
+
+    def balance(self) -> float:
+        """`balance_rate`, or what stands for it."""
+        return 0.01 if self.balance_rate is None else self.balance_rate
 
     def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
         """As `TransformerOptions.model_config`.
@@ -233,15 +240,13 @@ class ExpertOptions(TransformerOptions):
         """
         if self.n_experts < 0:
             raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
-        if not 0 <= self.balance_rate < math.inf:
-            raise ConfigError(f"--balance_rate {self.balance_rate}: it must not be negative, nor infinite")
+        if not 0 <= self.balance() < math.inf:
+            raise ConfigError(f"--balance_rate {self.balance_rate}: it must be a number from 0 on, and finite")
         dense = super().model_config(default_vocab)
         if not self.n_experts:
-            for name in ("top_k", "expert_dim", "balance_rate"):
-                if getattr(self, name) != getattr(ExpertOptions, name):
-                    raise ConfigError(f"--{name} {getattr(self, name)} without --n_experts: there are no experts")
             return dense
-        return replace(dense, n_experts=self.n_experts, top_k=self.top_k, expert_dim=self.expert_dim)
+        top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
+        return replace(dense, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +291,9 @@ def parse(config: type[T], doc: str | None = None) -> T:
         ConfigError: a flag whose value is empty, as of a shell's variable that is not set: a path would be the current
             folder.
     """
-    for flag, value in pairwise(["", *sys.argv[1:]]):
-        flag = value[:-1] if value.startswith("--") and value.endswith("=") else flag
-        if flag.startswith("--") and (value == "" or value == f"{flag}="):
+    for before, value in pairwise(["", *sys.argv[1:]]):
+        flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
+        if flag.startswith("--") and value in ("", f"{flag}="):
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
     program = shlex.join(command_line()[: -len(sys.argv[1:]) or None])
     with said_once():

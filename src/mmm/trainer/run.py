@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,18 @@ from mmm import history
 from mmm.errors import DivergedError
 from mmm.history.ending import RUNNING, Ending
 from mmm.launch.wire import LINE_VARIABLE
+from mmm.parallel.footprint import Footprint
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
+from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.trainer.facts import ADVICE, facts_of_run
+from mmm.trainer.fits import check_fits
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 
@@ -176,29 +180,52 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
 
 
 @contextmanager
-def start_run(module: str, options: BaseOptions, layout: Layout) -> Iterator[Run]:
+def start_run(
+    module: str,
+    options: BaseOptions,
+    layout: Layout,
+    data: Mapping[str, Any] | None = None,
+    holds: Footprint | None = None,
+) -> Iterator[Run]:
     """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
 
-    Everything that can be refused without the other ranks is refused before the process group is made.
+    Everything that can be refused without the other ranks is refused before they meet; then the ranks compare what has
+    to be equal on all of them (`mmm.trainer.facts`), and rank 0 prepares the run's folder, before any process group.
 
     Args:
         module: short name, for the log and the default folder.
         layout: fitted to the number of ranks.
+        data: what the record keeps of the data, None for a program that reads none. Its name (``dataset``) and hash
+            (``sha256``) have to be equal on all ranks; what it has to tell the user (``note``) is logged.
+        holds: what the ranks will hold; None for next to nothing.
+
+    Raises:
+        ConfigError: it cannot fit into the memory here; or the ranks differ, and then on every rank.
+        RecordError: the folder cannot be prepared; on every rank.
     """
     rank = whoami()
     device = choose_device(options.device, rank)
     precision = choose_precision(options.dtype, device)
-    outdir = history.prepare(options.outdir, module, overwrite=options.overwrite) if rank.is_main else None
-    file = outdir / "log.txt" if outdir else None
+    if holds is not None:
+        check_fits(holds, layout, rank, device, precision)
+    facts = facts_of_run(module, options, layout, device, precision, data, rank)
+    prepared: list[Path] = []
+
+    def prepare() -> None:
+        prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
+
+    def meet(store: dist.Store) -> None:
+        agree(store, rank, facts, ADVICE, prepare)
+
     torch.manual_seed(options.seed)
     times = startup.ready()
-    with (
-        logging_to(rank.rank, file, options.log_all_ranks) as log,
-        process_group(rank, device, options.timeout),
-    ):
+    with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
+        outdir = prepared[0] if prepared else None  # on rank 0
+        file = outdir / "log.txt" if outdir else None
+        log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
         ranks = _everyone(rank, device, layout)
         times.group = time.time()
-        config = {
+        config: dict[str, Any] = {
             "module": module,
             "command": command_line(),
             "options": dataclasses.asdict(options),
@@ -213,11 +240,15 @@ def start_run(module: str, options: BaseOptions, layout: Layout) -> Iterator[Run
             "ranks": ranks,
             "notes": [],
         }
+        if data is not None:
+            config["data"] = data
         clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
         run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, config=config, startup=times)
         run.describe()
         log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
                  precision.name, precision.reason, rank_table(ranks))  # fmt: skip
+        if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
+            run.note(data["note"])
         if outdir is None:
             yield run
             run.record_startup()  # of a program that has no steps

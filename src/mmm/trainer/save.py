@@ -16,6 +16,7 @@ from mmm.history.record import cannot_write
 from mmm.models.weights import canonical_name
 from mmm.parallel.assemble import ParallelModel
 from mmm.parallel.copies import Copies
+from mmm.parallel.ties import find_ties
 from mmm.trainer.run import Run
 
 
@@ -32,6 +33,7 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     # PyTorch warns that a tensor cut twice is gathered in two turns: here that costs nothing worth a word.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     state = {name: tensor.cpu() for name, tensor in whole_tensors(modules) if keeper}
+    state |= {name: state[first] for name, first in second_names(modules).items() if keeper}
     if run.layout.pp > 1 and keeper:
         assert isinstance(model, ParallelModel)
         state = gather_stages(state, model.mesh["pp"], run.device)
@@ -51,11 +53,20 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
 
 @torch.no_grad()
 def whole_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """What this rank's modules hold, whole, tensor after tensor. A collective of the ranks that hold parts of them."""
+    """What this rank's modules hold, whole, tensor after tensor; a tied weight once, under its first name. A collective
+    of the ranks that hold parts of them."""
     for module in modules:
         inner = module.module if isinstance(module, Copies) else module
+        again = {name for _, *others in find_ties(inner) for name in others}
         for name, tensor in inner.state_dict().items():
-            yield canonical_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if name not in again:
+                yield canonical_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def second_names(modules: Iterable[nn.Module]) -> dict[str, str]:
+    """The further names of tied weights, and the first of each."""
+    ties = [tie for module in modules for tie in find_ties(module.module if isinstance(module, Copies) else module)]
+    return {canonical_name(name): canonical_name(first) for first, *others in ties for name in others}
 
 
 def gather_stages(state: dict[str, Tensor], pp: DeviceMesh, device: torch.device) -> dict[str, Tensor]:

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.data import Batch, Tokens
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
-from mmm.data.images import ImageData, check_same
+from mmm.data.images import ImageData
 from mmm.parallel.assemble import ParallelModel
 from mmm.trainer.run import Run
 
@@ -83,21 +82,6 @@ class TokenTask(Task):
             batch = self._batch(self.validation, step)
             total += model.evaluate(batch.inputs, batch.targets, batch.count).item()
         return {"val_loss": self.run.global_sum(total) / self.eval_batches}
-
-
-def same_images(run: Run, data: ImageData) -> None:
-    """Say what stands in for the data asked for, and refuse a run whose ranks read different data. A collective.
-
-    Raises:
-        DataError: one host has a data set and another does not, say.
-    """
-    if data.note:
-        run.note(data.note)
-    mine: Any = (run.ranks[run.rank.rank]["host"], data.name, data.sha256)
-    everyone = [mine] * run.rank.world_size
-    if run.rank.world_size > 1:
-        dist.all_gather_object(everyone, mine)
-    check_same(everyone)
 
 
 class ImageTask(Task):

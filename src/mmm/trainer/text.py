@@ -100,7 +100,6 @@ class Setting:
         """What the record keeps."""
         return {
             "model": self.sizes,
-            "data": self.about_data,
             "global_batch_size": self.global_batch,
             "steps": self.steps,
         }

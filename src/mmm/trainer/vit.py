@@ -22,6 +22,7 @@ from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import choose_device
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -31,7 +32,7 @@ from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import fitting_warmup, warmup_cosine
-from mmm.trainer.tasks import ImageTask, same_images
+from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import ImageOptions, check_images
 
 
@@ -56,7 +57,7 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
     """Tiles of the patches that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
     ep: Unused[int] = 1
     cp: Unused[int] = 1  # its sequence is not cut
-    cp_style: Unused[Literal["ring", "ulysses"]] = "ring"
+    cp_style: Unused[None] = None
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10
@@ -99,17 +100,17 @@ def train(config: Config) -> None:
         print_once(summary)
         return
 
-    with start_run("vit", config, layout) as run:
+    holds = footprint(model, config.optimizer, how, division, layout.pp)
+    with start_run("vit", config, layout, data.describe(), holds) as run:
         if config.preset == "auto":
             why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
             run.note(f"preset {preset}: {why}")
-        same_images(run, data)
         run.log.info("model, whole:\n%s", summary)
         parallel = place(run, model, plan, how, division)
         optimizer = make_optimizer(config.optimizer, parallel.parameters(), config.lr)
         task = ImageTask(run, data, batch, global_batch, config.workers)
         steps = config.steps(task.steps_per_epoch)
-        run.describe(model=sizes, data=data.describe(), global_batch_size=global_batch, steps=steps)
+        run.describe(model=sizes, global_batch_size=global_batch, steps=steps)
         run.log.info("%s, %d images: %d steps of %d", data.name, data.train.samples, steps, global_batch)
         warmup, cut = fitting_warmup(config.warmup, steps)
         if cut:

@@ -1,0 +1,65 @@
+"""How the GPT is cut over tp: in each block columns, then rows; the vocabulary by rows, in the embedding and in the
+output matrix, which are one tied weight and so have to be cut alike. What is between is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.models.gpt import GPTConfig
+from mmm.parallel.context import context_problems
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+from mmm.parallel.uncut import Uncut
+
+
+def gpt_plan() -> Plan:
+    """The plan of `mmm.models.gpt.GPT`, of any size."""
+    styles: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "places": Uncut(),
+        "blocks.*.norm1": Uncut(),
+        # One entrance for the three: their gradients are added here before they are added over tp.
+        "blocks.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(),
+        "blocks.*.norm2": Uncut(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+        "norm": Uncut(),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    return Plan(
+        tensor=styles,
+        units=("tokens", "blocks.*", ("norm", "head")),  # first and last become one: they share a weight
+        checkpointed=("blocks.*",),
+        compiled=("blocks.*",),
+        attention=("blocks.*.attention",),
+        stages=(("tokens", "places"), "blocks.*", ("norm", "head")),
+        sequence=True,
+        output="head",
+        refused={"ep": "the GPT has no experts"},
+        check=lambda model, layout, inputs, cp_style: check_gpt(model.config, layout, inputs, cp_style),
+    )
+
+
+def check_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style: str) -> None:
+    """Whether a GPT of these sizes can be cut as the layout says; needs no process group.
+
+    Raises:
+        LayoutError: every rule that is broken, with its numbers and what to change.
+    """
+    seq = inputs.shape[1]
+    wrong = context_problems(config.n_heads, layout, seq, cp_style)
+    if seq > config.seq_length:
+        wrong.append(f"{seq} tokens in a sequence, and the GPT has places for {config.seq_length}")
+    wrong += [f"{name} {size} is not divisible by tp {layout.tp}: use a tp that divides it"
+              for name, size in (("n_heads", config.n_heads), ("vocab_size", config.vocab_size))
+              if size % layout.tp]  # fmt: skip
+    if wrong:
+        raise LayoutError("; ".join(wrong))

@@ -1,0 +1,138 @@
+"""What has to be equal on every rank, compared once, while the ranks meet and before any device is touched.
+
+Each rank leaves its facts in the store by which the ranks have found each other. Rank 0 compares them, does what only
+rank 0 does (such as to prepare the run's folder), and tells all how that went: either every rank goes on, or every rank
+raises the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from mmm import errors
+from mmm.errors import ConfigError, UserError
+from mmm.runtime.ranks import Rank
+
+CHUNK = 256  # ranks whose facts are read at once
+HEARD = 10.0  # s that rank 0, which holds the store, waits for the others to hear of an error
+SHOWN = 4  # values of a fact, groups of ranks, and hosts, that are named each
+FACTS = 8  # facts that are named
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+def agree(
+    store: Store,
+    rank: Rank,
+    facts: Mapping[str, str],
+    advice: Mapping[str, str] | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Refuse a run whose ranks differ, on every rank. A collective; every rank calls it as often as the others.
+
+    Args:
+        facts: name and value. A rank may leave out a fact: it then agrees with any value.
+        advice: what to do where a fact differs, by name; ``""`` for those that have none. Rank 0's counts.
+        then: called on rank 0 once all agree; its `UserError` is every rank's.
+
+    Raises:
+        ConfigError: facts differ: which, how, on which ranks and hosts.
+        UserError: what `then` has raised on rank 0.
+    """
+    where = f"mmm/agreement/{store.add(f'mmm/agreement/of/{rank.rank}', 1)}"  # torchrun's own store outlives a run
+    if not rank.is_main:
+        store.set(f"{where}/{rank.rank}", json.dumps([socket.gethostname(), dict(facts)]))
+        kind, text = json.loads(store.get(f"{where}/verdict"))
+        if kind:
+            store.add(f"{where}/heard", 1)
+            raise getattr(errors, kind, UserError)(text, on_every_rank=True)
+        return
+    try:
+        found = [(socket.gethostname(), dict(facts)), *_others(store, where, rank.world_size)]
+        if text := differences(found, advice or {}):
+            raise ConfigError(text)
+        then()
+    except UserError as error:
+        if rank.world_size > 1:
+            store.set(f"{where}/verdict", json.dumps([type(error).__name__, str(error)]))
+            _wait_until_heard(store, where, rank.world_size - 1)
+        error.on_every_rank = True
+        raise
+    if rank.world_size > 1:
+        store.set(f"{where}/verdict", json.dumps(["", ""]))
+
+
+def _others(store: Store, where: str, world_size: int) -> list[Any]:
+    """(host, facts) of ranks 1, 2, …, as they come."""
+    keys = [f"{where}/{rank}" for rank in range(1, world_size)]
+    chunks = [keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK)]
+    return [json.loads(text) for chunk in chunks for text in store.multi_get(chunk)]
+
+
+def _wait_until_heard(store: Store, where: str, others: int) -> None:
+    deadline = time.monotonic() + HEARD
+    while store.add(f"{where}/heard", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def differences(found: Sequence[tuple[str, Mapping[str, str]]], advice: Mapping[str, str]) -> str | None:
+    """What is not equal, in words; None if everything is.
+
+    Args:
+        found: of every rank, by rank: its host, and its facts by name. advice: as in `agree`.
+    """
+    values: dict[str, dict[str, list[int]]] = {}
+    for rank, (_, facts) in enumerate(found):
+        for name, value in facts.items():
+            values.setdefault(name, {}).setdefault(value, []).append(rank)
+    different = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
+    if not different:
+        return None
+    hosts = [host for host, _ in found]
+    lines = [f"  {name}: {_values(ranks, hosts)}" for name, ranks in list(different.items())[:FACTS]]
+    if len(different) > FACTS:
+        lines.append(f"  and {len(different) - FACTS} more: {', '.join(list(different)[FACTS:])}")
+    help_ = dict.fromkeys(advice.get(name, advice.get("", "")) for name in different)
+    lines += [text for text in help_ if text]
+    return "\n".join([f"the ranks differ in what has to be the same on all {len(found)} of them:", *lines])
+
+
+def _values(ranks: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
+    """Each value, and where it is; the common ones first."""
+    common = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
+    shown = [f"{value} on {_ranks(where)} ({_hosts([hosts[rank] for rank in where])})"
+             for value, where in common[:SHOWN]]  # fmt: skip
+    rest = [rank for _, where in common[SHOWN:] for rank in where]
+    if rest:
+        shown.append(f"{len(common) - SHOWN} other values on {_ranks(sorted(rest))}")
+    return "; ".join(shown)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Such as ``rank 3`` or ``ranks 0-5, 8``, of ascending numbers."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs[:SHOWN])
+    return f"ranks {text}" + (f", … ({len(ranks)} in all)" if len(runs) > SHOWN else "")
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    names = list(dict.fromkeys(hosts))
+    return ", ".join(names[:SHOWN]) + (f", … ({len(names)} hosts)" if len(names) > SHOWN else "")

@@ -1,0 +1,84 @@
+"""How much memory can still be had: of this host, within the limits of the process's control groups; of a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+ROOT = Path("/")
+
+
+def host_memory(root: Path = ROOT) -> int | None:
+    """Bytes that processes of this host can still take, swap and what the page cache can give back included.
+
+    Args:
+        root: of the file system that has ``proc`` and ``sys``.
+
+    Returns:
+        None where the system does not tell.
+    """
+    lines = _table(root / "proc/meminfo")
+    if "MemAvailable:" not in lines:
+        return _physical() if root == ROOT else None
+    swap = 1024 * lines.get("SwapFree:", 0)
+    rooms = [1024 * lines["MemAvailable:"] + swap]
+    return min(rooms + [room + swap for room in _groups(root)])
+
+
+def _physical() -> int | None:
+    """All memory of a host that does not tell what is free of it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _groups(root: Path) -> list[int]:
+    """What each control group over this process still allows, in bytes; version 2 and version 1."""
+    try:
+        mine = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return []
+    rooms = []
+    for _, controllers, path in mine:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            limit, used = (_number(group / name) for name in names)
+            if limit is not None and used is not None:
+                cached = sum(_table(group / "memory.stat").get(name, 0) for name in ("active_file", "inactive_file"))
+                rooms.append(limit - used + cached)
+            if group == top:
+                break
+    return rooms
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None for none, and for ``max``."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken of an accelerator's own memory; None where it does not tell, or is the host."""
+    try:
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
+    except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
+        return None

@@ -1,0 +1,118 @@
+"""What passes between pipeline stages lies in memory in the order of its dims, whatever data and models make."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmm.data.datasets import load_images
+from mmm.data.image_batches import ImageBatches
+from mmm.models import weights
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.parallel import Layout, build_mesh, cross_entropy
+from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.plan import Plan
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.strides import in_order
+from mmm.runtime.device import Precision
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+BATCH = 8
+
+
+class ChannelsLast(nn.Module):
+    """A net as a user writes it: its convolutions work channels-last, its second part on a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: nn.Module | None = nn.Conv2d(1, 4, 3)
+        self.second: nn.Module | None = nn.Conv2d(4, 3, 3)
+        self.third: nn.Module | None = nn.Linear(24, 6)
+        self.last: nn.Module | None = nn.Linear(6 * 24 * 3, 10)
+
+    def forward(self, x):
+        if self.first is not None:
+            x = F.relu(self.first(x.to(memory_format=torch.channels_last)))  # (batch, 4, 26, 26)
+        if self.second is not None:
+            x = F.relu(self.second(x.to(memory_format=torch.channels_last))).transpose(1, 2)  # (batch, 24, 3, 24)
+        if self.third is not None:
+            x = self.third(x).transpose(1, 3)  # (batch, 6, 3, 24)
+        return x if self.last is None else self.last(x.flatten(1))
+
+    def init_rule(self, name):
+        return weights.Init("normal", 0.2)
+
+
+PLANS = {
+    "cnn": cnn_plan(),
+    "channels last": Plan(tensor={}, units=("first", "second"), stages=("first", "second", "third", "last")),
+}
+
+
+def build(model):
+    return CNN(CNNConfig(image_size=28, width1=4, width2=4, hidden=8).without_dropout()) if model == "cnn" \
+        else ChannelsLast()
+
+
+def images(step):
+    """Real ones, enlarged from 8 × 8: all of a global batch."""
+    return ImageBatches(load_images("digits", image_size=28).train, BATCH, 0).batch(step)
+
+
+def expected(model):
+    net, losses = build(model).double(), []
+    weights.initialize(net, 0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        loss = F.cross_entropy(net(images(step).images.double()), images(step).labels)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train(rank, model, layout, schedules):
+    """Losses by each schedule, an evaluation in between."""
+    everything = []
+    mesh, plan = build_mesh(layout, "cpu", 30), PLANS[model]
+    for schedule in schedules:
+        with torch.device("meta"):
+            whole, sample = build(model), torch.zeros(BATCH, 1, 28, 28)
+        how = Techniques(schedule=schedule, microbatches=8 if layout.pp == 4 else 4)
+        made = ParallelModel(whole, plan, layout, mesh, FP64, how, divide(whole, plan, layout, how, sample),
+                             device=CPU, seed=0, loss=cross_entropy)  # fmt: skip
+        optimizer, losses = torch.optim.SGD(made.parameters(), lr=0.1, foreach=False), []
+        for step in range(3):
+            batch = images(step).to(CPU, torch.float64)
+            if step == 1:
+                seen = made.evaluate(batch.images, batch.labels, batch.count).item()
+            losses.append(made.step(batch.images, batch.labels, batch.count).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert seen == pytest.approx(losses[1], rel=1e-12)
+        everything.append(losses)
+    return everything
+
+
+@pytest.mark.parametrize("model", PLANS)
+@pytest.mark.parametrize(
+    ("pp", "schedules"), [(4, ("1F1B",)), (2, ("GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"))]
+)
+def test_pipelines_of_images(pool, model, pp, schedules):
+    wanted = expected(model)
+    for losses in pool.run(train, pp, model, Layout(pp=pp, dp_shard=1), schedules):
+        for of_one in losses:
+            assert of_one == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((2, 1, 4, 4), (16, 1, 4, 1)), ((2, 3, 4), (12, 1, 3)), ((1, 3), (1, 1)), ((0, 2), (7, 3))]
+)
+def test_in_order(shape, strides):
+    odd = torch.empty_strided(shape, strides).fill_(1.5)
+    assert in_order(odd).stride() == torch.empty(shape).stride()
+    assert torch.equal(in_order(odd), odd)
+    usual = torch.ones(shape)
+    assert in_order(usual) is usual

@@ -1,0 +1,226 @@
+"""Tied weights stay one weight under every technique, or are refused by their names."""
+
+import importlib
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.models import gpt, weights
+from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
+from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.copies import Copies
+from mmm.parallel.plan import Plan
+from mmm.parallel.plans.gpt import gpt_plan
+from mmm.parallel.ties import find_ties
+from mmm.parallel.uncut import Uncut
+from mmm.parity.reference import Training, batch
+from mmm.parity.train import gradient_differences
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_floats
+from mmm.trainer.save import second_names, whole_tensors
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+TIE = ("tokens.weight", "head.weight")
+STEPS, RATE, MAX_NORM = 2, 0.3, 0.05
+
+
+@lru_cache
+def plain():
+    """Losses, gradients of the first step, norms before clipping, and the state at the end, by plain PyTorch."""
+    model = gpt.parity_model().double()
+    weights.initialize(model, 0)
+    losses, norms, first = [], [], {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        inputs, targets = batch(gpt, Training(), step)
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, first, norms, model.state_dict()
+
+
+def train(rank, layout, techniques, gradients, tied=True):
+    with meta_parameters():
+        model = gpt.parity_model()
+    plan, how = gpt_plan(), Techniques(**techniques)
+    inputs, _ = batch(gpt, Training(), 0)
+    division = divide(model, plan, layout, how, inputs[: len(inputs) // layout.dp].to("meta"))
+    mesh = build_mesh(layout, "cpu", 60)
+    made = ParallelModel(model, plan, layout, mesh, FP64, how, division, device=CPU, seed=0)
+    (module,) = made.modules.values()
+    inner = module.module if isinstance(module, Copies) else module
+    losses, norms, differences = [], [], {}
+    optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
+    for step in range(STEPS):
+        assert not tied or find_ties(inner) == [TIE]
+        inputs, targets = batch(gpt, Training(), step)
+        size = len(inputs) // layout.dp
+        at = slice(layout.dp_coordinate(rank.rank) * size, (layout.dp_coordinate(rank.rank) + 1) * size)
+        loss = made.step(inputs[at], targets[at], targets.numel())
+        if step == 0:
+            differences = gradient_differences(made, gradients)
+        norms.append(float(made.clip(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        shares = gather_floats([loss.item()], CPU)
+        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
+    state = dict(whole_tensors(made.modules.values()))
+    state |= {name: state[first] for name, first in second_names(made.modules.values()).items()}
+    return losses, differences, norms, state, [name for name, _ in made.named_parameters()]
+
+
+DP2, TP2 = Layout(dp_shard=2), Layout(dp_shard=1, tp=2)
+CASES = [
+    (DP2, {"data_parallel": "ddp"}),
+    (DP2, {"data_parallel": "zero1"}),
+    (DP2, {"data_parallel": "zero2", "loss_chunks": 3}),
+    (DP2, {"offload": True, "loss_chunks": 3, "microbatches": 2}),
+    (TP2, {}),
+    (Layout(dp_shard=2, tp=2), {"loss_chunks": 3}),
+]
+LONG = [
+    (DP2, {"checkpointing": "full"}),
+    (TP2, {"loss_chunks": 3}),
+    (Layout(dp_shard=2, tp=2), {}),
+    (DP2, {"data_parallel": "ddp", "loss_chunks": 3}),
+    (DP2, {"data_parallel": "zero1", "offload": True}),
+    (DP2, {"checkpointing": "selective", "loss_chunks": 4}),
+    (DP2, {"compile": True}),
+    (Layout(dp_replicate=2, dp_shard=2), {}),
+    (Layout(dp_shard=1, cp=2), {}),
+    (Layout(dp_shard=1, cp=2), {"cp_style": "ulysses", "loss_chunks": 2}),
+    (Layout(dp_shard=2, tp=2), {"loss_chunks": 3, "offload": True, "checkpointing": "full"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "techniques"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
+)
+def test_one_weight(pool, layout, techniques):
+    losses, gradients, norms, state = plain()
+    for got in pool.run(train, layout.ranks, layout, techniques, gradients, timeout=200):
+        assert got[0] == pytest.approx(losses, rel=1e-9)
+        assert max(got[1].values()) <= 1e-8, max(got[1], key=got[1].get)
+        assert got[2] == pytest.approx(norms, rel=1e-9)  # counted once
+        assert got[4] == list(gradients)
+        assert got[3].keys() == state.keys()
+        for name, tensor in state.items():
+            assert torch.allclose(got[3][name].to(tensor.dtype), tensor, rtol=1e-9, atol=1e-12), name
+
+
+def untied(rank, gradients):
+    """A planted bug: nothing ties again what has been given memory."""
+    module = importlib.import_module("mmm.parallel.apply")
+    original, module.tie_again = module.tie_again, lambda *given: None
+    try:
+        return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=False)[1]
+    finally:
+        module.tie_again = original
+
+
+def test_a_planted_bug_is_caught(pool):
+    for differences in pool.run(untied, 2, plain()[1]):
+        assert differences["tokens.weight"] > 1e-3
+
+
+# ---- other ties
+
+
+class Ties(nn.Module):
+    """One module in two places; and a weight that is shared with what is in no unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.blocks.append(self.blocks[0])
+        self.root = nn.Linear(8, 8, bias=False)
+        self.root.weight = self.inside.weight
+
+    def forward(self, x):
+        x = self.inside(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.root(x)
+
+
+PLAN = Plan(
+    tensor={"inside": Uncut(), "blocks.*.0": Uncut(), "root": Uncut()}, units=("inside", "blocks.*"),
+    stages=("inside", "blocks.*", "root"),
+)  # fmt: skip
+
+
+def others(rank, layout, expected):
+    with meta_parameters():
+        model = Ties()
+    ties = find_ties(model)
+    mesh = build_mesh(layout, "cpu", 30)
+    apply(model, mesh, PLAN, FP64)
+    materialize(model, CPU, 0)
+    x = torch.ones(2, 8, dtype=torch.float64) * (rank.rank + 1 if layout.dp > 1 else 1)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    assert find_ties(model) == ties
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
+def test_a_module_in_two_places_and_a_weight_of_the_root(pool, layout):
+    model = Ties().double()
+    weights.initialize(model, 0)
+    for factor in range(1, 1 + layout.dp):
+        model(torch.ones(2, 8, dtype=torch.float64) * factor).square().sum().backward()
+    for gradients in pool.run(others, 2, layout, None):
+        assert gradients.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(gradients[name], parameter.grad, rtol=1e-10), name
+
+
+# ---- what is refused
+
+
+def test_a_tie_over_stages_is_refused():
+    with meta_parameters():
+        model = gpt.parity_model()
+    inputs = torch.zeros(4, 32, dtype=torch.int64, device="meta")
+    with pytest.raises(LayoutError, match=r"tokens\.weight and head\.weight are one tied weight, and the pipeline has "
+                                          r"them in stages 0 and 1, on other ranks: use pp 1"):  # fmt: skip
+        divide(model, gpt_plan(), Layout(pp=2, dp_shard=1), Techniques(), inputs)
+
+
+def unlike(rank, styles):
+    with meta_parameters():
+        model = gpt.parity_model()
+    plan = gpt_plan()
+    tensor = {name: style for name, style in plan.tensor.items() if name != "head"} | styles
+    mesh = build_mesh(TP2, "cpu", 30)
+    with pytest.raises(LayoutError) as caught:
+        apply(model, mesh, replace(plan, tensor=tensor), FP64)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("styles", "words"),
+    [
+        ({"head": RowwiseParallel()}, "tokens.weight S(0) of 96×64 and of head.weight S(1) of 96×64"),
+        ({"head": Uncut()}, "tokens.weight S(0) of 96×64 and of head.weight R of 96×64"),
+        ({}, "tokens.weight S(0) of 96×64 and of head.weight a plain 96×64"),
+    ],
+    ids=["columns", "whole", "not named"],
+)
+def test_a_tie_whose_names_are_cut_otherwise_is_refused(pool, styles, words):
+    for message in pool.run(unlike, 2, styles):
+        assert "tokens.weight and head.weight are one tied weight, and tp 2 makes of " + words in message
+        assert "or untie them" in message

@@ -1,0 +1,82 @@
+"""What the ranks differ in is found, said compactly, and every rank's error."""
+
+import pytest
+from torch.distributed.distributed_c10d import _get_default_store
+
+from mmm.errors import ConfigError, RecordError
+from mmm.runtime.agreement import agree, differences
+
+ADVICE = {"": "the same command line", "torch": "one environment", "Python": "one environment"}
+
+
+def test_equal_facts():
+    assert differences([("a", {"torch": "2.8"})] * 3, ADVICE) is None
+    assert differences([("a", {"torch": "2.8", "files": "1"}), ("a", {"torch": "2.8"})], ADVICE) is None  # says nothing
+    assert differences([("a", {})], {}) is None
+
+
+def test_what_differs_where_and_what_to_do():
+    found = [("a", {"--lr": "0.1", "torch": "2.8", "Python": "3.11", "--seed": "0"})] * 4
+    found[2:] = [("b", {"--lr": "0.1", "torch": "2.13", "Python": "3.10", "--seed": "0"})] * 2
+    found[1] = ("a", found[1][1] | {"--lr": "0.3"})
+    assert differences(found, ADVICE).splitlines() == [
+        "the ranks differ in what has to be the same on all 4 of them:",
+        "  --lr: 0.1 on ranks 0, 2-3 (a, b); 0.3 on rank 1 (a)",
+        "  torch: 2.8 on ranks 0-1 (a); 2.13 on ranks 2-3 (b)",
+        "  Python: 3.11 on ranks 0-1 (a); 3.10 on ranks 2-3 (b)",
+        "the same command line",
+        "one environment",
+    ]
+
+
+def test_thousands_of_ranks_stay_readable():
+    found = [(f"node{rank // 12:04}", {"dtype": "fp32" if rank % 12 == 5 else "bf16"}) for rank in range(9600)]
+    (_, line) = differences(found, {}).splitlines()
+    assert line == (
+        "  dtype: bf16 on ranks 0-4, 6-16, 18-28, 30-40, … (8800 in all) (node0000, node0001, node0002, node0003, … "
+        "(800 hosts)); "
+        "fp32 on ranks 5, 17, 29, 41, … (800 in all) (node0000, node0001, node0002, node0003, … (800 hosts))"
+    )
+    each = [(f"node{rank}", {f"--{name}": str(rank) for name in range(50)}) for rank in range(9600)]
+    text = differences(each, {})
+    assert len(text) < 5000
+    assert "9596 other values on ranks 4-9599" in text
+    assert "and 42 more: --8, --9" in text
+
+
+def meet(rank, differing, refusing):
+    """What each rank raises, and whether rank 0's part was done; twice, as a program with two runs does."""
+    done, outcome = [], []
+
+    def then():
+        done.append(rank.rank)
+        if refusing:
+            raise RecordError("the folder is a file")
+
+    for _ in range(2):
+        facts = {"dtype": "bf16" if differing and rank.rank == 2 else "fp32"}
+        try:
+            agree(_get_default_store(), rank, facts, ADVICE, then)
+            outcome.append(None)
+        except (ConfigError, RecordError) as error:
+            outcome.append((type(error).__name__, str(error), error.on_every_rank))
+    return outcome, done
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_go_on(pool, ranks):
+    assert pool.run(meet, ranks, False, False) == [([None, None], [0, 0] if rank == 0 else []) for rank in range(ranks)]
+
+
+def test_a_difference_is_every_ranks_error(pool):
+    (outcome, done), *others = pool.run(meet, 3, True, False)
+    name, text, everywhere = outcome[0]
+    assert (name, everywhere, done) == ("ConfigError", True, [])  # nothing is prepared for a run that is refused
+    assert "dtype: fp32 on ranks 0-1" in text
+    assert all(other == (outcome, []) for other in others)
+
+
+def test_what_rank_0_cannot_do_is_every_ranks_error(pool):
+    (outcome, _), *others = pool.run(meet, 3, False, True)
+    assert outcome == [("RecordError", "the folder is a file", True)] * 2
+    assert all(other == (outcome, []) for other in others)
