@@ -223,7 +223,8 @@ class ParallelModel:
         here = imbalance(balance_experts(self.modules.values(), self.mesh, rate))
         if self.pipeline is None:
             return here
-        worst = torch.tensor(0.0 if math.isnan(here) else here, device=self.device)  # a stage may have no experts
+        known = 0.0 if math.isnan(here) else here  # a stage may have no experts
+        worst = torch.tensor(known, dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
         return worst.item()
 
