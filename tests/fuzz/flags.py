@@ -69,7 +69,7 @@ def flags_of(program: str) -> dict[str, Flag]:
 def _choices(hint: Any) -> tuple[str, ...]:
     if hint is bool:
         return ("on", "off")
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 

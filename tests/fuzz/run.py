@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -114,6 +115,7 @@ def _train(rank: Rank, program: str, config: Any, words: list[str], folder: Path
                        "MASTER_PORT": str(rank.port)}  # fmt: skip
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     sys.argv = [PROGRAMS[program].__name__, *words]
+    sys.modules["__main__"].__spec__ = ModuleSpec(PROGRAMS[program].__name__, None)  # who refusals say was started
     torch.set_num_threads(1)
     scales: list[float] = []
     update = torch.amp.GradScaler.update

@@ -1,4 +1,7 @@
-"""Meshes, and one file a technique; ``plans/`` says how each model is cut."""
+"""Meshes, and one file a technique; ``plans/`` says how each model is cut.
+
+The names below are what a program of one's own uses (docs/your-script.md, docs/models.md), and stay.
+"""
 
 from mmm.models.meta import meta_parameters
 from mmm.parallel.apply import apply, check_compile, check_weights, materialize
@@ -9,10 +12,14 @@ from mmm.parallel.expert import balance_experts, imbalance
 from mmm.parallel.held import held_elements
 from mmm.parallel.loss import cross_entropy, local_value
 from mmm.parallel.mesh import Layout, batch_sizes, build_mesh
+from mmm.parallel.plan import Plan
+from mmm.parallel.uncut import Uncut as Replicated
 
 __all__ = [
     "DATA_PARALLEL",
     "Layout",
+    "Plan",
+    "Replicated",
     "apply",
     "balance_experts",
     "batch_sizes",

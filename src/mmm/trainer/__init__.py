@@ -1,5 +1,42 @@
-"""What the examples and trainers share: options, one run's life, optimizers."""
+"""What the examples and trainers share: options, one run's life, optimizers.
+
+The names below are what a program of one's own needs (docs/your-script.md). Each is imported when it is asked for: a
+program pays for what it uses.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from mmm.runtime.startup import begin
 
 begin(first=False)  # before a program's own imports, which are timed
+
+if TYPE_CHECKING:
+    from mmm.runtime.failure import run_main
+    from mmm.runtime.ranks import whoami
+    from mmm.trainer.optimizer import make_optimizer
+    from mmm.trainer.options import BaseOptions, BatchOptions, RunOptions, parse
+    from mmm.trainer.run import Run, start_run
+    from mmm.trainer.save import save_model
+
+__all__ = ["BaseOptions", "BatchOptions", "Run", "RunOptions", "make_optimizer", "parse", "run_main", "save_model",
+           "start_run", "whoami"]  # fmt: skip
+
+_PLACES = {
+    "BaseOptions": "mmm.trainer.options",
+    "BatchOptions": "mmm.trainer.options",
+    "Run": "mmm.trainer.run",
+    "RunOptions": "mmm.trainer.options",
+    "make_optimizer": "mmm.trainer.optimizer",
+    "parse": "mmm.trainer.options",
+    "run_main": "mmm.runtime.failure",
+    "save_model": "mmm.trainer.save",
+    "start_run": "mmm.trainer.run",
+    "whoami": "mmm.runtime.ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

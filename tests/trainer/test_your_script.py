@@ -1,0 +1,142 @@
+"""The program of docs/your-script.md, as it stands there, and the names that the page promises."""
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+
+import mmm.history
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
+BIN = Path(sys.executable).parent
+FLAGS = {"dtype": "fp64", "global_batch_size": 8, "steps": 4}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    (code,) = re.findall(r"```python\n(# denoise\.py\n.*?)```", PAGE, re.DOTALL)
+    path = tmp_path_factory.mktemp("script") / "denoise.py"
+    path.write_text(code)
+    return path
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location("denoise", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["denoise"] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def meeting_only(rank, device, timeout, meet):
+    """In place of a process group: the one that is there."""
+    meet(_get_default_store())
+    return nullcontext()
+
+
+def on_a_rank(rank, path, outdir):
+    """The script's own `train`, on a rank of the pool, whose process group is there already."""
+    denoise = load(path)
+    with (
+        patch("mmm.trainer.run.process_group", meeting_only),
+        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch.object(denoise, "whoami", lambda: rank),
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+    ):
+        denoise.train(denoise.Config(**FLAGS, tp=2, device="cpu", outdir=outdir))
+
+
+@pytest.fixture(scope="module")
+def alone(script, tmp_path_factory):
+    outdir = tmp_path_factory.mktemp("alone")
+    denoise = load(script)
+    denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=outdir))
+    return outdir
+
+
+def same(one, many):
+    first, second = (mmm.history.load(folder) for folder in (one, many))
+    np.testing.assert_allclose(second.loss, first.loss, rtol=1e-9)
+    assert len(first.loss) == FLAGS["steps"]
+    assert first.loss[-1] < 0.8 * first.loss[0]  # it learns
+    assert second.dt.shape == (FLAGS["steps"], 4)  # the seconds of each step on each rank
+    tests = [json.loads((folder / "config.json").read_text())["test_loss"] for folder in (one, many)]
+    assert tests[1] == pytest.approx(tests[0], rel=1e-9)
+    states = [torch.load(folder / "model.pt", weights_only=True) for folder in (one, many)]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-7, atol=1e-9)
+
+
+def test_the_same_losses_on_a_mesh(pool, script, alone, tmp_path):
+    pool.run(on_a_rank, 4, script, tmp_path)
+    same(alone, tmp_path)
+
+
+def test_plain_pytorch_reads_its_model(script, alone):
+    model = load(script).UNet().double()
+    model.load_state_dict(torch.load(alone / "model.pt", weights_only=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["launch", "torchrun"])
+def test_the_same_losses_under_each_launcher(script, alone, tmp_path, launcher):
+    start = {"launch": [BIN / "launch", "-n", "4", "--device", "cpu", "python3"],
+             "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "4"]}  # fmt: skip
+    flags = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
+    command = [*start[launcher], script, *flags, "--tp", "2", "--device", "cpu", "--outdir", tmp_path / "out"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[denoise:") >= FLAGS["steps"]
+    assert len(re.findall(r" - iter=\d+ loss=[\d.]+ dt=[\d.]+ dtd=[\d.]+ dtf=", done.stdout)) == FLAGS["steps"]
+    same(alone, tmp_path / "out")
+
+
+@pytest.mark.long
+def test_what_does_not_fit_is_said_in_one_line(script, tmp_path):
+    for flags, words in (
+        (("--global_batch_size", "600"), "a global batch of 600 samples, and there are 512"),
+        (("--tp", "3"), "tp 3 needs a multiple of 3 ranks"),
+        (("--dtype", "fp16"), "invalid choice"),
+    ):
+        command = [sys.executable, script, *flags]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert done.returncode == 2
+        assert words in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_names_that_the_page_promises():
+    """All that the program imports of mmm, and more, from few places; whoever takes one away has to change the page."""
+    promised = {}
+    for room, names in re.findall(r"^- `(mmm\.\w+)`: (.*?)(?=^- |\Z)", PAGE, re.DOTALL | re.MULTILINE):
+        promised[room] = re.findall(r"`(\w+)`", names)
+        for name in promised[room]:
+            assert hasattr(importlib.import_module(room), name), f"{room}.{name}"
+    assert promised.keys() == {"mmm.parallel", "mmm.trainer", "mmm.errors", "mmm.history"}
+    for room, names in re.findall(r"^from (mmm\.\w+) import (.*)$", PAGE, re.MULTILINE):
+        assert set(names.split(", ")) <= set(promised[room]), room
+    import mmm.trainer
+
+    assert set(promised["mmm.trainer"]) == set(mmm.trainer.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        mmm.trainer.runn  # noqa: B018
+
+
+def test_asking_for_a_name_imports_what_it_needs_and_no_more():
+    light = "assert 'torch' not in sys.modules"
+    code = f"import sys, mmm.trainer; {light}; mmm.trainer.whoami; {light}"
+    subprocess.run([sys.executable, "-c", code], check=True)
