@@ -4,12 +4,15 @@ output matrix, which are one tied weight and so have to be cut alike. What is be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.models.gpt import GPTConfig
+from mmm.parallel.advice import Broken, advise
 from mmm.parallel.context import context_problems
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
@@ -54,12 +57,18 @@ def check_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style: str) 
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
-    seq = inputs.shape[1]
-    wrong = context_problems(config.n_heads, layout, seq, cp_style)
-    if seq > config.seq_length:
-        wrong.append(f"{seq} tokens in a sequence, and the GPT has places for {config.seq_length}")
-    wrong += [f"{name} {size} is not divisible by tp {layout.tp}: use a tp that divides it"
-              for name, size in (("n_heads", config.n_heads), ("vocab_size", config.vocab_size))
-              if size % layout.tp]  # fmt: skip
-    if wrong:
-        raise LayoutError("; ".join(wrong))
+    seq_length = inputs.shape[1]
+    if seq_length > config.seq_length:
+        raise LayoutError(f"{seq_length} tokens in a sequence, and the GPT has places for {config.seq_length}")
+
+    def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
+        found = context_problems(sizes["n_heads"], layout, sizes["seq_length"], cp_style)
+        for name in ("n_heads", "vocab_size"):
+            if sizes[name] % layout.tp and name not in {broken.rule for broken in found}:
+                text = f"{name} {sizes[name]} is not divisible by tp {layout.tp}"
+                found.append(Broken(name, text, name, ("tp",)))
+        return found
+
+    given = {"n_heads": config.n_heads, "vocab_size": config.vocab_size, "seq_length": seq_length}
+    if text := advise(find, given, layout):
+        raise LayoutError(text)
