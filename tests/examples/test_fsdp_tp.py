@@ -232,7 +232,6 @@ def test_one_clear_message(tmp_path, flags, words):
         ({"batch_size": 2, "global_batch_size": 3}, "give one of them"),
         ({"batch_size": 10**6}, "fewer than one global batch"),
         ({"device": "cuda"}, "sees no cuda device"),
-        ({"outdir": Path("/proc/nothing")}, "/proc/nothing"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -242,6 +241,11 @@ def test_refused_before_any_process_group(monkeypatch, config, words):
     monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
         train(Config(**{"tpsize": 4, **config}))
+
+
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(UserError, match="/proc/nothing"):
+        train(Config(outdir=Path("/proc/nothing"), max_iters=1, preset="debug"))
 
 
 def test_a_record_is_not_overwritten_unasked(finished):
