@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.signals import as_from_a_terminal
+
 COMMAND = [sys.executable, "-m", "mmm.cli.main", "doctor"]
 
 
@@ -75,7 +77,8 @@ def test_interrupted_or_killed_it_leaves_nothing(tmp_path, number, says, code):
     text = "import os, time\nopen('torch_pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     (tmp_path / "torch.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
-    process = subprocess.Popen(COMMAND, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(COMMAND, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=as_from_a_terminal())  # fmt: skip
     deadline = time.monotonic() + 30
     while not (tmp_path / "torch_pid").exists() or not (tmp_path / "torch_pid").read_text():
         assert time.monotonic() < deadline

@@ -192,13 +192,13 @@ class Plan:
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():
     told = [message for _, message in orders.orders(Plan(), [member(0, "a"), member(1, "a"), member(2, "b")])]
-    assert [(m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["threads"])
+    assert [(m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"])
             for m in told] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
 
 
 def test_ranks_that_are_bound_keep_their_cores():
     told = orders.orders(Plan(), [member(0, "a", "0-1", 0), member(1, "a", "2-3", 1), member(2, "b", "0-1", 0)])
-    assert [m["threads"] for _, m in told] == [2, 2, 2]
+    assert [m["cores"] for _, m in told] == [2, 2, 2]
 
 
 def test_ranks_of_a_host_follow_each_other():

@@ -13,8 +13,8 @@ json.dump({"env": dict(os.environ), "argv": sys.argv, "path": sys.path[0], "name
            "stdin": sys.stdin.read(), "group": os.getpgid(0)},
           open(os.environ["RANK"] + ".json", "w"))
 """
-CHANGING = {"MASTER_PORT", "MMM_LAUNCH_ID", "MMM_ATTEMPTS_OF", "MMM_LAUNCH_LINE",
-            "MMM_LAUNCH_BEGAN"}                              # of the launch, not of its way
+CHANGING = {"MASTER_PORT", "MMM_LAUNCH_ID", "MMM_ATTEMPTS_OF", "MMM_LAUNCH_LINE", "MMM_LAUNCH_BEGAN",
+            "MMM_LAUNCH_VERDICT"}                            # of the launch, not of its way
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -21,24 +23,45 @@ open(f"done-{rank}", "w")
 """
 WAIT = "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(30)\n" \
        "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
+# launch as it is; a file is made when it comes to import its own main part, which is after its first lines.
+TOLD = """
+import os, runpy, sys
+def told(event, args):
+    if event == "import" and args[0] == "mmm.launch.main": open(f"begun-{os.getpid()}", "w").close()
+sys.addaudithook(told)
+runpy.run_module("mmm.launch", run_name="__main__", alter_sys=True)
+"""
 
 
-def test_ctrl_c_at_any_moment_of_the_start(launcher, how):
-    """While launch imports, starts the agent, forks, and its ranks begin: no traceback, nothing left."""
-    words = [*how, "-n", "4", "python3", "-c", "import time; time.sleep(30)"]
-    begin = time.monotonic()
+def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
+    """While launch imports, starts the agent, forks, and its ranks begin: no traceback, nothing left.
+
+    It counts from launch's own first lines on: what Python says before it runs any program is Python's.
+    """
+    monkeypatch.setattr("support.launcher.START", [sys.executable, "-c", TOLD])
+    words = [*how, "-n", "4", "python3", "-c", "import time; time.sleep(60)"]
     processes = [launcher.start(*words) for _ in range(12)]
     for number, process in enumerate(processes):
-        time.sleep(max(0.0, begin + 0.2 + 0.15 * number - time.monotonic()))
+        launcher.wait_for(f"begun-{process.pid}")
+        begun = (launcher.folder / f"begun-{process.pid}").stat().st_mtime
+        time.sleep(max(0.0, begun + 0.1 * number - time.time()))
         process.send_signal(signal.SIGINT)
     for process in processes:
-        out, err = process.communicate(timeout=20)
-        assert process.returncode in (130, -signal.SIGINT)
-        if process.returncode < 0:               # before launch's own code, Python itself may have words
-            assert "/launch/main.py" not in err
-            continue
-        assert (out, err) == ("", "launch: SIGINT: ending 4 ranks\n")
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) in ((130, "", "launch: SIGINT: ending 4 ranks\n"),
+                                                  (-signal.SIGINT, "", ""))     # there was nothing to end yet
     assert launcher.gone(within=0.5)
+
+
+def test_nothing_that_takes_long_comes_before_ctrl_c_is_taken(launcher):
+    """What Python imports for launch before that: until then an interrupt prints a traceback."""
+    look = "import signal, sys\n" \
+           "before = set(sys.modules)\n" \
+           "def taken(*_): print(*sorted(sys.modules.keys() - before)); sys.exit()\n" \
+           "signal.signal = taken\n" \
+           "from mmm.launch.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", look], env=launcher.environment(), capture_output=True, text=True)
+    assert set(done.stdout.split()) == {"mmm", "mmm.launch", "mmm.launch.__main__"}, done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -14,6 +14,7 @@ import xarray
 
 import mmm
 from mmm.parity.__main__ import main
+from support.signals import as_from_a_terminal
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED_FOR = {"layout", "ranks", "max_rel_loss_diff", "max_grad_diff", "passed"}
@@ -199,7 +200,8 @@ def test_nothing_outlives_it(tmp_path, number):
     command = [sys.executable, "-m", "mmm.parity", "--layout", "1", "--layout", "dp4.tp2", "--model", "transformer",
                "--steps", "100"]  # fmt: skip
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = subprocess.Popen(command, **piped, cwd=tmp_path, env=env, start_new_session=True)
+    running = subprocess.Popen(command, **piped, cwd=tmp_path, env=env, start_new_session=True,
+                               preexec_fn=as_from_a_terminal())  # fmt: skip
     try:
         assert running.stdout.readline().startswith("[1/2]")
         while len(members(running.pid)) < 9:

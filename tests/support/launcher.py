@@ -8,9 +8,19 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.signals import as_from_a_terminal
+
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MMM_DEVICE",
         "OMP_NUM_THREADS")
 START = [sys.executable, "-m", "mmm.launch"]
+MPIEXEC = f"""#!{sys.executable}
+import os, subprocess, sys
+words = sys.argv[1:]
+if words == ["--version"]: sys.exit(print("HYDRA build details:"))
+count, command = int(words[words.index("-n") + 1]), words[words.index(sys.executable):]
+ranks = [{{"PMI_RANK": str(rank), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(rank)}} for rank in range(count)]
+sys.exit(max([p.wait() for p in [subprocess.Popen(command, env=os.environ | rank) for rank in ranks]]))
+"""
 
 
 @dataclass
@@ -32,21 +42,29 @@ class Launcher:
         places = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         return made | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
-    def start(self, *words: str, **variables: str) -> subprocess.Popen:
+    def start(self, *words: str, ignored: tuple[int, ...] = (), **variables: str) -> subprocess.Popen:
+        """Start launch, with default signal handling but for those `ignored`."""
         self.write("typed", "for launch's own stdin, not the ranks'")
         with (self.folder / "typed").open() as stdin:
             return subprocess.Popen([*self.prefix, *START, *words], cwd=self.folder,
                                     env=self.environment(**variables), text=True, stdin=stdin, stdout=subprocess.PIPE,
-                                    stderr=subprocess.PIPE)
+                                    stderr=subprocess.PIPE, preexec_fn=as_from_a_terminal(*ignored))
 
-    def run(self, *words: str, timeout: float = 30, **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*words, **variables)
+    def run(self, *words: str, timeout: float = 30, ignored: tuple[int, ...] = (),
+            **variables: str) -> subprocess.CompletedProcess:
+        process = self.start(*words, ignored=ignored, **variables)
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"launch hung: {process.communicate()}") from None
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def on_hosts(self, by: str) -> list[str]:
+        """Options by which launch takes this host for one of a cluster, with an mpiexec that is no MPI's."""
+        mpiexec = self.write("mpiexec", MPIEXEC)
+        mpiexec.chmod(0o755)
+        return ["--scheduler", "none", "--hosts", "localhost", "--mpiexec", str(mpiexec), "--ranks-by", by]
 
     def wait_for(self, *names: str, timeout: float = 20) -> None:
         """Wait until the programs have made these files."""

@@ -75,6 +75,18 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
     return list(parts[:ranks])
 
 
+def set_threads(shared: dict[str, str], ranks: Sequence[dict[str, str]], threads: Sequence[int]) -> None:
+    """Put OMP_NUM_THREADS into `shared`, the variables of all ranks of this host; into a rank's own if it has fewer.
+
+    Libraries read it when they are loaded, which is before the fork, in the agent: it gets what is shared.
+    """
+    most = max(threads)
+    shared["OMP_NUM_THREADS"] = str(most)
+    for rank, number in zip(ranks, threads, strict=True):
+        if number != most:
+            rank["OMP_NUM_THREADS"] = str(number)
+
+
 def _cores(allowed: Sequence[int], system: Path) -> list[list[int]]:
     """The allowed CPUs, by core; cores in the order of their package and first CPU."""
     cores: dict[tuple[int, int], list[int]] = {}

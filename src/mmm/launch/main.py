@@ -100,12 +100,15 @@ def plan_here(what: Target, wishes: Wishes) -> LaunchPlan:
     if count is not None and count > options.MAX_RANKS:
         raise LaunchError(f"-n {count}: the number of ranks on a host must be from 1 to {options.MAX_RANKS}.")
     plan = local.plan(what, nproc=count, device=wishes.device, prefork=wishes.prefork)
+    if wishes.cpu_bind is not None and wishes.cpu_bind != "none":
+        each = [cpus or "" for cpus in binding.split(wishes.cpu_bind, len(plan.ranks))]
+        for rank, cpus in zip(plan.ranks, each, strict=True):
+            rank[wire.CPUS_VARIABLE] = cpus
+        if not os.environ.get("OMP_NUM_THREADS") and "OMP_NUM_THREADS" not in wishes.env:
+            binding.set_threads(plan.shared, plan.ranks, [len(binding.cpu_list(cpus)) for cpus in each])
+            plan.why["OMP_NUM_THREADS"] = f"--cpu-bind {wishes.cpu_bind}"
     for name, value in wishes.env.items():
         plan.shared[name], plan.why[name] = value, "--env"
-    if wishes.cpu_bind is not None:
-        for rank, cpus in zip(plan.ranks, binding.split(wishes.cpu_bind, len(plan.ranks)), strict=True):
-            if cpus is not None:
-                rank[wire.CPUS_VARIABLE] = cpus
     return plan
 
 

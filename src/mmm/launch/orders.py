@@ -55,7 +55,7 @@ def orders(plan: ClusterPlan, roll: list[Member]) -> list[tuple[Member, Message]
         shares = len({m.hello["cpus"] for m in mates}) == 1      # bound to the same cores: they divide them
         cores = max(1, member.hello["cores"] // (len(mates) if shares else 1))
         made.append((member, {**common, "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))}, "ranks": [of_rank],
-                              "threads": plan.threads or cores}))
+                              "cores": cores}))
     return made
 
 

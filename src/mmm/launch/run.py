@@ -46,6 +46,7 @@ class Run(ABC):
         self.kill_at: float | None = None
         self.interrupted_at = -REPEAT
         self.again = False                                   # a new start may help: no signal, no user's mistake
+        self.ignored: set[int] = set()                       # signals that this process was started to ignore
         self.signalled = False                               # the signal before the job's end is out
         self.output: Output | None = None                    # where launch copies what ranks print
         self.selector = selectors.DefaultSelector()
@@ -80,6 +81,10 @@ class Run(ABC):
 
     def run(self) -> int:
         previous = self.take_signals()
+        if self.limits.signal in self.ignored:
+            name = signal_name(self.limits.signal)
+            say(f"launch: --signal: {name} is ignored here (a script's `launch … &` ignores SIGINT, nohup SIGHUP), so "
+                "it is by ranks that do not handle it themselves")
         try:
             self.start()
             while self.serve():
@@ -181,14 +186,17 @@ class Run(ABC):
         return f"{left} rank{'' if left == 1 else 's'}"
 
     def take_signals(self) -> dict[int, Any]:
-        """Have signals wake `serve`. A SIGHUP that is ignored (nohup) stays ignored."""
+        """Have signals wake `serve`. One that launch was started to ignore (nohup, a script's `launch … &`) stays
+        ignored, here and in the ranks; except SIGTERM, by which launch itself ends them."""
         self.wake, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self.selector.register(self.wake, selectors.EVENT_READ)
         previous: dict[int, Any] = {}
         for number in (*ENDING, *PASSED_ON, signal.SIGTSTP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGTERM:
+                self.ignored.add(int(number))
+            else:
                 previous[number] = signal.signal(number, lambda *_: None)
         return previous
 

@@ -61,7 +61,8 @@ class Supervisor(Run):
         if target.is_python and not plan.fork:
             command = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
         inherited = (control_read, status_write, failure_write.fileno())
-        todo = Instructions(*inherited, plan.ranks, plan.fork, command, os.getpid(), shielded=self.shielded)
+        todo = Instructions(*inherited, plan.ranks, plan.fork, command, os.getpid(), self.shielded,
+                            ignored=sorted(self.ignored))
         own = {wire.MARKER_VARIABLE: self.marker, wire.AGENT_VARIABLE: todo.dumps()}
         if hasattr(os, "memfd_create"):          # by its path: ranks may close every file that they have not opened
             self.verdict_fd = os.memfd_create("verdict")

@@ -40,6 +40,7 @@ class Instructions:
     command: list[str]                                     # with fork=False: what each rank executes
     launcher: int                                          # launch's own pid
     shielded: bool = False                                 # SIGTERM comes to every process of the run: not the agent's
+    ignored: list[int] = field(default_factory=list)       # signals that launch was started to ignore
     skip: list[str] = field(default_factory=list)          # modules not to preload; ["*"]: none at all
 
     def dumps(self) -> str:

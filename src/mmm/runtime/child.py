@@ -39,10 +39,14 @@ class Terminated(SystemExit):
 
 
 def prepare() -> None:
-    """Make this process a rank: signals become exceptions, forks die with it, each line is written whole."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Make this process a rank: signals become exceptions, forks die with it, each line is written whole.
+
+    SIGINT and SIGHUP stay ignored where launch was started to ignore them.
+    """
     signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGHUP, _terminate)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, _terminate)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
     if hasattr(os, "memfd_create"):              # Linux: launch asks a run that hangs where it is
         faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     lifeline.tie_forks()

@@ -74,7 +74,8 @@ class Entry(Supervisor):
             self.kill()
         elif message.get("signal") in ENDING:
             self.exit_code = 0
-            self.end(message["signal"], message["verdict"])
+            ignored = message["signal"] in self.ignored      # on this host, by who started its processes
+            self.end(signal.SIGTERM if ignored else message["signal"], message["verdict"])
         elif "where" in message:
             self.tell({"stacks": self.stacks()})
         elif "signal" in message:
@@ -188,17 +189,18 @@ def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
     per_host = int(shared["LOCAL_WORLD_SIZE"])
     cpus = binding.split(go["bind"], per_host) if go["bind"] else [None] * per_host
     order = go.get("device_order", [])
+    threads = []
     for place in places:
         local_rank = int(place["LOCAL_RANK"])
         mine = cpus[local_rank]
         if mine is not None:
             place[CPUS_VARIABLE] = mine
-        threads = len(binding.cpu_list(mine)) if mine is not None else local.available_cores() // len(places)
-        place.setdefault("OMP_NUM_THREADS", str(go["threads"] or max(1, threads)))
-        if "OMP_NUM_THREADS" in shared:
-            del place["OMP_NUM_THREADS"]
+        unbound = go.get("cores") or max(1, local.available_cores() // len(places))
+        threads.append(go["threads"] or (len(binding.cpu_list(mine)) if mine is not None else unbound))
         if local_rank < len(order):
             place[go["device_variable"]] = str(order[local_rank])
+    if "OMP_NUM_THREADS" not in shared:
+        binding.set_threads(shared, places, threads)
     if go["by"] == "host":
         fork, why = local.start_how(target, go["prefork"], go["device"])
     else:

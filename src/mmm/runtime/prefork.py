@@ -41,12 +41,13 @@ NOT_BEFORE_FORK = ("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "tra
                    "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "ray")
 # A batch system sends these to all processes of a job before it ends. They are for the ranks, not for this process.
 RANKS_ALONE = (signal.SIGUSR1, signal.SIGUSR2)
+PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)       # what Python ignores in its own process; no other program expects it
 
 
 def main() -> NoReturn:
     """The agent's whole life, and that of each rank it forks."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     todo = Instructions.loads(os.environ.pop(AGENT_VARIABLE))
+    signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
     for number in (*RANKS_ALONE, *([signal.SIGTERM] if todo.shielded else [])):
         signal.signal(number, signal.SIG_IGN)
     lifeline.die_with_parent(todo.launcher)      # until there are ranks, which have to be ended first
@@ -143,6 +144,8 @@ def _shadowed(first: str | None) -> list[str]:
 def execute(todo: Instructions) -> NoReturn:
     """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
     if CHILD not in todo.command:                           # which takes them itself; another never would
+        for number in PYTHONS:
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         os.execvp(todo.command[0], todo.command)
@@ -177,7 +180,7 @@ class Agent:
         lifeline.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, *RANKS_ALONE):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number in self.todo.ignored else signal.SIG_DFL)
         for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
             os.close(fd)
         os.environ.update(variables)
@@ -186,6 +189,9 @@ class Agent:
         if self.todo.fork:
             failure.attach(self.todo.failure)
             child.prepare()
+            torch = sys.modules.get("torch")
+            if torch is not None and "OMP_NUM_THREADS" in variables:     # torch has read the agent's when it was loaded
+                torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
             numpy = sys.modules.get("numpy.random")
             if numpy is not None:                                    # or all ranks would draw the same "random" numbers
                 numpy.seed()

@@ -1,0 +1,149 @@
+"""Signals that launch was started to ignore: under nohup, or in the background of a script. They stay ignored."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.launcher import START
+from support.signals import as_from_a_terminal
+
+BACKGROUND = (signal.SIGINT, signal.SIGQUIT)                 # of a script's `launch … &`
+LOOK = """
+import os, signal, subprocess, time
+rank = os.environ["RANK"]
+def ignored(pid):
+    mask = next(line for line in open(f"/proc/{pid}/status") if line.startswith("SigIgn"))
+    return " ".join(n.name for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+                    if int(mask.split()[1], 16) >> (n - 1) & 1)
+child = subprocess.Popen(["sleep", "60"])
+while open(f"/proc/{child.pid}/comm").read() == open("/proc/self/comm").read(): time.sleep(0.01)
+open("part-" + rank, "w").write(f"{ignored('self')}|{ignored(child.pid)}|{ignored(os.getppid())}")
+os.rename("part-" + rank, "ready-" + rank)
+try: time.sleep(60)
+finally: open("cleaned-" + rank, "w")
+"""
+
+
+@pytest.fixture(params=["prefork", "spawn", "host", "rank"])
+def ways(request, launcher):
+    """This host's ranks, and those of a cluster, whose starter has launch's signals."""
+    if request.param in ("host", "rank"):
+        return launcher.on_hosts(request.param)
+    return ["--no-prefork"] if request.param == "spawn" else []
+
+
+@pytest.mark.parametrize("ignored", [(signal.SIGHUP,), BACKGROUND], ids=["nohup", "background"])
+def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, ways, ignored):
+    launcher.write("t.py", LOOK)
+    process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py", ignored=ignored)
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(ignored[0])
+    for rank in (0, 1):
+        own, childs, agents = (launcher.folder / f"ready-{rank}").read_text().split("|")
+        assert own == childs == ignored[0].name
+        assert ignored[0].name in agents.split()
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.terminate()                                      # SIGTERM still ends all, in order
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 143, err
+    assert err.endswith("launch: SIGTERM: ending 2 ranks\n")
+    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
+    assert launcher.gone(within=0.5)
+
+
+@pytest.mark.parametrize("by", ["host", "rank"])
+def test_ctrl_c_where_only_the_hosts_ignore_it(launcher, by):
+    """A starter may ignore what launch does not: the ranks there still end in order."""
+    options = launcher.on_hosts(by)
+    text = (launcher.folder / "mpiexec").read_text()
+    launcher.write("mpiexec", text.replace("words =", "import signal; signal.signal(2, signal.SIG_IGN)\nwords =", 1))
+    launcher.write("t.py", LOOK)
+    process = launcher.start(*options, "-n", "2", "--device", "cpu", "python3", "t.py")
+    launcher.wait_for("ready-0", "ready-1")
+    assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
+
+
+def test_without_any_ranks_ignore_none(launcher, ways):
+    launcher.write("t.py", LOOK)
+    process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py")
+    launcher.wait_for("ready-0", "ready-1")
+    assert {(launcher.folder / f"ready-{rank}").read_text().split("|")[0] for rank in (0, 1)} == {""}
+    process.terminate()
+    process.communicate(timeout=10)
+
+
+def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
+    """launch ends ranks by it: they could not end in order otherwise."""
+    launcher.write("t.py", LOOK)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGTERM,))
+    launcher.wait_for("ready-0", "ready-1")
+    process.terminate()
+    process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
+
+
+def test_a_signal_for_the_program(launcher, how):
+    """USR1 that launch ignores does not end ranks that do not expect it, also after the agent has started anew."""
+    launcher.write("site-packages/broken.py", "raise ValueError")
+    launcher.write("t.py", "try: import broken\nexcept ValueError: pass\n" + LOOK)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGUSR1,),
+                             PYTHONPATH=str(launcher.folder / "site-packages"))
+    launcher.wait_for("ready-0", "ready-1")
+    assert {(launcher.folder / f"ready-{rank}").read_text().split("|")[0] for rank in (0, 1)} == {"SIGUSR1"}
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    process.terminate()
+    assert process.communicate(timeout=10)[1] == "launch: SIGTERM: ending 2 ranks\n"
+
+
+def test_a_scripts_background_job(launcher):
+    """By a real shell, with its own idea of what is ignored."""
+    launcher.write("t.py", LOOK)
+    launch = " ".join(START)
+    script = f"{launch} -n 2 python3 t.py > out 2> err & echo $! > pid.part; mv pid.part pid; wait $!; echo $? > code"
+    shell = subprocess.Popen(["sh", "-c", script], cwd=launcher.folder, env=launcher.environment(),
+                             preexec_fn=as_from_a_terminal())
+    launcher.wait_for("pid", "ready-0", "ready-1")
+    pid = int((launcher.folder / "pid").read_text())
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
+    os.kill(pid, signal.SIGTERM)
+    shell.wait(timeout=10)
+    assert (launcher.folder / "code").read_text() == "143\n"
+
+
+def test_a_signal_before_the_end_that_ranks_ignore_is_said(launcher):
+    done = launcher.run("-n", "1", "--signal", "INT@60", "--walltime", "60", "true", ignored=BACKGROUND)
+    assert done.stderr.startswith("launch: --signal: SIGINT is ignored here")
+
+
+def test_exit_codes_are_known_though_sigchld_is_ignored(launcher, how):
+    done = launcher.run(*how, "-n", "2", "python3", "-c", "raise SystemExit(7)", ignored=(signal.SIGCHLD,))
+    assert done.returncode == 7
+
+
+def test_a_program_gets_sigpipe_as_any_program_does(launcher):
+    done = launcher.run("-n", "1", "sh", "-c", "yes | head -1")
+    assert (done.stdout, done.stderr) == ("y\n", "")
+
+
+def test_what_a_fork_of_the_tests_ignores(launcher):
+    """The tests' own starting of processes: what this process ignores is not theirs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        look = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"]
+        assert subprocess.run(look, capture_output=True, text=True).stdout == "True\n"
+        assert launcher.run("-n", "1", *look).stdout == "False\n"
+    finally:
+        signal.signal(signal.SIGHUP, before)

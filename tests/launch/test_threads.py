@@ -1,0 +1,71 @@
+"""Each rank computes with as many threads as it was promised, though torch is imported before it knows its CPUs."""
+
+import os
+
+import pytest
+
+from mmm.launch import binding
+
+LOOK = """
+import os, torch
+torch.ones(300, 300) @ torch.ones(300, 300)
+open("threads-" + os.environ["RANK"], "w").write(f"{os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()} "
+                                                 f"{len(os.sched_getaffinity(0))}")
+"""
+CPUS = sorted(os.sched_getaffinity(0))
+BIND = ["--cpu-bind", f"list:{CPUS[0]}:{CPUS[-1]}"]
+LONG = pytest.mark.long
+TWO = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+
+
+@pytest.fixture
+def look(launcher):
+    """OMP_NUM_THREADS, torch's threads and the CPUs of two ranks."""
+    def run(*words, **variables):
+        launcher.write("t.py", LOOK)
+        done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=60, **variables)
+        assert done.returncode == 0, done.stderr
+        return [tuple(map(int, (launcher.folder / f"threads-{rank}").read_text().split())) for rank in (0, 1)]
+    return run
+
+
+@pytest.fixture(params=["here", "by host", *(pytest.param(each, marks=LONG) for each in ("by rank", "spawn"))])
+def options(request, launcher):
+    kind, _, by = request.param.partition(" ")
+    return launcher.on_hosts(by) if by else ["--no-prefork"] if kind == "spawn" else []
+
+
+def test_not_bound(look, options):
+    each = max(1, len(CPUS) // 2)
+    assert look(*options) == [(each, each, len(CPUS))] * 2
+
+
+@TWO
+def test_bound_to_one_cpu_each(look, options):
+    assert look(*options, *BIND) == [(1, 1, 1)] * 2
+
+
+@TWO
+def test_bound_to_unlike_numbers(look, options):
+    assert look(*options, "--cpu-bind", f"list:{CPUS[0]}:{CPUS[0]},{CPUS[-1]}") == [(1, 1, 1), (2, 2, 2)]
+
+
+@TWO
+@LONG
+def test_what_the_user_says_counts(look, options):
+    assert look(*options, *BIND, OMP_NUM_THREADS="2") == [(2, 2, 1)] * 2
+
+
+@TWO
+@LONG
+def test_what_the_user_says_by_an_option_counts(look, options):
+    assert look(*options, *BIND, "--env", "OMP_NUM_THREADS=2") == [(2, 2, 1)] * 2
+
+
+def test_what_all_have_is_known_before_the_fork():
+    shared, ranks = {}, [{}, {}, {}]
+    binding.set_threads(shared, ranks, [4, 4, 4])
+    assert (shared, ranks) == ({"OMP_NUM_THREADS": "4"}, [{}, {}, {}])
+    binding.set_threads(shared, ranks, [2, 4, 1])
+    assert (shared, ranks) == ({"OMP_NUM_THREADS": "4"},
+                               [{"OMP_NUM_THREADS": "2"}, {}, {"OMP_NUM_THREADS": "1"}])
