@@ -243,6 +243,11 @@ def test_refused_before_any_process_group(monkeypatch, config, words):
         train(Config(**{"tpsize": 4, **config}))
 
 
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(UserError, match="/proc/nothing"):
+        train(Config(outdir=Path("/proc/nothing"), max_iters=1, preset="debug"))
+
+
 def test_a_record_is_not_overwritten_unasked(finished):
     config = Config(outdir=finished[1], max_iters=1, preset="debug")
     with pytest.raises(UserError, match="overwrite"):

@@ -66,6 +66,7 @@ def start(rank, outdir, options, differs):
     with ExitStack() as stack:
         stack.enter_context(patch("mmm.trainer.run.process_group", meeting_only))
         stack.enter_context(patch("mmm.trainer.run.whoami", lambda: rank))
+        stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         if differs and rank.rank == 1:
             stack.enter_context(patch(differs[0], lambda *_: differs[1]))

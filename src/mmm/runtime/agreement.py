@@ -19,6 +19,7 @@ from mmm.runtime.ranks import Rank
 
 CHUNK = 256  # ranks whose facts are read at once
 HEARD = 10.0  # s that rank 0, which holds the store, waits for the others to hear of an error
+FIRST_WORD = 1.0  # s by which rank 0, which says the error, is ahead: Open MPI kills all when the first rank has ended
 SHOWN = 4  # values of a fact, groups of ranks, and hosts, that are named each
 FACTS = 8  # facts that are named
 
@@ -56,6 +57,7 @@ def agree(
         kind, text = json.loads(store.get(f"{where}/verdict"))
         if kind:
             store.add(f"{where}/heard", 1)
+            time.sleep(FIRST_WORD)
             raise getattr(errors, kind, UserError)(text, on_every_rank=True)
         return
     try:
