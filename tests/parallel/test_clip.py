@@ -52,6 +52,24 @@ def test_mixed_kinds(pool, max_norm):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=0)
 
 
+def clip_not_finite(rank, value):
+    """One element that is not finite, of a gradient sharded over both axes: it is on one rank alone."""
+    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, cut))
+                  for cut in ([Replicate(), Replicate()], [Shard(0), Shard(1)])]  # fmt: skip
+    for parameter in parameters:
+        parameter.grad = distribute_tensor(torch.ones(4, 4), mesh, parameter.placements)
+    if rank.rank == 3:
+        parameters[1].grad.to_local()[1, 1] = value
+    return clip_grad_norm(parameters, 1.0).item()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(pool, value):
+    """A run that ends by it, or a loss scaler that skips the step, does so on all ranks."""
+    assert [repr(norm) for norm in pool.run(clip_not_finite, 4, value)] == [repr(value)] * 4
+
+
 def over_stages(rank):
     """Each stage has one parameter; the norm is of all of them."""
     mesh = build_mesh(Layout(pp=2, dp_shard=1), "cpu", 30)
