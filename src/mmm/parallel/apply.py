@@ -20,7 +20,7 @@ from mmm.parallel.expert import apply_expert_parallel
 from mmm.parallel.fsdp import is_offloaded
 from mmm.parallel.mesh import Layout, has_axis, layout_of
 from mmm.parallel.offload import check_offload
-from mmm.parallel.plan import Plan, find
+from mmm.parallel.plan import Plan, find, warn_unmatched
 from mmm.parallel.tensor import apply_tensor_parallel
 from mmm.parallel.ties import check_tied, find_ties, tie_again
 from mmm.parallel.tile import apply_tiles, check_tiles
@@ -67,6 +67,8 @@ def apply(
         check_compiled_experts(model, plan, checkpointing)
     if offload:
         check_offload(data_parallel, precision.name)
+    if not has_axis(mesh, "pp"):  # a stage lacks modules rightly: `ParallelModel` looks at the whole model
+        warn_unmatched(plan, model)
     ties = find_ties(model)
     weights.convert(model, precision.storage)
     # 0. What is worked out piece by piece, before anything is cut: its modules take and give something else under tp.

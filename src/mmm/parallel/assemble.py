@@ -37,7 +37,7 @@ from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout, has_axis
 from mmm.parallel.offload import check_offload
 from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
-from mmm.parallel.plan import Plan, check_axes, find
+from mmm.parallel.plan import Plan, check_axes, find, warn_unmatched
 from mmm.parallel.stages import Part, check_stages, cut, part_costs, parts_of, take_stage
 from mmm.parallel.ties import check_stage_ties
 from mmm.parallel.tile import check_tiles
@@ -181,6 +181,7 @@ class ParallelModel:
         if layout.pp == 1:
             numbers = [0]
         else:
+            warn_unmatched(plan, model)
             each = len(division.stages) // layout.pp
             numbers = stages_of(self.at["pp"], layout.pp, how.schedule, each)
         for number in numbers:

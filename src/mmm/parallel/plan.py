@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import LayoutError
 from mmm.parallel.mesh import Layout
+from mmm.runtime.log import get_logger
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Plan:
             go onto the layout. None: any go.
         output: the matrix that makes logits of a sequence: what a loss in chunks takes over.
         tiled: MLPs that can be worked out in tiles of the sequence, (batch, seq, dim) in and out.
+        optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
+            on them.
     """
 
     tensor: Mapping[str, ParallelStyle]
@@ -49,6 +54,7 @@ class Plan:
     check: Callable[[Any, Layout, Tensor, str], None] | None = None
     output: str = ""
     tiled: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 def axis_problems(plan: Plan, layout: Layout) -> list[str]:
@@ -74,3 +80,40 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     lacks them."""
     named = model.named_modules(remove_duplicate=False)
     return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
+
+
+NAMING = ("tensor", "units", "compiled", "compiled_with_tp", "checkpointed", "stages", "attention", "experts", "output",
+          "tiled")  # fmt: skip
+
+
+def unmatched(plan: Plan, model: nn.Module) -> list[str]:
+    """The names in a plan that fit no module, one sentence each, with the module that may have been meant.
+
+    Args:
+        model: whole: a pipeline stage lacks modules rightly.
+    """
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    general = sorted({".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths})
+    fields: dict[str, list[str]] = {}
+    for field_name in NAMING:
+        value = getattr(plan, field_name)
+        entries = [value] if isinstance(value, str) else list(value)
+        for name in (name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)):
+            optional = any(fnmatchcase(name, pattern) for pattern in plan.optional)
+            if name and not optional and not any(matches(name, path) for path in paths):
+                fields.setdefault(name, []).append(field_name)
+    of = type(model).__name__
+    return [f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
+            f"{_meant(name, general)}" for name, where in fields.items()]  # fmt: skip
+
+
+def _meant(name: str, general: list[str]) -> str:
+    near = get_close_matches(name, general, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def warn_unmatched(plan: Plan, model: nn.Module) -> None:
+    """Say `unmatched` to the package's logger, on rank 0."""
+    if dist.get_rank() == 0:
+        for text in unmatched(plan, model):
+            get_logger().warning("%s", text, stacklevel=3)

@@ -16,20 +16,27 @@ from mmm.parity.layouts import Case
 from mmm.parity.ranks import RanksFailed, run
 from mmm.parity.reference import Reference, Training
 from mmm.parity.report import ERRORS, Row, failed, judge
-from mmm.parity.train import Ready, make_ready, train
+from mmm.parity.train import Ready, make_ready, plan_problems, train
 from mmm.runtime.ranks import Rank
 
 
 def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready], list[tuple[Case, str]]]:
     """The cases that go, and those that do not with the reason."""
     torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
+    said: set[str] = set()
     good: list[Ready] = []
     refused: list[tuple[Case, str]] = []
     for case in cases:
         try:
-            good.append(make_ready(models.find(case.model), case, replace(training, data=case.data)))
+            model = models.find(case.model)
+            good.append(make_ready(model, case, replace(training, data=case.data)))
         except UserError as error:
             refused.append((case, str(error)))
+            continue
+        if case.model not in said:
+            said.add(case.model)
+            for text in plan_problems(model):
+                print(f"--model {case.model}: {text}", flush=True)
     return good, refused
 
 

@@ -21,12 +21,14 @@ from mmm.models.weights import canonical_name
 from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
 from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
 from mmm.parallel.pipeline import SCHEDULES
+from mmm.parallel.plan import unmatched
 from mmm.parallel.traffic import count_traffic
 from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.parity.layouts import Case
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
 from mmm.runtime.device import Precision
+from mmm.runtime.log import get_logger
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank
 
@@ -95,11 +97,18 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     return Ready(case, layout, how, division, has_experts(whole))
 
 
+def plan_problems(model: Model) -> list[str]:
+    """What the plan of a model names in vain."""
+    with meta_parameters():
+        return unmatched(model.plan(), model.source.parity_model())
+
+
 def train(
     rank: Rank, model: Model, ready: Ready, training: Training, references: Mapping[str, Reference], timeout: float
 ) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
     torch.set_num_threads(1)
+    get_logger().setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
     with process_group(rank, CPU, timeout):
         mesh = build_mesh(ready.layout, "cpu", timeout, experts=ready.experts)
         curves = [_train(rank, model, ready, training, mesh, name, references[name]) for name in ready.case.optimizers]

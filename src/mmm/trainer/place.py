@@ -8,7 +8,7 @@ from mmm.models.experts import has_experts
 from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
 from mmm.parallel.assemble import Division, ParallelModel, Techniques
-from mmm.parallel.plan import Plan
+from mmm.parallel.plan import Plan, unmatched
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.report import held_parameters, sharded_model, stage_table
 from mmm.trainer.run import Run
@@ -21,6 +21,8 @@ def place(run: Run, model: nn.Module, plan: Plan, how: Techniques, division: Div
         model: on the meta device; it is used up. division: of `mmm.parallel.assemble.divide`.
     """
     whole = parameter_count(model)
+    run.notes += unmatched(plan, model)  # `ParallelModel` says them
+    run.describe(notes=run.notes)
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     if division.stages:
         run.log.info("%d micro-batches by %s\n%s", division.microbatches, how.schedule,

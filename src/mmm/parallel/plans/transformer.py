@@ -85,6 +85,7 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
         experts=("layers.*.moe",),
         output="output",
         tiled=("layers.*.feed_forward",),
+        optional=("layers.*.feed_forward*", "layers.*.moe*"),  # a model has the one or the other
         # Nothing with tp > 1: what takes a DTensor has had silently wrong gradients when compiled (PyTorch 2.13).
     )
 

@@ -1,0 +1,122 @@
+"""Names in a plan that fit no module are said, once, for the whole model."""
+
+import json
+import logging
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, apply, build_mesh, meta_parameters
+from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.plan import NAMING, Plan, unmatched
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.uncut import Uncut
+from mmm.parity import models
+from mmm.runtime.device import Precision
+from mmm.trainer.place import place
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+RIGHT = Plan(tensor={"blocks.*.0": Uncut(), "blocks.*.1": Uncut()}, units=("blocks.*",), stages=("blocks.*",))
+WRONG = replace(RIGHT, units=("block.*",), tensor={**RIGHT.tensor, "head": ColwiseParallel()})
+WORDS = [
+    "the plan names 'head' (tensor), and Net has no such module: it is passed over",
+    "the plan names 'block.*' (units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
+]
+
+
+def test_every_field_that_names_modules_is_looked_at():
+    assert unmatched(RIGHT, Net()) == []
+    assert unmatched(WRONG, Net()) == WORDS
+    single = {"tensor": {"x": Uncut()}, "output": "x"}
+    for name in NAMING:
+        (text,) = unmatched(replace(RIGHT, **{name: single.get(name, ("x",))}), Net())
+        assert f"'x' ({name})" in text
+    for name in ("units", "stages"):
+        (text,) = unmatched(replace(RIGHT, **{name: ("blocks.*", ("blocks.0", "x"))}), Net())
+        assert f"'x' ({name})" in text
+    other = {"sequence", "refused", "check", "optional"}
+    assert {field.name for field in fields(Plan)} == {*NAMING, *other}  # a new field is one or the other
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_the_packages_own_plans_name_nothing_in_vain(name):
+    model = models.find(name)
+    with meta_parameters():
+        assert unmatched(model.plan(), model.source.parity_model()) == []
+
+
+def test_what_is_optional_is_still_looked_at_elsewhere():
+    config = TransformerConfig(dim=8, n_layers=1, n_heads=2, n_kv_heads=2)
+    plan = replace(transformer_plan(), checkpointed=("layer.*",))
+    (text,) = unmatched(plan, Transformer(config))
+    assert "'layer.*' (checkpointed)" in text
+
+
+def warnings(rank, layout, plan, directly):
+    """What the package's logger has been told on this rank."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("mmm")
+    logger.addHandler(handler)
+    try:
+        mesh = build_mesh(layout, "cpu", 30)
+        with meta_parameters():
+            net = Net()
+        if directly:
+            apply(net, mesh, plan, FP64)
+        else:
+            division = divide(net, plan, layout, Techniques(), torch.empty(4, 4, device="meta"))
+            ParallelModel(net, plan, layout, mesh, FP64, Techniques(), division, device=CPU, seed=0)
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in records if text.startswith("the plan names")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "directly"),
+    [(Layout(dp_shard=2), True), (Layout(dp_shard=1, tp=2), False), (Layout(pp=2, dp_shard=1), False)],
+    ids=["apply, dp2", "tp2", "pp2"],
+)
+def test_said_once_on_rank_0(pool, layout, directly):
+    assert pool.run(warnings, 2, layout, WRONG, directly) == [WORDS, []]
+    assert pool.run(warnings, 2, layout, RIGHT, directly) == [[], []]
+
+
+def notes(rank):
+    """What `place` leaves in the notes of a run."""
+    with meta_parameters():
+        net = Net()
+    kept = {}
+    quiet = SimpleNamespace(info=lambda *given, **named: None)
+    options = SimpleNamespace(timeout=30, seed=0)
+    run = SimpleNamespace(
+        layout=Layout(dp_shard=1), device=CPU, options=options, notes=["a"], precision=FP64, log=quiet,
+        clock=SimpleNamespace(lap=None), describe=lambda **facts: kept.update(facts),
+    )  # fmt: skip
+    division = divide(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
+    place(run, net, WRONG, Techniques(), division)
+    return json.dumps(kept["notes"])
+
+
+def test_kept_in_the_runs_notes(pool):
+    assert json.loads(pool.run(notes, 1)[0]) == ["a", *WORDS]
