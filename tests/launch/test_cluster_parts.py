@@ -1,6 +1,7 @@
 """Binding, clocks, options, and what the hosts of a run are told."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from mmm.launch.link import Link, Lost
 from mmm.launch.orders import Member
 from mmm.launch.wire import Report
 from mmm.runtime import ranks
+from support.launcher import START
 
 
 def test_cpu_lists():
@@ -280,6 +282,18 @@ def test_stdout_that_takes_nothing(launcher, redirected, code, says):
     done = subprocess.run(["sh", "-c", line], cwd=launcher.folder, env=launcher.environment(), stderr=subprocess.PIPE,
                           text=True, timeout=30)
     assert (done.returncode, done.stderr) == (code, says)
+
+
+@pytest.mark.parametrize("kind", ["", "--no-prefork", "host", "rank"])
+def test_stdin_that_is_closed(launcher, kind):
+    """Ranks get /dev/null, and nothing of launch's own takes the place of file descriptor 0."""
+    words = launcher.on_hosts(kind) if kind in ("host", "rank") else [kind] * bool(kind)
+    launcher.write("t.py", "import os\nopen('stdin-' + os.environ['RANK'], 'w').write(os.readlink('/proc/self/fd/0'))")
+    line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py"]) + " <&-"
+    done = subprocess.run(["sh", "-c", line], cwd=launcher.folder, env=launcher.environment(), stderr=subprocess.PIPE,
+                          text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {(launcher.folder / f"stdin-{rank}").read_text() for rank in (0, 1)} == {"/dev/null"}
 
 
 def test_slurm_with_uneven_tasks():

@@ -6,13 +6,14 @@ import time
 
 import pytest
 
-BOUND = 2.0                      # s from a failure to the end of everything
+SOON = 30.0                      # s: at once, on a machine with ten times the work that it has cores for
+PATIENT = {"GRACE": 80.0}        # s: nothing that ends SOON has waited for it
 
 
 @pytest.fixture
 def fail(launcher):
     """Runs a program in which rank 1 does `action` and the others wait, and sees that all ends in time."""
-    def run(action, others="time.sleep(30)", ranks=3, how=()):
+    def run(action, others="time.sleep(90)", ranks=3, how=(), clocks=PATIENT):
         launcher.write("t.py", f"""
 import os, signal, sys, time
 from mmm.errors import ConfigError
@@ -26,10 +27,10 @@ def work():
     {others}
 work()
 """)
-        done = launcher.run(*how, "-n", str(ranks), "python3", "t.py")
+        done = launcher.run(*how, "-n", str(ranks), "python3", "t.py", timeout=90, clocks=clocks)
         took = time.time() - float((launcher.folder / "failed").read_text())
         assert launcher.gone(within=0.1), "processes are left"
-        assert took < BOUND, f"the end took {took:.2f} s"
+        assert took < SOON, f"the end took {took:.2f} s"
         return done
     return run
 
@@ -84,13 +85,13 @@ def test_a_users_error_of_every_rank_is_said_once(launcher):
 
 def test_a_users_error_of_a_rank_that_then_hangs(fail):
     done = fail("sys.modules['threading'] = __import__('threading'); __import__('threading').Thread("
-                "target=time.sleep, args=(30,)).start(); raise ConfigError('stuck')")
+                "target=time.sleep, args=(90,)).start(); raise ConfigError('stuck')", clocks=None)
     assert (done.returncode, done.stderr) == (2, "error: stuck\n")
 
 
 def test_what_others_say_in_consequence_is_left_out(fail):
     others = """
-    try: time.sleep(30) if rank == 0 else time.sleep(0.02)
+    try: time.sleep(90) if rank == 0 else time.sleep(0.02)
     finally: raise RuntimeError('[../gloo/transport/tcp/pair.cc:534] Connection closed by peer')
 """.strip()
     done = fail("os.kill(os.getpid(), signal.SIGKILL)", others)
@@ -100,13 +101,14 @@ def test_what_others_say_in_consequence_is_left_out(fail):
 
 
 def test_ranks_that_do_not_listen_are_killed(fail):
-    done = fail("raise ValueError('first')", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(30)")
+    done = fail("raise ValueError('first')", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(90)",
+                clocks=None)
     assert done.returncode == 1
     assert "ValueError: first" in done.stderr
 
 
 def test_ranks_that_are_ended_may_clean_up(launcher, fail):
-    done = fail("raise ValueError('first')", "\n    try: time.sleep(30)\n    finally: open(f'cleaned-{rank}', 'w')")
+    done = fail("raise ValueError('first')", "\n    try: time.sleep(90)\n    finally: open(f'cleaned-{rank}', 'w')")
     assert done.stderr.count("Traceback") == 1
     assert {"cleaned-0", "cleaned-2"} <= set(os.listdir(launcher.folder))
 

@@ -12,6 +12,7 @@ from support.launcher import START
 from support.signals import as_from_a_terminal
 
 BACKGROUND = (signal.SIGINT, signal.SIGQUIT)                 # of a script's `launch … &`
+PATIENT = {"GRACE": 80.0}        # s: ranks have time to clean up
 LOOK = """
 import os, signal, subprocess, time
 rank = os.environ["RANK"]
@@ -22,8 +23,9 @@ def ignored(pid):
 child = subprocess.Popen(["sleep", "60"])
 while open(f"/proc/{child.pid}/comm").read() == open("/proc/self/comm").read(): time.sleep(0.01)
 open("part-" + rank, "w").write(f"{ignored('self')}|{ignored(child.pid)}|{ignored(os.getppid())}")
-os.rename("part-" + rank, "ready-" + rank)
-try: time.sleep(60)
+try:
+    os.rename("part-" + rank, "ready-" + rank)
+    time.sleep(90)
 finally: open("cleaned-" + rank, "w")
 """
 
@@ -39,7 +41,8 @@ def ways(request, launcher):
 @pytest.mark.parametrize("ignored", [(signal.SIGHUP,), BACKGROUND], ids=["nohup", "background"])
 def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, ways, ignored):
     launcher.write("t.py", LOOK)
-    process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py", ignored=ignored)
+    process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py", ignored=ignored,
+                             clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(ignored[0])
     for rank in (0, 1):
@@ -49,7 +52,7 @@ def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, wa
     time.sleep(0.3)
     assert process.poll() is None
     process.terminate()                                      # SIGTERM still ends all, in order
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 143, err
     assert err.endswith("launch: SIGTERM: ending 2 ranks\n")
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
@@ -67,7 +70,7 @@ def test_ctrl_c_where_only_the_hosts_ignore_it(launcher, by):
     launcher.wait_for("ready-0", "ready-1")
     assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=30)
     assert process.returncode == 130
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
 
@@ -78,16 +81,17 @@ def test_without_any_ranks_ignore_none(launcher, ways):
     launcher.wait_for("ready-0", "ready-1")
     assert {(launcher.folder / f"ready-{rank}").read_text().split("|")[0] for rank in (0, 1)} == {""}
     process.terminate()
-    process.communicate(timeout=10)
+    process.communicate(timeout=30)
 
 
 def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
     """launch ends ranks by it: they could not end in order otherwise."""
     launcher.write("t.py", LOOK)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGTERM,))
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGTERM,),
+                             clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.terminate()
-    process.communicate(timeout=10)
+    process.communicate(timeout=30)
     assert process.returncode == 143
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
 
@@ -103,7 +107,7 @@ def test_a_signal_for_the_program(launcher, how):
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
     process.terminate()
-    assert process.communicate(timeout=10)[1] == "launch: SIGTERM: ending 2 ranks\n"
+    assert process.communicate(timeout=30)[1] == "launch: SIGTERM: ending 2 ranks\n"
 
 
 def test_a_scripts_background_job(launcher):
@@ -119,7 +123,7 @@ def test_a_scripts_background_job(launcher):
     time.sleep(0.3)
     assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
     os.kill(pid, signal.SIGTERM)
-    shell.wait(timeout=10)
+    shell.wait(timeout=30)
     assert (launcher.folder / "code").read_text() == "143\n"
 
 

@@ -7,20 +7,22 @@ from pathlib import Path
 
 import pytest
 
+SOON = 30.0                      # s: at once, on a machine with ten times the work that it has cores for
+
 FAMILY = """
 import multiprocessing, os, subprocess, sys, time
 def work():
-    subprocess.Popen(["sleep", "60"])
+    subprocess.Popen(["sleep", "90"])
     open("worker-" + os.environ["RANK"], "w").write(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(90)
 if __name__ == "__main__":
     rank = os.environ["RANK"]
     multiprocessing.get_context(sys.argv[1]).Process(target=work, daemon=True).start()
-    subprocess.Popen(["sleep", "61"])
-    subprocess.Popen(["sleep", "62"], start_new_session=True)            # leaves the process group
+    subprocess.Popen(["sleep", "91"])
+    subprocess.Popen(["sleep", "92"], start_new_session=True)            # leaves the process group
     while not os.path.exists("worker-" + rank): time.sleep(0.01)
     open("ready-" + rank, "w").write(str(os.getpid()))
-    time.sleep(60) if sys.argv[2] == "wait" else os._exit(0)             # _exit: nobody ends the children
+    time.sleep(90) if sys.argv[2] == "wait" else os._exit(0)             # _exit: nobody ends the children
 """
 
 
@@ -53,7 +55,7 @@ def parent(pid):
 def test_launch_is_killed(launcher, family, how, start):
     process = family(*how, "-n", "2", "python3", "t.py", start, "wait")
     process.kill()
-    assert launcher.gone(within=2.0)
+    assert launcher.gone(within=SOON)
     process.wait()
 
 
@@ -62,7 +64,7 @@ def test_the_agent_is_killed(launcher, family, how):
     agent = parent(rank_pid(launcher, 0))
     assert agent != process.pid
     os.kill(agent, signal.SIGKILL)
-    err = process.communicate(timeout=10)[1]
+    err = process.communicate(timeout=SOON)[1]
     assert launcher.gone(within=0.1)
     assert process.returncode == 137
     assert f"the process that holds the ranks (pid {agent}) was killed by SIGKILL" in err
@@ -70,22 +72,22 @@ def test_the_agent_is_killed(launcher, family, how):
 
 def test_launch_and_agent_are_killed_at_once(launcher, how):
     launcher.write("t.py", "import multiprocessing, os, time\n"
-                           "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,)).start()\n"
-                           "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+                           "multiprocessing.get_context('fork').Process(target=time.sleep, args=(90,)).start()\n"
+                           "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(90)\n")
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
     agent = parent(rank_pid(launcher, 0))
     os.kill(process.pid, signal.SIGSTOP)                     # so that it cannot act on the agent's death
     os.kill(agent, signal.SIGKILL)
     process.kill()
-    assert launcher.gone(within=2.0)
+    assert launcher.gone(within=SOON)
     process.wait()
 
 
 def test_a_rank_is_killed(launcher, family, how):
     process = family(*how, "-n", "2", "python3", "t.py", "fork", "wait")
     os.kill(rank_pid(launcher, 1), signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=SOON)
     assert process.returncode == 137
     assert launcher.gone(within=0.1)
 
@@ -98,20 +100,20 @@ def test_a_run_that_ends_well_leaves_nothing(launcher, how):
 
 
 def test_launch_is_killed_while_the_agent_imports(launcher):
-    launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(30)")
+    launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(90)")
     launcher.write("t.py", "import slow")
     process = launcher.start("-n", "2", "python3", "t.py", PYTHONPATH=str(launcher.folder / "site-packages"))
     launcher.wait_for("importing")
     process.kill()
-    assert launcher.gone(within=1.0)
+    assert launcher.gone(within=SOON)
     process.wait()
 
 
 def test_a_program_that_is_no_python(launcher):
-    process = launcher.start("-n", "2", "sh", "-c", "sleep 60 & touch ready-$RANK; sleep 61; true")
+    process = launcher.start("-n", "2", "sh", "-c", "sleep 90 & touch ready-$RANK; sleep 91; true")
     launcher.wait_for("ready-0", "ready-1")
     process.kill()
-    assert launcher.gone(within=2.0)
+    assert launcher.gone(within=SOON)
     process.wait()
 
 
@@ -123,14 +125,14 @@ class Data:
     def __len__(self): return 100
     def __getitem__(self, index):
         open(f"ready-{os.environ['RANK']}", "w").write(str(os.getpid()))
-        time.sleep(60 if index else 0)
+        time.sleep(90 if index else 0)
         return index
 next(iter(DataLoader(Data(), batch_size=1, num_workers=2)))
-time.sleep(60)
+time.sleep(90)
 """)
     process = launcher.start("-n", "1", "python3", "t.py", OMP_NUM_THREADS="1")
     launcher.wait_for("ready-0")
     assert len(launcher.alive()) == 5                        # launch, agent, rank, two workers
     process.kill()
-    assert launcher.gone(within=2.0)
+    assert launcher.gone(within=SOON)
     process.wait()

@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+SOON = 30.0                      # s: at once, on a machine with ten times the work that it has cores for
+PATIENT = {"GRACE": 80.0}        # s: nothing that ends SOON has waited for it
+
 COUNT = """
 import os, signal, sys, time
 rank = os.environ["RANK"]
@@ -17,11 +20,11 @@ def note(number, frame):
     open(f"seen-{rank}", "w").write(" ".join(seen))
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, note)
 open(f"ready-{rank}", "w")
-end = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < end: time.sleep(0.01)
+end = time.monotonic() + 90
+while time.monotonic() < end and not os.path.exists("leave"): time.sleep(0.01)
 open(f"done-{rank}", "w")
 """
-WAIT = "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(30)\n" \
+WAIT = "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(90)\n" \
        "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
 # launch as it is; a file is made when it comes to import its own main part, which is after its first lines.
 TOLD = """
@@ -67,12 +70,10 @@ def test_nothing_that_takes_long_comes_before_ctrl_c_is_taken(launcher):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_ranks_end_in_order(launcher, how, number, code):
     launcher.write("t.py", WAIT)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py")
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
-    start = time.monotonic()
     process.send_signal(number)
-    out, err = process.communicate(timeout=10)
-    assert time.monotonic() - start < 1.5
+    out, err = process.communicate(timeout=SOON)
     assert (process.returncode, out) == (code, "")
     assert err == f"launch: {number.name}: ending 2 ranks\n"
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
@@ -82,12 +83,14 @@ def test_the_ranks_end_in_order(launcher, how, number, code):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_each_rank_gets_it_once_even_if_all_of_the_terminals_group_does(launcher, how, number):
     launcher.write("t.py", COUNT)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", "0.6")
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", clocks=PATIENT | {"REPEAT": 60.0})
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(number)
-    time.sleep(0.05)
+    launcher.wait_for("seen-0", "seen-1")
     process.send_signal(number)                              # a wrapper passes on what the terminal has sent as well
-    process.communicate(timeout=10)
+    time.sleep(0.3)
+    launcher.write("leave", "")
+    process.communicate(timeout=SOON)
     assert process.returncode == 128 + number
     assert [(launcher.folder / f"seen-{rank}").read_text() for rank in (0, 1)] == [number.name, number.name]
     assert {"done-0", "done-1"} <= set(os.listdir(launcher.folder))
@@ -95,50 +98,48 @@ def test_each_rank_gets_it_once_even_if_all_of_the_terminals_group_does(launcher
 
 def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher, how):
     launcher.write("t.py", COUNT)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", "30")
+    process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert 0.9 < time.monotonic() - start < 2.0
+    process.communicate(timeout=SOON)
+    assert time.monotonic() - start > 0.9
     assert process.returncode == 143
+    assert not (launcher.folder / "done-0").exists()
     assert launcher.gone(within=0.1)
 
 
 def test_a_second_ctrl_c_kills_at_once(launcher):
     launcher.write("t.py", COUNT)
-    process = launcher.start("-n", "2", "python3", "t.py", "30")
+    process = launcher.start("-n", "2", "python3", "t.py", clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
-    start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    time.sleep(0.4)
+    launcher.wait_for("seen-0", "seen-1")
+    time.sleep(0.4)                                          # longer than a Ctrl-C may come twice
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
-    assert time.monotonic() - start < 0.9
+    process.communicate(timeout=SOON)
     assert process.returncode == 130
+    assert not (launcher.folder / "done-0").exists()
     assert launcher.gone(within=0.1)
 
 
 def test_before_there_are_ranks(launcher):
-    launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(30)")
+    launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(90)")
     launcher.write("t.py", "import slow")
-    process = launcher.start("-n", "2", "python3", "t.py", PYTHONPATH=str(launcher.folder / "site-packages"))
+    process = launcher.start("-n", "2", "python3", "t.py", clocks=PATIENT,
+                             PYTHONPATH=str(launcher.folder / "site-packages"))
     launcher.wait_for("importing")
-    start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
-    assert time.monotonic() - start < 0.5
+    process.communicate(timeout=SOON)
     assert process.returncode == 130
     assert launcher.gone(within=0.1)
 
 
 def test_a_program_that_is_no_python(launcher):
-    process = launcher.start("-n", "2", "sh", "-c", "touch ready-$RANK; sleep 30; true")
+    process = launcher.start("-n", "2", "sh", "-c", "touch ready-$RANK; sleep 90; true", clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
-    start = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert time.monotonic() - start < 2.0
+    process.communicate(timeout=SOON)
     assert process.returncode == 143
     assert launcher.gone(within=0.1)                         # the shells' own children too
 
@@ -157,7 +158,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
     assert (launcher.folder / "tick").read_text() == ticks
     process.send_signal(signal.SIGCONT)
     launcher.write("go", "")
-    process.communicate(timeout=10)
+    process.communicate(timeout=SOON)
     assert process.returncode == 0
 
 
@@ -175,15 +176,13 @@ def test_launch_killed_while_it_is_stopped(launcher):
     process.send_signal(signal.SIGTSTP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     process.kill()
-    process.communicate(timeout=10)
-    assert launcher.gone(within=3)
+    process.communicate(timeout=SOON)
+    assert launcher.gone(within=SOON)
 
 
 def test_a_signal_that_is_due_before_there_are_ranks(launcher):
-    begin = time.monotonic()
     done = launcher.run("-n", "2", "--signal", "TERM@60", "--walltime", "2", "--retries", "2", "python3", "-c",
-                        "import time; time.sleep(60)")
+                        "import time; time.sleep(90)")
     assert done.returncode == 143
     assert done.stderr.startswith("launch: 2 s before the job's end: SIGTERM to 2 ranks\n")
     assert "starting again" not in done.stderr
-    assert time.monotonic() - begin < 10

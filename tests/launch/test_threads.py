@@ -23,7 +23,7 @@ def look(launcher):
     """OMP_NUM_THREADS, torch's threads and the CPUs of two ranks."""
     def run(*words, **variables):
         launcher.write("t.py", LOOK)
-        done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=60, **variables)
+        done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=120, **variables)
         assert done.returncode == 0, done.stderr
         return [tuple(map(int, (launcher.folder / f"threads-{rank}").read_text().split())) for rank in (0, 1)]
     return run

@@ -7,14 +7,16 @@ import pytest
 
 from mmm.runtime.failure import first_failure
 
+PATIENT = {"GRACE": 80.0}        # s: a rank that is told has time to write it down
+
 PROGRAM = """
 import os, sys, time
 from mmm.errors import DataError
 from mmm.runtime.failure import first_failure
 rank, fault = os.environ["RANK"], sys.argv[1]
 if len(sys.argv) > 2: os.closerange(3, 256)                    # a program may close what it has not opened
-open("ready-" + rank, "w")
 try:
+    open("ready-" + rank, "w")
     if fault != "none" and rank == "1":
         while not os.path.exists("ready-0"): time.sleep(0.01)
         assert first_failure() is None                         # not while all is well
@@ -22,7 +24,7 @@ try:
         if fault == "user": raise DataError("no such file: x")
         if fault == "exit": sys.exit(7)
         if fault == "kill": os.kill(os.getpid(), 9)
-    time.sleep(30)
+    time.sleep(90)
 finally:
     open("told-" + rank, "w").write(str(first_failure()))
 """
@@ -39,36 +41,36 @@ def told(launcher, rank=0):
     ("kill", 137, f"was killed by SIGKILL on {HOST}")])
 def test_a_rank_has_failed(launcher, how, fault, code, text):
     launcher.write("t.py", PROGRAM)
-    assert launcher.run(*how, "-n", "2", "python3", "t.py", fault).returncode == code
+    assert launcher.run(*how, "-n", "2", "python3", "t.py", fault, clocks=PATIENT).returncode == code
     assert told(launcher).endswith(text)
 
 
 def test_a_users_error(launcher):
     launcher.write("t.py", PROGRAM)
-    assert launcher.run("-n", "2", "python3", "t.py", "user").returncode == 2
+    assert launcher.run("-n", "2", "python3", "t.py", "user", clocks=PATIENT).returncode == 2
     assert told(launcher) == f"rank 1 on {HOST}: no such file: x"
 
 
 def test_it_needs_no_open_file(launcher):
     launcher.write("t.py", PROGRAM)
-    launcher.run("-n", "2", "--no-prefork", "python3", "t.py", "exit", "close")
+    launcher.run("-n", "2", "--no-prefork", "python3", "t.py", "exit", "close", clocks=PATIENT)
     assert told(launcher) == "rank 1 exited with code 7"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_somebody_ends_the_run(launcher, how, number):
     launcher.write("t.py", PROGRAM)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", "none")
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", "none", clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(number)
-    process.communicate(timeout=10)
+    process.communicate(timeout=30)
     assert told(launcher, 0) == told(launcher, 1) == "None"
 
 
 def test_no_output_for_too_long(launcher):
     launcher.write("t.py", PROGRAM)
-    assert launcher.run("-n", "2", "--timeout", "1", "python3", "t.py", "none").returncode == 124
-    assert told(launcher) == "no output from any rank for 1 s (--timeout)"
+    assert launcher.run("-n", "2", "--timeout", "4", "python3", "t.py", "none", clocks=PATIENT).returncode == 124
+    assert told(launcher) == "no output from any rank for 4 s (--timeout)"
 
 
 def test_without_launch(monkeypatch):

@@ -13,6 +13,7 @@ from support.signals import as_from_a_terminal
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MMM_DEVICE",
         "OMP_NUM_THREADS")
 START = [sys.executable, "-m", "mmm.launch"]
+WITH_CLOCKS = "from mmm.launch import __main__, run; vars(run).update({clocks}); __main__.main()"
 MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -42,17 +43,22 @@ class Launcher:
         places = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         return made | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
-    def start(self, *words: str, ignored: tuple[int, ...] = (), **variables: str) -> subprocess.Popen:
-        """Start launch, with default signal handling but for those `ignored`."""
+    def start(self, *words: str, ignored: tuple[int, ...] = (), clocks: dict[str, float] | None = None,
+              **variables: str) -> subprocess.Popen:
+        """Start launch, with default signal handling but for those `ignored`.
+
+        `clocks`: of mmm.launch.run, such as a GRACE so long that a test can tell on any machine that it was not needed.
+        """
         self.write("typed", "for launch's own stdin, not the ranks'")
+        start = [*START[:1], "-c", WITH_CLOCKS.format(clocks=clocks)] if clocks else START
         with (self.folder / "typed").open() as stdin:
-            return subprocess.Popen([*self.prefix, *START, *words], cwd=self.folder,
+            return subprocess.Popen([*self.prefix, *start, *words], cwd=self.folder,
                                     env=self.environment(**variables), text=True, stdin=stdin, stdout=subprocess.PIPE,
                                     stderr=subprocess.PIPE, preexec_fn=as_from_a_terminal(*ignored))
 
-    def run(self, *words: str, timeout: float = 30, ignored: tuple[int, ...] = (),
-            **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*words, ignored=ignored, **variables)
+    def run(self, *words: str, timeout: float = 60, ignored: tuple[int, ...] = (),
+            clocks: dict[str, float] | None = None, **variables: str) -> subprocess.CompletedProcess:
+        process = self.start(*words, ignored=ignored, clocks=clocks, **variables)
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -66,7 +72,7 @@ class Launcher:
         mpiexec.chmod(0o755)
         return ["--scheduler", "none", "--hosts", "localhost", "--mpiexec", str(mpiexec), "--ranks-by", by]
 
-    def wait_for(self, *names: str, timeout: float = 20) -> None:
+    def wait_for(self, *names: str, timeout: float = 60) -> None:
         """Wait until the programs have made these files."""
         deadline = time.monotonic() + timeout
         while not all((self.folder / name).exists() for name in names):
