@@ -43,7 +43,7 @@ class Fuzzer:
 
     def verdict(self, case: Case) -> tuple[Verdict, Outcome]:
         many = run_case(case, self.scratch, self.plant if case.ranks > 1 else None)
-        return judge(case, many, lambda: self.alone(twin(case, many.facts))), many
+        return judge(case, many, self.alone), many
 
     def alone(self, one: Case) -> Outcome:
         """The outcome on one rank, worked out once."""
@@ -76,7 +76,8 @@ class Fuzzer:
 
     def explain(self, case: Case, verdict: Verdict, many: Outcome, seconds: float) -> None:
         say(f"\n=== {verdict.kind}: case {case.key}{', spoilt: ' + ', '.join(case.spoilt) if case.spoilt else ''}")
-        say(f"{verdict.about}\n{many.details.strip()}\n    {case.command()}\n    {twin(case, many.facts).command()}")
+        say(f"{verdict.about}\n{many.details.strip()}")
+        say(f"    {case.command()}\n    {twin(case, many.facts or None).command()}")
         if seconds:
             small = shrink(case, lambda smaller: self.verdict(smaller)[0], verdict, seconds)
             say(f"shrunk: {small.command()}")

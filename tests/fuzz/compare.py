@@ -50,13 +50,15 @@ def twin(case: Case, facts: dict | None = None) -> Case:
     """The same problem on one rank: no flags of the layout, the same global batch, and the rate as it is scaled.
 
     Args:
-        facts: of the record of the case, where it ran.
+        facts: of the record of the case, where it ran. None: it was refused, for a value of any other flag perhaps.
     """
     known = flags_of(case.program)
-    flags = {name: value for name, value in case.flags.items() if name not in LAYOUT | HARMLESS}
+    flags = {name: value for name, value in case.flags.items() if name not in LAYOUT}
+    if facts is not None:
+        flags = {name: value for name, value in flags.items() if name not in HARMLESS}
     sizes = [int(case.flags.get(name, 1)) for name in ("pp", "cp", "tpsize")]  # type: ignore[arg-type]
     dp = max(case.ranks // max(math.prod(sizes), 1), 1)
-    if facts:
+    if facts is not None:
         flags["global_batch_size"] = str(facts["global_batch_size"])
     elif "batch_size" in flags:
         flags.setdefault("global_batch_size", str(int(str(flags["batch_size"])) * dp))
@@ -70,15 +72,15 @@ def twin(case: Case, facts: dict | None = None) -> Case:
     return Case(case.key, case.program, 1, flags, case.spoilt, case.data)
 
 
-def judge(case: Case, many: Outcome, one: Callable[[], Outcome]) -> Verdict:
-    """What to think of the outcome of a case. one: runs the twin, where that is needed."""
+def judge(case: Case, many: Outcome, run: Callable[[Case], Outcome]) -> Verdict:
+    """What to think of the outcome of a case. run: runs its twin, where that is needed."""
     if many.kind == "crashed":
         return Verdict("crashed", many.reason, _signature(case, many.reason))
     if many.kind == "left":
         return Verdict("not compared", "it printed the summary")
     if many.kind == "refused" and (many.reason.startswith("command line") or NAMES.search(many.reason)):
         return Verdict("refused", many.reason)
-    alone = one()
+    alone = run(twin(case, many.facts or None))
     if alone.kind == "crashed":
         return Verdict("crashed", f"its twin on one rank: {alone.reason}", _signature(case, f"twin {alone.reason}"))
     if many.kind == "refused":

@@ -22,16 +22,22 @@ def ran(dtype="fp64", scales=(), weights=None, **series):
 
 
 def verdict(many, one, **flags):
-    return judge(case(**flags), many, lambda: one)
+    return judge(case(**flags), many, lambda twin: one)
 
 
 def test_the_twin_is_the_same_problem_on_one_rank():
     flags = {"pp": "2", "schedule": "ZBVZeroBubble", "microbatches": "2", "batch_size": "3", "lr": "0.1", "tile": "2",
              "workers": "2", "flush_every": "1"}  # fmt: skip
-    one = twin(case(ranks=8, tpsize="2", **flags))
+    one = twin(case(ranks=8, tpsize="2", **flags), {"global_batch_size": 6})
     assert one.ranks == 1
     assert one.flags == {"device": "cpu", "lr": "0.1", "global_batch_size": "6", "save_model": "on"}
     assert twin(case(**flags), {"global_batch_size": 20}).flags["global_batch_size"] == "20"
+    refused = twin(case(ranks=8, tpsize="2", **flags))
+    assert (refused.flags["global_batch_size"], refused.flags["flush_every"], "pp" in refused.flags) == (
+        "6",
+        "1",
+        False,
+    )
     scaled = twin(case("cnn", 8, tpsize="2", scale_lr="sqrt", lr="0.1"))
     assert (scaled.flags["lr"], "scale_lr" in scaled.flags) == (repr(0.1 * 4**0.5), False)
 

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -93,10 +92,9 @@ def test_ctrl_c_ends_it_with_the_summary(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_minute_of_new_cases(tmp_path):
-    """Other ones each day; the seed is in what is printed."""
-    seed = str(int(time.time()) // 86_400)
-    command = fuzz("--minutes", "1", "--seed", seed, "--scratch", str(tmp_path))
+def test_a_minute_of_cases(tmp_path):
+    """The same ones each time: `make fuzz` is for new ones."""
+    command = fuzz("--minutes", "1", "--seed", "0", "--scratch", str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " equal" in done.stdout
