@@ -77,7 +77,7 @@ def test_answers_at_once_and_without_torch(command, tmp_path):
     seconds = []
     for _ in range(2):
         begin = time.perf_counter()
-        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=20)
+        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120)
         seconds.append(time.perf_counter() - begin)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()

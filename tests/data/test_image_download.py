@@ -19,6 +19,7 @@ from mmm.data.datasets import download, idx, load_images
 from mmm.data.datasets.download import File, Refused, cache_folder, obtain
 from mmm.errors import DataError
 from mmm.runtime.ranks import Rank
+from support.clock import stretched
 
 CONTENTS = {"one.bin": bytes(range(256)) * 2000, "two.bin": b"two" * 1000}
 FORK = multiprocessing.get_context("fork")
@@ -99,7 +100,7 @@ def race(folder, files, processes, ranks=None):
     racers = [FORK.Process(target=_obtain, args=(folder, files, ranks, queue)) for _ in range(processes)]
     for racer in racers:
         racer.start()
-    results = [queue.get(timeout=30) for _ in racers]
+    results = [queue.get(timeout=120) for _ in racers]
     for racer in racers:
         racer.join()
     return results
@@ -257,7 +258,7 @@ def test_no_network_stands_in_at_once(offered, monkeypatch):
     monkeypatch.setattr(datasets.import_torchvision("datasets").MNIST, "mirrors", mirrors)
     began = time.monotonic()
     data = load_images("mnist")
-    assert time.monotonic() - began < download.ANSWER_SECONDS
+    assert time.monotonic() - began < stretched(download.ANSWER_SECONDS)
     assert data.name == "digits"
     assert "http://127.0.0.1:9/train-images-idx3-ubyte.gz: [Errno 111] Connection refused" in data.note
 

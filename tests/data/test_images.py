@@ -161,7 +161,7 @@ assert len(datasets.FakeData(size=3)) == 3
 import torchvision.models
 torchvision.models.resnet18()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -20,6 +20,7 @@ import mmm.history
 from mmm.errors import UserError
 from mmm.examples.fsdp_tp import Config, train
 from mmm.runtime.startup import MARKS
+from support.clock import stretched
 
 MODULE = ["python3", "-m", "mmm.examples.fsdp_tp"]
 TINY = ["--preset", "debug", "--seq_length", "16", "--global_batch_size", "4", "--eval_batches", "1"]
@@ -178,8 +179,8 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
     pids = [rank["pid"] for rank in json.loads((outdir / "config.json").read_text())["ranks"]]
     os.kill(pids[2], signal.SIGKILL)
     begin = time.monotonic()
-    _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - begin < 5
+    _, errors = process.communicate(timeout=120)
+    assert time.monotonic() - begin < stretched(5)
     assert process.returncode == 137
     assert "rank 2" in errors
     assert "SIGKILL" in errors
@@ -205,7 +206,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
 def test_one_clear_message(tmp_path, flags, words):
     begin = time.monotonic()
     done = launch(4, tmp_path / "out", *flags)
-    assert time.monotonic() - begin < 20  # 4 s on a quiet machine
+    assert time.monotonic() - begin < stretched(10)  # 4 s on a quiet machine
     assert done.returncode == 2
     assert len(re.findall(words, done.stderr)) == 1, done.stderr
     assert "Traceback" not in done.stderr

@@ -85,7 +85,7 @@ def test_signals(tmp_path, ends, number, state, said):
         assert mmm.history.state(tmp_path) == "running"
         assert load(tmp_path).attrs["state"] == "running"
         os.kill(process.pid, number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     finally:
         process.kill()
     for _ in range(2):  # before and after it is folded

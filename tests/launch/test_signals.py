@@ -50,7 +50,7 @@ def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
         time.sleep(max(0.0, begun + 0.1 * number - time.time()))
         process.send_signal(signal.SIGINT)
     for process in processes:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
         assert (process.returncode, out, err) in ((130, "", "launch: SIGINT: ending 4 ranks\n"),
                                                   (-signal.SIGINT, "", ""))     # there was nothing to end yet
     assert launcher.gone(within=0.5)

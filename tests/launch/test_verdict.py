@@ -63,7 +63,7 @@ def test_somebody_ends_the_run(launcher, how, number):
     process = launcher.start(*how, "-n", "2", "python3", "t.py", "none", clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert told(launcher, 0) == told(launcher, 1) == "None"
 
 

@@ -41,7 +41,7 @@ RANKS = [
 
 def run(launcher, code, *words, **variables):
     return subprocess.run([sys.executable, "-c", code, *words], env=launcher.environment(**variables),
-                          capture_output=True, text=True, timeout=30)
+                          capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"},

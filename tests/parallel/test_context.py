@@ -244,10 +244,10 @@ def test_planted_bugs_are_caught(pool, planted):
 @pytest.mark.parametrize(
     ("config", "layout", "seq", "style", "words"),
     [
-        ({}, Layout(dp_shard=1, cp=4), 36, "ring", r"seq_length 36 .* 2 · cp 4 = 8 .* use seq_length 32 or 40, or a "),
-        ({}, Layout(dp_shard=1, cp=2, tp=2), 4, "ring", r"seq_length 4 .* 2 · cp 2 · tp 2 = 8 .* seq_length 8, or a "),
-        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(.* divides 32, or --cp_style ring"),
-        ({}, Layout(dp_shard=1, cp=16, tp=4), 512, "ulysses", r"n_heads 32 .* cp 16 · tp 4 = 64 .* that divides 8, or"),
+        ({}, Layout(dp_shard=1, cp=4), 36, "ring", r"seq_length 36 .* 2 · cp 4 = 8 .* seq_length 32 or 40, or cp 2$"),
+        ({}, Layout(dp_shard=1, cp=2, tp=2), 4, "ring", r"seq_length 4 .* cp 2 · tp 2 = 8 .* seq_length 8, or cp 1$"),
+        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(.* use cp 1, or --cp_style ring$"),
+        ({}, Layout(dp_shard=1, cp=16, tp=4), 512, "ulysses", r"n_heads 32 .* = 64 .* use n_heads 64, or cp 8, or "),
     ],
 )
 def test_a_sequence_that_cannot_be_cut(config, layout, seq, style, words):

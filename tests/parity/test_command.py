@@ -222,7 +222,7 @@ def test_nothing_outlives_it(tmp_path, number):
             assert running.poll() is None
         os.kill(running.pid, number) if number == signal.SIGKILL else os.killpg(running.pid, number)
         assert running.wait(20) == (-9 if number == signal.SIGKILL else 130)
-        _, err = running.communicate(timeout=20)
+        _, err = running.communicate(timeout=120)
         assert not members(running.pid)
     finally:
         for pid in members(running.pid):

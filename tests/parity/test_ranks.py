@@ -25,7 +25,7 @@ def fail(rank, do):
     time.sleep(0.2)
     if rank.rank == 0:
         raise RuntimeError("gloo: Connection closed by peer")
-    time.sleep(30)
+    time.sleep(200)
 
 
 def kill():
@@ -56,7 +56,7 @@ def test_the_cause_is_named(do, reason):
     with pytest.raises(RanksFailed) as caught:
         run(fail, 3, do, timeout=60)
     assert str(caught.value) == reason
-    assert time.monotonic() - began < 20  # it does not wait for the rank that sleeps
+    assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
     if "Zero" in reason:
         assert "1 // 0" in caught.value.details
 

@@ -36,7 +36,7 @@ def test_a_check_that_hangs_is_a_failure_in_its_time(tmp_path):
 
     begin = time.monotonic()
     first, second = isolated("slow", hangs, 0.5, "look there")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30  # of 60
     assert (first.name, first.status) == ("first", "ok")
     assert second == Finding("slow", "fail", "gave no answer in 0.5 s, and was ended", "look there")
     for pid in (tmp_path / "pids").read_text().split():

@@ -185,7 +185,7 @@ def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     before = time.time()
     command = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu", *how, "python3", "t.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     after = time.time()
     for rank in range(2):
         said = json.loads((tmp_path / f"{rank}.json").read_text())

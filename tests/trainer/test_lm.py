@@ -174,7 +174,7 @@ def test_ranks_that_still_meet_are_ended_without_a_word(tmp_path):
     (tmp_path / "out" / "config.json").write_text("{}")
     command = [sys.executable, "-m", "mmm.launch", "-n", "4", "--device", "cpu", "python3", "-m", "mmm.trainer.lm"]
     command += ["--preset", "debug", "--seq_length", "32", "--max_iters", "1", "--outdir", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert re.fullmatch(r"error: --outdir .* already holds a run's record .*\n", done.stderr)
 

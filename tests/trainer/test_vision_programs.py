@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.trainer import fsdp as fsdp_trainer
 from mmm.trainer import vit
 from mmm.trainer.options import parse
+from support.clock import children_cpu
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
@@ -123,11 +123,11 @@ def test_vit_on_tp(tmp_path):
 
 
 def test_large_in_the_summary_costs_no_forward(tmp_path):
-    begin = time.monotonic()
+    begin = children_cpu()
     command = [sys.executable, "-m", "mmm.examples.vit", "--preset", "large", "--summary"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert "Total params: 304,250,856" in done.stdout
-    assert time.monotonic() - begin < 15
+    assert children_cpu() - begin < 15  # most of it imports; a forward of this model takes more
     assert list(tmp_path.iterdir()) == []
 
 

@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_said_in_one_line(script, tmp_path):
         (("--dtype", "fp16"), "invalid choice"),
     ):
         command = [sys.executable, script, *flags]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
         assert done.returncode == 2
         assert words in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
