@@ -39,6 +39,7 @@ def one_case(tmp_path, bug, dtype="fp64", shrink=0, **flags):
                           capture_output=True, text=True, timeout=120, env=environment())  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_wrong_gradient_is_found_and_the_case_made_smaller(tmp_path):
     done = one_case(tmp_path, "gradients_averaged", shrink=1, max_norm=0)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -36,6 +36,7 @@ run_main(main)
 """
 
 
+@pytest.mark.long
 def test_each_attempt_of_a_launch_has_its_record(tmp_path):
     launcher = Launcher(tmp_path)
     launcher.write("t.py", PROGRAM)

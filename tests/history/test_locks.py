@@ -105,6 +105,7 @@ def test_a_running_run_is_not_folded(writer):
     assert mmm.history.state(writer.folder) == "finished"
 
 
+@pytest.mark.long
 def test_a_killed_run_is_folded_once_it_is_old(writer):
     assert writer(5) == 5
     writer.process.kill()

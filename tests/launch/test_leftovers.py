@@ -34,6 +34,9 @@ def family(launcher):
     def start(*words):
         process = launcher.start(*words)
         launcher.wait_for("ready-0", "ready-1")
+        deadline = time.monotonic() + SOON               # a worker has written before what it starts is itself
+        while len(launcher.alive()) < 12 and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert len(launcher.alive()) >= 12
         return process
     return start

@@ -29,7 +29,7 @@ def look(launcher):
     return run
 
 
-@pytest.fixture(params=["here", "by host", *(pytest.param(each, marks=LONG) for each in ("by rank", "spawn"))])
+@pytest.fixture(params=["here", *(pytest.param(each, marks=LONG) for each in ("by host", "by rank", "spawn"))])
 def options(request, launcher):
     kind, _, by = request.param.partition(" ")
     return launcher.on_hosts(by) if by else ["--no-prefork"] if kind == "spawn" else []
@@ -46,6 +46,7 @@ def test_bound_to_one_cpu_each(look, options):
 
 
 @TWO
+@LONG
 def test_bound_to_unlike_numbers(look, options):
     assert look(*options, "--cpu-bind", f"list:{CPUS[0]}:{CPUS[0]},{CPUS[-1]}") == [(1, 1, 1), (2, 2, 2)]
 

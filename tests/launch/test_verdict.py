@@ -67,6 +67,7 @@ def test_somebody_ends_the_run(launcher, how, number):
     assert told(launcher, 0) == told(launcher, 1) == "None"
 
 
+@pytest.mark.long
 def test_no_output_for_too_long(launcher):
     launcher.write("t.py", PROGRAM)
     assert launcher.run("-n", "2", "--timeout", "4", "python3", "t.py", "none", clocks=PATIENT).returncode == 124

@@ -111,17 +111,17 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     [
         ("cnn", Layout(dp_shard=1), "fsdp"),
         ("cnn", Layout(dp_shard=1, tp=4), "fsdp"),
-        ("vit", Layout(dp_shard=2, tp=2), "fsdp"),
-        ("cnn", Layout(dp_replicate=2, dp_shard=2), "hsdp"),
+        pytest.param("vit", Layout(dp_shard=2, tp=2), "fsdp", marks=pytest.mark.long),
+        pytest.param("cnn", Layout(dp_replicate=2, dp_shard=2), "hsdp", marks=pytest.mark.long),
         ("vit", Layout(dp_replicate=2, dp_shard=1, tp=2), "hsdp"),
         ("vit", Layout(dp_shard=2), "ddp"),
         ("cnn", Layout(dp_shard=3), "zero2"),
-        ("experts", Layout(dp_shard=4, ep=2), "fsdp"),
+        pytest.param("experts", Layout(dp_shard=4, ep=2), "fsdp", marks=pytest.mark.long),
         ("experts", Layout(dp_shard=2, tp=2, ep=2), "fsdp"),
     ],
     ids=lambda value: str(value),
 )
-@pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("clipped", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "clipped"])
 def test_all_ranks_skip_the_same_steps(pool, model, layout, data_parallel, clipped):
     halved = [SCALE / 2 ** sum(at <= step for at in SKIPPED) for step in range(STEPS)]
     for losses, scales, skipped, norms in pool.run(train, layout.ranks, model, layout, data_parallel, clipped):

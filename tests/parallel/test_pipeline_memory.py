@@ -54,8 +54,8 @@ def train_one(rank, config, how):
 @pytest.mark.parametrize(
     ("model", "memory"),
     [
-        ("experts", {"checkpointing": "full"}),
-        pytest.param("dense", {"checkpointing": "full"}, marks=pytest.mark.long),
+        pytest.param("experts", {"checkpointing": "full"}, marks=pytest.mark.long),
+        ("dense", {"checkpointing": "full"}),
         pytest.param("dense", {"tile": 3}, marks=pytest.mark.long),
         pytest.param("dense", {"loss_chunks": 3}, marks=pytest.mark.long),
     ],

@@ -87,12 +87,12 @@ CASES = [
     (DP2, {"data_parallel": "zero2", "loss_chunks": 3}),
     (DP2, {"offload": True, "loss_chunks": 3, "microbatches": 2}),
     (TP2, {}),
-    (Layout(dp_shard=2, tp=2), {"loss_chunks": 3}),
+    (Layout(dp_shard=2, tp=2), {}),
 ]
 LONG = [
+    (Layout(dp_shard=2, tp=2), {"loss_chunks": 3}),
     (DP2, {"checkpointing": "full"}),
     (TP2, {"loss_chunks": 3}),
-    (Layout(dp_shard=2, tp=2), {}),
     (DP2, {"data_parallel": "ddp", "loss_chunks": 3}),
     (DP2, {"data_parallel": "zero1", "offload": True}),
     (DP2, {"checkpointing": "selective", "loss_chunks": 4}),

@@ -139,6 +139,7 @@ def test_a_folder_that_rank_0_cannot_have_ends_all_at_once(tmp_path):
     assert said[1] == ("", "")
 
 
+@pytest.mark.long
 def test_a_folder_that_rank_0_cannot_have_is_said_once_by_launch(tmp_path):
     (tmp_path / "file").write_text("x")
     launch = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu", "python3"]
