@@ -10,11 +10,13 @@ from mmm.parallel.assemble import ParallelModel, Techniques, divide
 from mmm.parallel.expert import balance_experts
 from mmm.parallel.pipeline import SCHEDULES
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
-from support import reference
+from support import reference, vision
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 SPLIT = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits)
 MODELS = {
     "dense": reference.CONFIG,
@@ -94,3 +96,32 @@ def test_selective_checkpointing(pool, schedule):
     losses, _ = reference.train("sgd", torch.float64, 3, MODELS["dense"])
     for got, _, _ in pool.run(train_one, 2, MODELS["dense"], techniques(schedule, checkpointing="selective")):
         assert got == pytest.approx(losses, rel=1e-9)
+
+
+def first_gradients(rank, schedule):
+    """Of one step of the ViT in bf16 mixed precision, as one micro-batch where the schedule takes that."""
+    layout, plan = Layout(pp=2, dp_shard=2), vit_plan()
+    how = Techniques(schedule=schedule)
+    images, classes = vision.batch("vit", 0)
+    size = len(images) // layout.dp
+    first = layout.dp_coordinate(rank.rank) * size
+    images, classes = images[first : first + size].float(), classes[first : first + size]
+    with torch.device("meta"):
+        model = vision.build("vit")
+    division = divide(model, plan, layout, how, images.to("meta"))
+    made = ParallelModel(model, plan, layout, build_mesh(layout, "cpu", 30), BF16, how, division, device=CPU,
+                         seed=vision.SEED)  # fmt: skip
+    made.step(images, classes, vision.GLOBAL_BATCH)
+    return {name: parameter.grad.full_tensor() for name, parameter in made.named_parameters()}
+
+
+def test_gradients_of_a_split_backward_are_summed_in_one_dtype(pool):
+    """In mixed precision over dp, whichever of a unit's gradients come with the input's and which come later."""
+    _, _, gradients = vision.train("vit", "sgd")
+    ranks = pool.run(first_gradients, 4, "ZBVZeroBubble")
+    assert {name for of_rank in ranks for name in of_rank} == gradients.keys()
+    largest = max(gradient.norm() for gradient in gradients.values())
+    for name, gradient in ((name, each) for of_rank in ranks for name, each in of_rank.items()):
+        assert gradient.dtype == torch.float32
+        off = ((gradient - gradients[name]).norm() / max(gradients[name].norm(), 1e-3 * largest)).item()
+        assert off < 0.05, f"the gradient of {name} is {off:.1%} off"

@@ -79,3 +79,21 @@ def units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
 def is_offloaded(model: nn.Module) -> bool:
     """Whether `apply_fsdp` has put the parts of `model` on the host."""
     return _OFFLOADED.get(model, False)
+
+
+def widen_gradients(module: nn.Module) -> None:
+    """Give all unsharded gradients in `module` the dtype that FSDP sums them in, before it sums those of a unit.
+
+    FSDP widens what is there when the gradient of a unit's input is. Where a schedule splits backward, the gradients of
+    some weights come later, in the dtype of compute, and PyTorch 2.13 then refuses the unit.
+    """
+    for unit in (each for each in module.modules() if isinstance(each, FSDPModule)):
+        state = unit._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)  # before several groups a unit
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+            for parameter in group.fsdp_params:
+                if not hasattr(parameter, "_unsharded_param"):
+                    continue  # never gathered
+                parameter.accumulate_unsharded_grad_if_needed()
+                if parameter.unsharded_accumulated_grad is None:
+                    parameter.to_accumulated_grad_if_needed()

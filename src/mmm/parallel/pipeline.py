@@ -39,6 +39,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.apply import check_compile
 from mmm.parallel.bubble import Action, Recorder
+from mmm.parallel.fsdp import widen_gradients
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
@@ -205,6 +206,7 @@ class Stage(PipelineStage):
 
     def perform_reduce_grad(self, *given: Any, **named: Any) -> None:
         if self.has_backward:  # else there is nothing to sum over dp
+            widen_gradients(self.submod)
             self._timed("dtb", partial(super().perform_reduce_grad, *given, **named))
 
     # Between two stages of a rank nothing goes back where there is no backward; PyTorch 2.13 asserts that there is one.
