@@ -19,7 +19,7 @@ FAILED = "failed"  # by an exception
 KILLED = "killed"  # it could not say anything any more
 ENDED = (FINISHED, INTERRUPTED, FAILED)  # what a run says of itself
 LONGEST = 500  # characters of an error that are kept
-VERDICT_WAIT = 0.8  # s; launch waits up to half a second for a better cause than a lost connection
+VERDICT_WAIT = 2.0  # s; launch itself waits up to half a second for a better cause than a lost connection
 
 
 class Ending(NamedTuple):
