@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, debug
 
 from mmm.runtime.process_group import process_group
@@ -167,3 +168,9 @@ def _serve(rank: int, end: connection.Connection) -> None:
         except BaseException:
             end.send((False, traceback.format_exc()))
             os._exit(1)
+
+
+def meeting_only(rank: Rank, device: torch.device, timeout: float, meet: Callable[[Any], None]) -> Any:
+    """For a program that is called on a rank of the pool, in place of a process group of its own: the one there is."""
+    meet(_get_default_store())
+    return contextlib.nullcontext()

@@ -5,14 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
 import mmm.history
 from mmm.errors import ConfigError, DivergedError, RecordError, UserError
@@ -20,16 +19,11 @@ from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer
 from mmm.trainer import lm
 from mmm.trainer.options import parse
+from support.pool import meeting_only
 
 SMALL = {"preset": "debug", "seq_length": 32, "global_batch_size": 8, "max_iters": 4, "dtype": "fp64", "plots": False,
          "optimizer": "sgd", "lr": 0.3, "max_norm": 0.5, "warmup": 2, "eval_every": 2, "eval_batches": 2,
          "save_model": True}  # fmt: skip
-
-
-def meeting_only(rank, device, timeout, meet):
-    """In place of a process group: the one that is there."""
-    meet(_get_default_store())
-    return nullcontext()
 
 
 def run(rank, outdir, flags):

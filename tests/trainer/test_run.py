@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 import warnings
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
 from mmm.errors import DivergedError, UserError
 from mmm.parallel import Layout
@@ -23,7 +22,7 @@ from mmm.trainer.options import RunOptions
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, settle
 from support.launcher import OURS
-from support.pool import free_port
+from support.pool import free_port, meeting_only
 
 CPU = torch.device("cpu")
 
@@ -47,12 +46,6 @@ def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(pool):
 
 
 # --- ranks that differ, and a folder that rank 0 cannot have ----------------------------------------------------------
-
-
-def meeting_only(rank, device, timeout, meet):
-    """In place of a process group: the one that is there."""
-    meet(_get_default_store())
-    return nullcontext()
 
 
 def start(rank, outdir, options, differs):

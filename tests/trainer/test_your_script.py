@@ -7,16 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
 import mmm.history
+from support.pool import meeting_only
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
@@ -37,12 +37,6 @@ def load(path):
     sys.modules["denoise"] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
-
-
-def meeting_only(rank, device, timeout, meet):
-    """In place of a process group: the one that is there."""
-    meet(_get_default_store())
-    return nullcontext()
 
 
 def on_a_rank(rank, path, outdir):
