@@ -46,6 +46,7 @@ fuzz: $(READY)
 
 lint: $(LINT)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:

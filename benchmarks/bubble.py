@@ -43,12 +43,20 @@ def measure(schedule: str, microbatches: int, steps: int, layers: int, dim: int)
     cuts = cut([0, *[1] * layers, 0], layout.pp * each)
     mesh, mine = build_mesh(layout, "cpu"), {}
     for number in stages_of(rank.rank, layout.pp, schedule, each):
-        mine[number] = apply(take_stage(model, parts, cuts[number]), mesh, plan,
-                             Precision("fp32", torch.float32, torch.float32))  # fmt: skip
+        mine[number] = apply(
+            take_stage(model, parts, cuts[number]), mesh, plan, Precision("fp32", torch.float32, torch.float32)
+        )
         materialize(mine[number], CPU, 0)
     tokens = torch.arange(microbatches * MICROBATCH * SEQ).view(-1, SEQ) % 256
-    pipeline = Pipeline(mine, len(cuts), mesh, schedule=schedule, microbatches=microbatches, device=CPU,
-                        loss=lambda output, targets: cross_entropy(output, targets, tokens.numel()))  # fmt: skip
+    pipeline = Pipeline(
+        mine,
+        len(cuts),
+        mesh,
+        schedule=schedule,
+        microbatches=microbatches,
+        device=CPU,
+        loss=lambda output, targets: cross_entropy(output, targets, tokens.numel()),
+    )
     recorder = Recorder(CPU, mesh["pp"].get_group())
     for step in range(1 + steps):  # the first works out shapes
         pipeline.record_to(recorder if step else None)
@@ -78,19 +86,24 @@ def main() -> None:
     rank = whoami()
     with process_group(rank, CPU):
         if rank.is_main:
-            print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; "
-                  f"{rank.world_size} ranks, {args.microbatches} micro-batches, {args.layers} layers of {args.dim}, "
-                  f"{args.steps} steps\n"
-                  f"{'schedule':24}{'stages':>7}{'replayed':>10}{'formula':>10}{'wall':>8}   CPU ms of an action, "
-                  f"± over the stages")  # fmt: skip
+            print(
+                f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; "
+                f"{rank.world_size} ranks, {args.microbatches} micro-batches, {args.layers} layers of {args.dim}, "
+                f"{args.steps} steps\n"
+                f"{'schedule':24}{'stages':>7}{'replayed':>10}{'formula':>10}{'wall':>8}   CPU ms of an action, "
+                f"± over the stages"
+            )
         for schedule in SCHEDULES:
             recorded, each = measure(schedule, args.microbatches, args.steps, args.layers, args.dim)
             replayed = replay(recorded.lists, recorded.seconds).bubble
             formula = bubble_formula(schedule, rank.world_size, args.microbatches, each)
             if rank.is_main:
                 known = "none" if formula is None else f"{formula:.1%}"
-                print(f"{schedule:24}{each * rank.world_size:7}{replayed:10.1%}{known:>10}"
-                      f"{recorded.wall.bubble:8.1%}   {kinds_of(recorded)}", flush=True)  # fmt: skip
+                print(
+                    f"{schedule:24}{each * rank.world_size:7}{replayed:10.1%}{known:>10}"
+                    f"{recorded.wall.bubble:8.1%}   {kinds_of(recorded)}",
+                    flush=True,
+                )
             dist.barrier()
 
 

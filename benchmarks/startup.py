@@ -28,13 +28,31 @@ CPU_BOUND = 0.35
 WALL_BOUND = 0.50
 RANK_BOUND = 0.10
 # One iteration of the main example, on a model so small that start-up is what is measured.
-TARGET = ["-m", "mmm.examples.fsdp_tp", "--tpsize", "2", "--max_iters", "1", "--device", "cpu", "--preset", "debug",
-          "--seq_length", "16", "--batch_size", "2", "--eval_batches", "1"]  # fmt: skip
+TARGET = [
+    "-m",
+    "mmm.examples.fsdp_tp",
+    "--tpsize",
+    "2",
+    "--max_iters",
+    "1",
+    "--device",
+    "cpu",
+    "--preset",
+    "debug",
+    "--seq_length",
+    "16",
+    "--batch_size",
+    "2",
+    "--eval_batches",
+    "1",
+]
 
 
 def machine() -> str:
-    return (f"{platform.platform()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-            f"Python {platform.python_version()}, torch {version('torch')}")  # fmt: skip
+    return (
+        f"{platform.platform()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, torch {version('torch')}"
+    )
 
 
 def pairs(count: int, ranks: int, target: list[str]) -> bool:
@@ -51,12 +69,17 @@ def pairs(count: int, ranks: int, target: list[str]) -> bool:
             cost = {name: measure.run(lines[name], folder) for name in names}
             ours, theirs = cost["launch"], cost["torchrun"]
             ratios.append((ours.seconds / theirs.seconds, ours.cpu / theirs.cpu))
-            print(f"{pair + 1:>6} {ours.seconds:>11.2f}s {ours.cpu:>6.2f}s {theirs.seconds:>13.2f}s "
-                  f"{theirs.cpu:>6.2f}s {ratios[-1][0]:>11.3f} {ratios[-1][1]:>10.3f}", flush=True)
+            print(
+                f"{pair + 1:>6} {ours.seconds:>11.2f}s {ours.cpu:>6.2f}s {theirs.seconds:>13.2f}s "
+                f"{theirs.cpu:>6.2f}s {ratios[-1][0]:>11.3f} {ratios[-1][1]:>10.3f}",
+                flush=True,
+            )
     wall, cpu = (statistics.median(column) for column in zip(*ratios, strict=True))
     met = wall <= WALL_BOUND and cpu <= CPU_BOUND
-    print(f"{'median':>6} {'':>44} {wall:>11.3f} {cpu:>10.3f}\n"
-          f"bounds: wall ≤ {WALL_BOUND}, cpu ≤ {CPU_BOUND}: {'met' if met else 'MISSED'}")
+    print(
+        f"{'median':>6} {'':>44} {wall:>11.3f} {cpu:>10.3f}\n"
+        f"bounds: wall ≤ {WALL_BOUND}, cpu ≤ {CPU_BOUND}: {'met' if met else 'MISSED'}"
+    )
     return met
 
 
@@ -84,8 +107,13 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs (default 3)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks (default 4)")
     parser.add_argument("--curve", action="store_true", help="run mmm.examples.startup, whose flags follow")
-    parser.add_argument("target", nargs="*", default=TARGET, metavar="WORD",
-                        help="after --: -m MODULE ARGS, or SCRIPT ARGS (a script by its full path)")
+    parser.add_argument(
+        "target",
+        nargs="*",
+        default=TARGET,
+        metavar="WORD",
+        help="after --: -m MODULE ARGS, or SCRIPT ARGS (a script by its full path)",
+    )
     args = parser.parse_args()
     print(machine())
     return 0 if pairs(args.pairs, args.ranks, args.target) else 1

@@ -77,8 +77,10 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     launch = [sys.executable, "-m", "mmm.launch", "-n", str(args.ranks), "--device", "cpu"]
-    print(f"{args.program}: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch "
-          f"{torch.__version__}, {args.ranks} ranks; seconds a step")  # fmt: skip
+    print(
+        f"{args.program}: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}, {args.ranks} ranks; seconds a step"
+    )
     ratios, bares = [], []
     for pair in range(args.pairs):
         with tempfile.TemporaryDirectory() as folder:

@@ -77,8 +77,9 @@ def test_interrupted_or_killed_it_leaves_nothing(tmp_path, number, says, code):
     text = "import os, time\nopen('torch_pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     (tmp_path / "torch.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
-    process = subprocess.Popen(COMMAND, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=as_from_a_terminal())  # fmt: skip
+    process = subprocess.Popen(
+        COMMAND, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal()
+    )
     deadline = time.monotonic() + 30
     while not (tmp_path / "torch_pid").exists() or not (tmp_path / "torch_pid").read_text():
         assert time.monotonic() < deadline

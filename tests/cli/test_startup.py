@@ -21,14 +21,22 @@ def log(folder, name, model, ranks, start, stop):
 
 @pytest.fixture
 def study(tmp_path):
-    return [log(tmp_path, "b.log", "GPT25B", 16, "185952", "19:00:46"),
-            log(tmp_path, "a.log", "GPT25B", 8, "183323", "18:33:50"),
-            log(tmp_path, "c.log", "GPT1T", 8, "120000", "12:01:10")]  # fmt: skip
+    return [
+        log(tmp_path, "b.log", "GPT25B", 16, "185952", "19:00:46"),
+        log(tmp_path, "a.log", "GPT25B", 8, "183323", "18:33:50"),
+        log(tmp_path, "c.log", "GPT1T", 8, "120000", "12:01:10"),
+    ]
 
 
 def made_record(folder, **more):
-    marks = {"started": [1e9] * 2, "began": [1e9 + 1] * 2, "ready": [1e9 + 2] * 2, "group": [1e9 + 3] * 2,
-             "model": [1e9 + 4] * 2, "first_step": [1e9 + 5, 1e9 + 5.25]}  # fmt: skip
+    marks = {
+        "started": [1e9] * 2,
+        "began": [1e9 + 1] * 2,
+        "ready": [1e9 + 2] * 2,
+        "group": [1e9 + 3] * 2,
+        "model": [1e9 + 4] * 2,
+        "first_step": [1e9 + 5, 1e9 + 5.25],
+    }
     startup = {"started_from": "launch", "marks": marks, "imports": {"shared": {}, "ranks": [{}, {}]}}
     folder.mkdir()
     config = {"module": "fsdp_tp", "ranks": [{"host": "a"}, {"host": "b"}], "startup": startup} | more
@@ -104,8 +112,11 @@ def test_a_job_without_a_step_is_said(study, tmp_path, capsys):
 
 def test_one_run_without_a_step_does_not_hide_the_others(study, tmp_path, capsys):
     run, killed = made_record(tmp_path / "run"), made_record(tmp_path / "killed")
-    measured = made_record(tmp_path / "measured", module="collectives", startup={
-        "started_from": "launch", "marks": {"started": [1e9], "first_step": [None]}, "imports": {}})  # fmt: skip
+    measured = made_record(
+        tmp_path / "measured",
+        module="collectives",
+        startup={"started_from": "launch", "marks": {"started": [1e9], "first_step": [None]}, "imports": {}},
+    )
     config = json.loads((tmp_path / "killed" / "config.json").read_text())
     del config["startup"]
     (tmp_path / "killed" / "config.json").write_text(json.dumps(config))
@@ -114,7 +125,10 @@ def test_one_run_without_a_step_does_not_hide_the_others(study, tmp_path, capsys
     out, error = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["GPT25B", "fsdp_tp"]
     assert [line.split()[2].split(":")[0] for line in error.splitlines()] == [
-        f"{killed}/config.json", measured, str(tmp_path / "plots")]  # fmt: skip
+        f"{killed}/config.json",
+        measured,
+        str(tmp_path / "plots"),
+    ]
     assert "ended before its first step" in error
     assert "collectives does not train" in error
     assert cli.main(["startup", killed, measured]) == 2

@@ -13,7 +13,7 @@ import pytest
 
 from support.clusters import Mpi
 
-WITHIN = 10.0            # s from the fault until no process is left anywhere
+WITHIN = 10.0  # s from the fault until no process is left anywhere
 FAULTY = """
 import os, signal, sys, time
 rank, fault = os.environ["RANK"], sys.argv[1]
@@ -31,10 +31,12 @@ time.sleep(100)
 """
 DEAF = "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
 CLEANING = FAULTY.replace(DEAF, "").replace(
-    "time.sleep(100)", "try: time.sleep(100)\nfinally:\n    time.sleep(0.3)\n    open('cleaned-' + rank, 'w')")
-TOLD = CLEANING.replace("open('cleaned-' + rank, 'w')",
-                        "from mmm.runtime.failure import first_failure\n"
-                        "    open('cleaned-' + rank, 'w').write(str(first_failure()))")
+    "time.sleep(100)", "try: time.sleep(100)\nfinally:\n    time.sleep(0.3)\n    open('cleaned-' + rank, 'w')"
+)
+TOLD = CLEANING.replace(
+    "open('cleaned-' + rank, 'w')",
+    "from mmm.runtime.failure import first_failure\n    open('cleaned-' + rank, 'w').write(str(first_failure()))",
+)
 
 
 @dataclass
@@ -91,10 +93,14 @@ def end(launcher, process, within=WITHIN):
     return process.returncode, err
 
 
-@pytest.mark.parametrize(("fault", "code", "says"), [
-    ("exit", 3, "launch: rank 3 exited with code 3 on {host}\n"),
-    ("raise", 1, "launch: rank 3 failed on {host}:\nTraceback"),
-    ("kill", 137, "was killed by SIGKILL on {host}\n")])
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("exit", 3, "launch: rank 3 exited with code 3 on {host}\n"),
+        ("raise", 1, "launch: rank 3 failed on {host}:\nTraceback"),
+        ("kill", 137, "was killed by SIGKILL on {host}\n"),
+    ],
+)
 def test_a_rank_fails(launcher, way, by, fault, code, says):
     process = start(launcher, way, *by, "python3", "faulty.py", fault)
     launcher.write("go", "")

@@ -13,9 +13,28 @@ import pytest
 import mmm.history
 from support.clusters import Mpi
 
-EXAMPLE = ["python3", "-m", "mmm.examples.fsdp_tp", "--tpsize", "2", "--preset", "debug", "--dtype", "fp64",
-           "--max_iters", "3", "--no-plots", "--seq_length", "32", "--batch_size", "2", "--device", "cpu",
-           "--outdir", "out"]
+EXAMPLE = [
+    "python3",
+    "-m",
+    "mmm.examples.fsdp_tp",
+    "--tpsize",
+    "2",
+    "--preset",
+    "debug",
+    "--dtype",
+    "fp64",
+    "--max_iters",
+    "3",
+    "--no-plots",
+    "--seq_length",
+    "32",
+    "--batch_size",
+    "2",
+    "--device",
+    "cpu",
+    "--outdir",
+    "out",
+]
 LAUNCH = [sys.executable, "-m", "mmm.launch"]
 
 
@@ -49,7 +68,7 @@ def test_two_hosts(launcher, two_hosts, mpi, by, local):
     launcher.prefix = two_hosts.start_words()
     done = launcher.run(*two_hosts.options(mpi), "--ranks-by", by, *EXAMPLE, timeout=200, **two_hosts.variables)
     same(launcher, done, local)
-    assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout       # rank 3, local rank 1
+    assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout  # rank 3, local rank 1
 
 
 @pytest.mark.parametrize("by", ["rank", "host"])
@@ -64,9 +83,18 @@ def test_salloc(launcher, slurm, by, local):
 def batch(launcher, slurm, *words, options=()):
     """Run launch in a batch script of two nodes; the script's exit code and output."""
     script = launcher.write("batch.sh", f"#!/bin/sh\n{' '.join([*LAUNCH, *words])}\necho exit code $?\n: > over\n")
-    done = slurm.run("sbatch", "-N2", "--ntasks-per-node=2", "-o", "batch.out", *options, str(script),
-                     variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
-    launcher.wait_for("over", timeout=200)                   # sbatch --wait asks ever more rarely
+    done = slurm.run(
+        "sbatch",
+        "-N2",
+        "--ntasks-per-node=2",
+        "-o",
+        "batch.out",
+        *options,
+        str(script),
+        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
+        cwd=launcher.folder,
+    )
+    launcher.wait_for("over", timeout=200)  # sbatch --wait asks ever more rarely
     slurm.idle()
     return done, (launcher.folder / "batch.out").read_text()
 
@@ -80,18 +108,36 @@ def test_sbatch(launcher, slurm, local):
 
 def test_srun_by_itself(launcher, slurm, local):
     """Without launch: ranks find their place in Slurm's variables."""
-    done = slurm.run("srun", "-N2", "-n4", *[sys.executable, *EXAMPLE[1:]], cwd=launcher.folder,
-                     variables=launcher.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611"))
+    done = slurm.run(
+        "srun",
+        "-N2",
+        "-n4",
+        *[sys.executable, *EXAMPLE[1:]],
+        cwd=launcher.folder,
+        variables=launcher.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611"),
+    )
     slurm.idle()
     same(launcher, done, local)
 
 
 def test_mpiexec_by_itself(launcher, mpi, local):
     """Without launch, and without a port: the ranks agree on one by what they have in common."""
-    words = [mpi.mpiexec, "-n", "4", *(["--oversubscribe", "--bind-to", "none"] if mpi.name == "openmpi" else []),
-             sys.executable, *EXAMPLE[1:]]
-    done = subprocess.run(words, cwd=launcher.folder, env=launcher.environment(OMP_NUM_THREADS="1", **mpi.variables),
-                          capture_output=True, text=True, timeout=200)
+    words = [
+        mpi.mpiexec,
+        "-n",
+        "4",
+        *(["--oversubscribe", "--bind-to", "none"] if mpi.name == "openmpi" else []),
+        sys.executable,
+        *EXAMPLE[1:],
+    ]
+    done = subprocess.run(
+        words,
+        cwd=launcher.folder,
+        env=launcher.environment(OMP_NUM_THREADS="1", **mpi.variables),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     same(launcher, done, local)
 
 
@@ -99,8 +145,12 @@ def test_pbs_with_repeated_hosts(launcher, local):
     """A PBS job made by hand, on a real MPICH: each host twice in the node file; PBS's OMP_NUM_THREADS is not used."""
     host = os.uname().nodename
     launcher.write("nodes", f"{host}\n{host}\n{host}\n{host}\n")
-    variables = {"PBS_JOBID": "12.mini", "PBS_NODEFILE": str(launcher.folder / "nodes"), "PBS_ENVIRONMENT": "PBS_BATCH",
-                 "OMP_NUM_THREADS": "64"}
+    variables = {
+        "PBS_JOBID": "12.mini",
+        "PBS_NODEFILE": str(launcher.folder / "nodes"),
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "OMP_NUM_THREADS": "64",
+    }
     done = launcher.run("--mpiexec", "mpiexec.mpich", *EXAMPLE, timeout=200, **variables)
     same(launcher, done, local)
     assert re.search(r"hosts +1: \S+\n", done.stderr)
@@ -112,7 +162,9 @@ def test_pbs_with_repeated_hosts(launcher, local):
 
 def test_an_mpi_inside_the_ranks(launcher):
     """A program that calls MPI itself: its connection to the MPI's helper has to survive the way to it."""
-    launcher.write("t.py", """
+    launcher.write(
+        "t.py",
+        """
 import ctypes, os
 mpi = ctypes.CDLL("libmpich.so.12", mode=ctypes.RTLD_GLOBAL)
 rank, size = ctypes.c_int(), ctypes.c_int()
@@ -122,7 +174,8 @@ mpi.MPI_Comm_size(0x44000000, ctypes.byref(size))
 print(rank.value, os.environ["RANK"], size.value, flush=True)
 mpi.MPI_Barrier(0x44000000)
 mpi.MPI_Finalize()
-""")
+""",
+    )
     made = Mpi("mpich")
     done = launcher.run(*made.options, "--device", "cpu", "python3", "t.py")
     assert done.returncode == 0, done.stderr
@@ -131,7 +184,9 @@ mpi.MPI_Finalize()
 
 def test_retries_and_the_record(launcher, mpi):
     """The first try is killed after two rows: they can be read; the second goes through."""
-    launcher.write("t.py", """
+    launcher.write(
+        "t.py",
+        """
 import os, signal, sys, time
 import mmm.history
 from mmm.examples import fsdp_tp
@@ -149,7 +204,8 @@ else:
     sys.argv += ["--outdir", "again"]
 sys.argv[1:1] = sys.argv.pop(1).split()
 fsdp_tp.main()
-""")
+""",
+    )
     flags = " ".join([*EXAMPLE[3:], "--flush_every", "1"])
     done = launcher.run(*mpi.options, "--retries", "1", "python3", "t.py", flags, timeout=200, **mpi.variables)
     assert done.returncode == 0, done.stderr
@@ -176,8 +232,14 @@ def test_slurms_signal_before_the_end(launcher, slurm, by):
     launcher.write("t.py", WAITING)
     line = " ".join([*LAUNCH, "--ranks-by", by, "--device cpu python3 t.py 60 leave > o 2> e"])
     script = launcher.write("batch.sh", f"#!/bin/sh\n{line}\necho $? > code.part\nmv code.part code\n")
-    slurm.run("sbatch", "-N2", "--ntasks-per-node=2", str(script), cwd=launcher.folder,
-              variables=launcher.environment(MASTER_ADDR="127.0.0.1"))
+    slurm.run(
+        "sbatch",
+        "-N2",
+        "--ntasks-per-node=2",
+        str(script),
+        cwd=launcher.folder,
+        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
+    )
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--signal=USR1", job)
@@ -191,8 +253,19 @@ def test_slurms_signal_before_the_end(launcher, slurm, by):
 def test_launchs_own_signal_before_the_end(launcher, slurm):
     """`--signal USR1@S`: when the job ends is asked of Slurm."""
     launcher.write("t.py", WAITING)
-    _, text = batch(launcher, slurm, "--signal", "USR1@105", "--device", "cpu", "python3", "t.py", "60", "leave",
-                    options=["--time=2"])
+    _, text = batch(
+        launcher,
+        slurm,
+        "--signal",
+        "USR1@105",
+        "--device",
+        "cpu",
+        "python3",
+        "t.py",
+        "60",
+        "leave",
+        options=["--time=2"],
+    )
     assert re.search(r"launch: 10[45] s before the job's end: SIGUSR1 to 4 ranks", text), text
     assert "exit code 0" in text
     assert (launcher.folder / "seen-3").read_text().strip() == "SIGUSR1"
@@ -202,8 +275,14 @@ def test_the_batch_jobs_own_signal_is_passed_on(launcher, slurm):
     """What `sbatch --signal=B:USR1@…` does: it comes to the batch shell alone, which is launch, if that was exec'd."""
     launcher.write("t.py", WAITING)
     script = launcher.write("batch.sh", f"#!/bin/sh\nexec {' '.join(LAUNCH)} --device cpu python3 t.py 60 leave\n")
-    slurm.run("sbatch", "-N2", "--ntasks-per-node=2", str(script), cwd=launcher.folder,
-              variables=launcher.environment(MASTER_ADDR="127.0.0.1"))
+    slurm.run(
+        "sbatch",
+        "-N2",
+        "--ntasks-per-node=2",
+        str(script),
+        cwd=launcher.folder,
+        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
+    )
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--batch", "--signal=USR1", job)
@@ -215,12 +294,20 @@ def test_the_batch_jobs_own_signal_is_passed_on(launcher, slurm):
 def test_slurms_time_limit(launcher, slurm):
     """A minute, and up to half a minute until Slurm looks. The batch shell is not asked to end, launch is told why."""
     launcher.write("t.py", WAITING)
-    script = launcher.write("batch.sh", f"#!/bin/sh\n{' '.join(LAUNCH)} --device cpu python3 t.py 100 > o 2> e\n"
-                                        "echo $? > code\n")
-    slurm.run("sbatch", "-N2", "--ntasks-per-node=2", "--time=1", str(script), cwd=launcher.folder,
-              variables=launcher.environment(MASTER_ADDR="127.0.0.1"))
+    script = launcher.write(
+        "batch.sh", f"#!/bin/sh\n{' '.join(LAUNCH)} --device cpu python3 t.py 100 > o 2> e\necho $? > code\n"
+    )
+    slurm.run(
+        "sbatch",
+        "-N2",
+        "--ntasks-per-node=2",
+        "--time=1",
+        str(script),
+        cwd=launcher.folder,
+        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
+    )
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
-    deadline = time.monotonic() + 110                        # a minute, and Slurm looks every half
+    deadline = time.monotonic() + 110  # a minute, and Slurm looks every half
     while not launcher.gone(within=0):
         if "TIMEOUT" in slurm.run("squeue", "-h", "-t", "all", "-o", "%T").stdout:
             break
@@ -244,15 +331,31 @@ def test_a_meeting_point_that_is_taken(launcher, mpi):
 
 def test_mpiexec_of_another_kind(launcher):
     """The wrong --mpi: the ranks' variables are not those that it sets."""
-    done = launcher.run("--hosts", "localhost", "-n", "2", "--mpiexec", "mpiexec.mpich", "--mpi", "pals",
-                        "--launcher-args", "-hosts localhost", "sh", "-c", "sleep 20")
+    done = launcher.run(
+        "--hosts",
+        "localhost",
+        "-n",
+        "2",
+        "--mpiexec",
+        "mpiexec.mpich",
+        "--mpi",
+        "pals",
+        "--launcher-args",
+        "-hosts localhost",
+        "sh",
+        "-c",
+        "sleep 20",
+    )
     assert done.returncode != 0
     assert "launch:" in done.stderr
 
 
 def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
-    launcher.write("t.py", "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-                           "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)")
+    launcher.write(
+        "t.py",
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)",
+    )
     process = launcher.start(*mpi.options, "--device", "cpu", "python3", "t.py", **mpi.variables)
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)))
     process.send_signal(signal.SIGINT)
@@ -267,8 +370,21 @@ def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
 
 def test_hosts_that_do_not_start(launcher, mpi):
     """An mpiexec that ends before its ranks are there is said, with what it printed."""
-    done = launcher.run("--hosts", "localhost,no-such-host-1", "-ppn", "1", "--mpiexec", mpi.mpiexec, "--start-timeout",
-                        "8", "sh", "-c", "true", timeout=60, **mpi.variables)
+    done = launcher.run(
+        "--hosts",
+        "localhost,no-such-host-1",
+        "-ppn",
+        "1",
+        "--mpiexec",
+        mpi.mpiexec,
+        "--start-timeout",
+        "8",
+        "sh",
+        "-c",
+        "true",
+        timeout=60,
+        **mpi.variables,
+    )
     assert done.returncode not in (0, 2)
     assert "have not connected to launch" in done.stderr
     assert "no-such-host-1" in done.stderr

@@ -36,8 +36,9 @@ class Server(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def files(self):
-        return tuple(File(name, hashlib.md5(content).hexdigest(), (self.url(name),))
-                     for name, content in self.contents.items())  # fmt: skip
+        return tuple(
+            File(name, hashlib.md5(content).hexdigest(), (self.url(name),)) for name, content in self.contents.items()
+        )
 
     def url(self, name=""):
         return f"http://127.0.0.1:{self.server_port}/{name}"
@@ -217,8 +218,10 @@ def idx_bytes(array):
 def offered(serve, monkeypatch, tmp_path):
     """A server with a small MNIST that torchvision is made to point to, and an empty cache."""
     arrays = [np.zeros((5, 28, 28)), np.arange(5), np.ones((3, 28, 28)), np.arange(3)]
-    contents = {f"{name}.gz": gzip.compress(idx_bytes(array.astype(np.uint8)))
-                for name, array in zip(idx.FILES, arrays, strict=True)}  # fmt: skip
+    contents = {
+        f"{name}.gz": gzip.compress(idx_bytes(array.astype(np.uint8)))
+        for name, array in zip(idx.FILES, arrays, strict=True)
+    }
     server = serve(contents)
     dataset = datasets.import_torchvision("datasets").MNIST
     monkeypatch.setattr(dataset, "mirrors", [server.url()])

@@ -29,8 +29,12 @@ def idx_bytes(array):
 def mnist(tmp_path):
     """Four small IDX files, and what is in them."""
     state = np.random.RandomState(0)
-    arrays = [state.randint(0, 256, (20, 28, 28)), state.randint(0, 10, 20), state.randint(0, 256, (7, 28, 28)),
-              state.randint(0, 10, 7)]  # fmt: skip
+    arrays = [
+        state.randint(0, 256, (20, 28, 28)),
+        state.randint(0, 10, 20),
+        state.randint(0, 256, (7, 28, 28)),
+        state.randint(0, 10, 7),
+    ]
     arrays = [array.astype(np.uint8) for array in arrays]
     for name, array in zip(idx.FILES, arrays, strict=True):
         (tmp_path / name).write_bytes(idx_bytes(array))
@@ -75,7 +79,7 @@ def test_four_files_plain_or_packed_in_any_of_the_places(mnist, tmp_path_factory
         ("t10k-labels-idx1-ubyte", lambda b: idx_bytes(np.zeros(6, np.uint8)), "t10k has 7 images and 6 labels"),
         ("t10k-labels-idx1-ubyte", lambda b: b[:-1] + b"\xff", "label 255 is not one of the 10 classes"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_file_is_named_with_its_size(mnist, name, change, message, packed):
     folder, _ = mnist
     path, content = folder / name, change((folder / name).read_bytes())
@@ -220,8 +224,9 @@ def test_workers_decode_the_same(pictures):
     train = load_images("folder", pictures, image_size=16).train
     batches = ImageBatches(train, 16, seed=0)
     here, ahead = (list(batches.loader(1, 2, workers=workers).epoch()) for workers in (0, 2))
-    assert all(torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels)
-               for a, b in zip(here, ahead, strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, ahead, strict=True)
+    )
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])

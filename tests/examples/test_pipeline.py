@@ -15,8 +15,16 @@ from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, pipeline
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
-TINY = {"preset": "debug", "n_layers": 4, "seq_length": 16, "global_batch_size": 8, "eval_batches": 1, "eval_every": 3,
-        "max_iters": 5, "dtype": "fp64"}  # fmt: skip
+TINY = {
+    "preset": "debug",
+    "n_layers": 4,
+    "seq_length": 16,
+    "global_batch_size": 8,
+    "eval_batches": 1,
+    "eval_every": 3,
+    "max_iters": 5,
+    "dtype": "fp64",
+}
 FLAGS = [text for name, value in TINY.items() for text in (f"--{name}", str(value))]
 
 

@@ -11,8 +11,10 @@ from mmm.examples import startup
 from mmm.examples.startup import Config, Found, growth, one_import, start_once, table, train
 from mmm.runtime.startup import measure
 
-BY_RANKS = {1: {"forked": Found(3.0, 4.0), "torchrun": Found(5.0, 6.0)},
-            8: {"forked": Found(3.5, 4.7), "torchrun": Found(20.0, 34.0)}}  # fmt: skip
+BY_RANKS = {
+    1: {"forked": Found(3.0, 4.0), "torchrun": Found(5.0, 6.0)},
+    8: {"forked": Found(3.5, 4.7), "torchrun": Found(20.0, 34.0)},
+}
 
 
 def test_growth_and_table():

@@ -114,8 +114,11 @@ def _compare(case: Case, many: Outcome, one: Outcome) -> Verdict:
             return Verdict("different", f"{dtype} {name}: {wrong}", _signature(case, f"{dtype} {name}"))
     if dtype in WEIGHTS and many.weights and one.weights:
         if many.weights.keys() != one.weights.keys():
-            return Verdict("different", f"model.pt has other names: {sorted(many.weights.keys() ^ one.weights.keys())}",
-                           _signature(case, "names"))  # fmt: skip
+            return Verdict(
+                "different",
+                f"model.pt has other names: {sorted(many.weights.keys() ^ one.weights.keys())}",
+                _signature(case, "names"),
+            )
         for name, (value, size) in one.weights.items():
             if abs(many.weights[name][0] - value) > WEIGHTS[dtype] * max(size, 1e-3):
                 about = f"model.pt: {name} sums up to {many.weights[name][0]!r}, on one rank to {value!r}"

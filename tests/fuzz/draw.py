@@ -126,11 +126,16 @@ def draw(seed: int, number: int, data: Path) -> Case:
 
 def check_known(program: str) -> None:
     """Raises UnknownFlag where a flag of `program` would never be drawn."""
-    unknown = [name for name, flag in flags_of(program).items()
-               if not flag.choices and name not in GIVEN and name not in ANYTHING]  # fmt: skip
+    unknown = [
+        name
+        for name, flag in flags_of(program).items()
+        if not flag.choices and name not in GIVEN and name not in ANYTHING
+    ]
     if unknown:
-        raise UnknownFlag(f"{program}: {', '.join(unknown)}: add values to ANYTHING in tests/fuzz/draw.py, and to what "
-                          f"draws problems or layouts")  # fmt: skip
+        raise UnknownFlag(
+            f"{program}: {', '.join(unknown)}: add values to ANYTHING in tests/fuzz/draw.py, and to what "
+            f"draws problems or layouts"
+        )
 
 
 def _anything(rng: random.Random, program: str) -> tuple[str, str]:
@@ -195,8 +200,9 @@ def _transformer(rng: random.Random, data: Path) -> dict[str, Value]:
     else:
         flags["vocab_size"] = str(rng.choice((256, 256, 256, 259, 264)))
         if rng.random() < 0.6:
-            flags["text"] = (str(data / "words.txt"),) if rng.random() < 0.7 else (str(data / "words.txt"),
-                                                                                   str(data / "more.txt"))  # fmt: skip
+            flags["text"] = (
+                (str(data / "words.txt"),) if rng.random() < 0.7 else (str(data / "words.txt"), str(data / "more.txt"))
+            )
     return flags
 
 
@@ -204,8 +210,11 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
     flags = _common(rng, "lm") | _transformer(rng, data)
     if rng.random() < 0.35:
         experts = rng.choice((1, 2, 3, 4, 4, 6, 8))
-        flags |= {"n_experts": str(experts), "top_k": str(rng.randint(1, min(experts, 3))),
-                  "balance_rate": rng.choice(("0", "0.01", "0.1"))}  # fmt: skip
+        flags |= {
+            "n_experts": str(experts),
+            "top_k": str(rng.randint(1, min(experts, 3))),
+            "balance_rate": rng.choice(("0", "0.01", "0.1")),
+        }
         if rng.random() < 0.5:
             flags["expert_dim"] = str(rng.choice((8, 12, 20)))
     return flags

@@ -26,8 +26,16 @@ def verdict(many, one, **flags):
 
 
 def test_the_twin_is_the_same_problem_on_one_rank():
-    flags = {"pp": "2", "schedule": "ZBVZeroBubble", "microbatches": "2", "batch_size": "3", "lr": "0.1", "tile": "2",
-             "workers": "2", "flush_every": "1"}  # fmt: skip
+    flags = {
+        "pp": "2",
+        "schedule": "ZBVZeroBubble",
+        "microbatches": "2",
+        "batch_size": "3",
+        "lr": "0.1",
+        "tile": "2",
+        "workers": "2",
+        "flush_every": "1",
+    }
     one = twin(case(ranks=8, tpsize="2", **flags), {"global_batch_size": 6})
     assert one.ranks == 1
     assert one.flags == {"device": "cpu", "lr": "0.1", "global_batch_size": "6", "save_model": "on"}
@@ -66,8 +74,10 @@ def test_what_is_missing_differs():
 
 
 def test_half_precision_is_compared_until_one_of_two_runs_skips_a_step():
-    many, one = (ran("fp16", scales, loss=losses) for scales, losses in
-                 (([8, 8, 4], [5.0, 4.0, 3.0]), ([8, 4, 4], [5.0, 4.0, 3.9])))  # fmt: skip
+    many, one = (
+        ran("fp16", scales, loss=losses)
+        for scales, losses in (([8, 8, 4], [5.0, 4.0, 3.0]), ([8, 4, 4], [5.0, 4.0, 3.9]))
+    )
     assert verdict(many, one).kind == "equal"  # they are two runs from step 1 on
     one.series["loss"][1] = 4.9
     assert verdict(many, one).kind == "different"

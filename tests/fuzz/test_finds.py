@@ -35,8 +35,13 @@ def environment():
 
 def one_case(tmp_path, bug, dtype="fp64", shrink=0, **flags):
     words = [f"{name}={value}" for name, value in flags.items()]
-    return subprocess.run([sys.executable, "-c", CLEAN, str(tmp_path), bug, dtype, str(shrink), *words],
-                          capture_output=True, text=True, timeout=120, env=environment())  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", CLEAN, str(tmp_path), bug, dtype, str(shrink), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
 
 
 @pytest.mark.long

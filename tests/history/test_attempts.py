@@ -57,8 +57,10 @@ def test_each_attempt_of_a_launch_has_its_record(tmp_path):
     notes = json.loads((run / "config.json").read_text())["notes"]
     assert [note.partition(";")[2] for note in notes] == [" its record is in attempt-2"]
     assert notes[0] in (run / "log.txt").read_text()
-    assert "attempt 1 of this launch is failed: RuntimeError: the first cause; its record is in attempt-1" in (
-        run / "attempt-2" / "log.txt").read_text()  # fmt: skip
+    assert (
+        "attempt 1 of this launch is failed: RuntimeError: the first cause; its record is in attempt-1"
+        in (run / "attempt-2" / "log.txt").read_text()
+    )
     refused = launcher.run(*line, timeout=100)  # another launch: its record is not ours to move
     assert refused.returncode == 2
     assert "already holds a run's record" in refused.stderr
@@ -77,8 +79,7 @@ def test_everything_of_the_record_is_moved_and_nothing_else(tmp_path):
     plots = plot_all(load(tmp_path), tmp_path)
     (tmp_path / "model.pt").write_text("mine")
     (tmp_path / "plots/mine.png").write_text("mine")
-    assert make_room(tmp_path, Attempt("x", 1)) == (
-        "attempt 1 of this launch is finished; its record is in attempt-1")  # fmt: skip
+    assert make_room(tmp_path, Attempt("x", 1)) == ("attempt 1 of this launch is finished; its record is in attempt-1")
     moved = tmp_path / "attempt-1"
     assert all((moved / path.relative_to(tmp_path)).exists() for path in plots)
     assert (moved / "log.txt").read_text() == "log of 0"
@@ -120,8 +121,10 @@ def test_what_the_environment_says():
 
 def test_hosts_get_it_too():
     """What `launch` gives every rank goes to those on other hosts as well."""
-    code = ("import sys; from mmm.launch import main, target; from mmm.launch.cluster import Wishes\n"
-            "plan = main.plan_run(target.parse(['python3', 'x.py']), Wishes(hosts='a,b', nproc=2, mpi='hydra',"
-            " mpiexec=sys.executable, scheduler='none'), {'MMM_ATTEMPTS_OF': 'x'}); print(plan.shared)")  # fmt: skip
+    code = (
+        "import sys; from mmm.launch import main, target; from mmm.launch.cluster import Wishes\n"
+        "plan = main.plan_run(target.parse(['python3', 'x.py']), Wishes(hosts='a,b', nproc=2, mpi='hydra',"
+        " mpiexec=sys.executable, scheduler='none'), {'MMM_ATTEMPTS_OF': 'x'}); print(plan.shared)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'MMM_ATTEMPTS_OF': 'x'" in done.stdout

@@ -91,8 +91,13 @@ def test_ints_stay_ints_only_if_all_are(tmp_path):
         )
     ds = load(tmp_path)
     assert {name: str(ds[name].dtype) for name in ds.data_vars} == {
-        "iter": "int64", "tokens": "int64", "mixed": "float64", "flag": "int64", "big": "float64", "bytes": "int64",
-    }  # fmt: skip
+        "iter": "int64",
+        "tokens": "int64",
+        "mixed": "float64",
+        "flag": "int64",
+        "big": "float64",
+        "bytes": "int64",
+    }
     assert ds["iter"].values.tolist() == [2**62, 2**62 + 1]
     assert ds["bytes"].values.tolist() == [[1, 2], [3, 4]]
 

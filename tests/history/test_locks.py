@@ -21,7 +21,9 @@ def without_locks(*args):
     raise OSError({errno.ENOLCK}, "No locks available")
 fcntl.flock = without_locks
 """
-WRITER = NO_LOCKS + """
+WRITER = (
+    NO_LOCKS
+    + """
 from mmm.history import History
 with History(sys.argv[1], ranks=[{}], flush_every=1) as history:
     for line in sys.stdin:
@@ -29,7 +31,10 @@ with History(sys.argv[1], ranks=[{}], flush_every=1) as history:
             history.update({"loss": 1.0 / (len(history) + 1)})
         print(len(history), flush=True)
 """
-FOLD = NO_LOCKS + """
+)
+FOLD = (
+    NO_LOCKS
+    + """
 from mmm.cli.history import main
 from mmm.errors import UserError
 from mmm.history import alive
@@ -39,14 +44,16 @@ try:
 except UserError as error:
     sys.exit(str(error))
 """
+)
 HERE = alive.this_process()["host"]
 
 
 @pytest.fixture
 def writer(tmp_path):
     """A process that keeps as many rows as it is told, on a file system without locks."""
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run")], text=True, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "run")], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
 
     def write(rows):
         process.stdin.write(f"{rows}\n")

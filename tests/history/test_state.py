@@ -72,12 +72,15 @@ def test_how_it_ended(tmp_path, capsys, rows, error, state, said):
     assert f"state      {state}{f': {said}' if said else ''}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("ends", "number", "state", "said"), [
-    ("ranks", signal.SIGTERM, "interrupted", "SIGTERM"),
-    ("ranks", signal.SIGINT, "interrupted", "SIGINT"),
-    ("plain", signal.SIGTERM, "killed", None),
-    ("plain", signal.SIGKILL, "killed", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ends", "number", "state", "said"),
+    [
+        ("ranks", signal.SIGTERM, "interrupted", "SIGTERM"),
+        ("ranks", signal.SIGINT, "interrupted", "SIGINT"),
+        ("plain", signal.SIGTERM, "killed", None),
+        ("plain", signal.SIGKILL, "killed", None),
+    ],
+)
 def test_signals(tmp_path, ends, number, state, said):
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), ends], stdout=subprocess.PIPE, text=True)
     try:
@@ -97,6 +100,7 @@ def test_signals(tmp_path, ends, number, state, said):
 
 def test_a_run_that_ended_before_its_dataset_was_in_place(tmp_path, monkeypatch):
     """`launch` gives a rank a second; the dataset may take longer."""
+
     def cut_off(*args):
         raise MemoryError
 

@@ -21,28 +21,33 @@ def say(tmp_path, monkeypatch, capsys):
     def run(line):
         code = main.main(line.split())
         return code, capsys.readouterr().err
+
     return run
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("", "no command"),
-    ("-n 2", "no command"),
-    ("-n 2 --", "no command"),
-    ("-n 0 python3 train.py", "-n 0: the number of ranks on a host must be from 1 to"),
-    ("-n -3 python3 train.py", "-n -3: the number of ranks"),
-    ("-n four python3 train.py", "-n four: not a number of ranks"),
-    ("-n python3 train.py", "-n python3: not a number of ranks"),
-    ("--nproc=1.5 python3 train.py", "-n 1.5: not a number of ranks"),
-    ("-n 99999 python3 train.py", "from 1 to 4096"),
-    ("--device gpu python3 train.py", "invalid choice: 'gpu' (choose from"),
-    ("--nproc-per-node 4 python3 train.py", "unknown option --nproc-per-node. Did you mean --nproc?"),
-    ("-np 4 python3 train.py", "unknown option -np. Did you mean -n?"),
-    ("--dryrun python3 train.py", "Did you mean --dry-run?"),
-    ("--what python3 train.py", "launch's options come before CMD"),
-    ("-n 2 -m train", "Try: launch -n 2 python3 -m train"),
-    ("python3 trian.py", "Did you mean train.py?"),
-    ("python3 -m trian", "Did you mean train?"),
-    ("no-such-program", "looked in every folder on PATH")])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "no command"),
+        ("-n 2", "no command"),
+        ("-n 2 --", "no command"),
+        ("-n 0 python3 train.py", "-n 0: the number of ranks on a host must be from 1 to"),
+        ("-n -3 python3 train.py", "-n -3: the number of ranks"),
+        ("-n four python3 train.py", "-n four: not a number of ranks"),
+        ("-n python3 train.py", "-n python3: not a number of ranks"),
+        ("--nproc=1.5 python3 train.py", "-n 1.5: not a number of ranks"),
+        ("-n 99999 python3 train.py", "from 1 to 4096"),
+        ("--device gpu python3 train.py", "invalid choice: 'gpu' (choose from"),
+        ("--nproc-per-node 4 python3 train.py", "unknown option --nproc-per-node. Did you mean --nproc?"),
+        ("-np 4 python3 train.py", "unknown option -np. Did you mean -n?"),
+        ("--dryrun python3 train.py", "Did you mean --dry-run?"),
+        ("--what python3 train.py", "launch's options come before CMD"),
+        ("-n 2 -m train", "Try: launch -n 2 python3 -m train"),
+        ("python3 trian.py", "Did you mean train.py?"),
+        ("python3 -m trian", "Did you mean train?"),
+        ("no-such-program", "looked in every folder on PATH"),
+    ],
+)
 def test_refusals(say, line, says):
     code, err = say(line)
     assert code == 2
@@ -72,9 +77,15 @@ def test_a_master_port_that_is_none(say, monkeypatch, value):
     assert f"MASTER_PORT={value} in the environment is not a port" in err
 
 
-@pytest.mark.parametrize("environ", [
-    {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, {"PMI_RANK": "1", "PMI_SIZE": "2"},
-    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "4"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
 def test_a_rank_of_another_launcher(say, monkeypatch, environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -85,8 +96,10 @@ def test_a_rank_of_another_launcher(say, monkeypatch, environ):
 
 
 def test_options_after_the_command_are_the_commands():
-    assert main.split(["-n", "2", "python3", "t.py", "-n", "3", "--dry-run"]) == (["-n", "2"], ["python3", "t.py", "-n",
-                                                                                               "3", "--dry-run"])
+    assert main.split(["-n", "2", "python3", "t.py", "-n", "3", "--dry-run"]) == (
+        ["-n", "2"],
+        ["python3", "t.py", "-n", "3", "--dry-run"],
+    )
     assert main.split(["-n4", "--device=cpu", "--", "-odd"]) == (["-n4", "--device=cpu"], ["-odd"])
 
 
@@ -94,8 +107,15 @@ def test_dry_run_says_everything_and_starts_nothing(say, capsys, monkeypatch):
     code = main.main(["-n", "3", "--device", "cpu", "--dry-run", "python3", "train.py", "--lr", "0.1"])
     out = capsys.readouterr().out
     assert code == 0
-    for part in ("ranks    3 on ", "(-n)", "train.py --lr 0.1", "prefork: one process imports", "MASTER_ADDR=127.0.0.1",
-                 "MMM_DEVICE=cpu   (--device)", "rank 2:\n  RANK=2\n  LOCAL_RANK=2"):
+    for part in (
+        "ranks    3 on ",
+        "(-n)",
+        "train.py --lr 0.1",
+        "prefork: one process imports",
+        "MASTER_ADDR=127.0.0.1",
+        "MMM_DEVICE=cpu   (--device)",
+        "rank 2:\n  RANK=2\n  LOCAL_RANK=2",
+    ):
         assert part in out
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     main.main(["-n", "3", "--no-prefork", "--dry-run", "python3", "train.py"])
@@ -107,6 +127,6 @@ def test_dry_run_says_everything_and_starts_nothing(say, capsys, monkeypatch):
 def test_help_is_fast(launcher):
     start = children_cpu()
     done = launcher.run("--help")
-    assert children_cpu() - start < 0.5                    # 0.1 s; torch alone would take 2
+    assert children_cpu() - start < 0.5  # 0.1 s; torch alone would take 2
     assert done.returncode == 0
     assert "--nproc" in done.stdout

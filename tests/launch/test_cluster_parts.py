@@ -44,10 +44,16 @@ def test_binding_gives_whole_cores(two_threads):
     assert binding.split("none", 2, range(8), two_threads) == [None, None]
 
 
-@pytest.mark.parametrize(("bind", "ranks_here", "says"), [
-    ("cores", 5, "5 ranks on this host, but 4 cores"), ("list:0:1", 3, "CPUs for 2 ranks, but there are 3"),
-    ("list:0:9", 2, "local rank 1 is to have CPUs 9, but this process may use 0-7 only"),
-    ("depth", 1, "knows none, cores"), ("list:a", 1, "knows none, cores")])
+@pytest.mark.parametrize(
+    ("bind", "ranks_here", "says"),
+    [
+        ("cores", 5, "5 ranks on this host, but 4 cores"),
+        ("list:0:1", 3, "CPUs for 2 ranks, but there are 3"),
+        ("list:0:9", 2, "local rank 1 is to have CPUs 9, but this process may use 0-7 only"),
+        ("depth", 1, "knows none, cores"),
+        ("list:a", 1, "knows none, cores"),
+    ],
+)
 def test_binding_that_cannot_be(two_threads, bind, ranks_here, says):
     with pytest.raises(LaunchError, match=says):
         binding.split(bind, ranks_here, range(8), two_threads)
@@ -60,19 +66,30 @@ def test_a_rank_is_bound(launcher, how):
     assert done.stdout == f"{{{cpu}}} None b=c\n"
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ("-ppn x", "-ppn x: it has to be a whole number, at least 1"), ("-N 0", "-N 0: it has to be a whole number"),
-    ("-N 2", "-N 2: this is one host"), ("-n 2 -ppn 3", "on one host they are the same"),
-    ("--ranks-by host", "ranks on this host alone are started by launch itself"),
-    ("--mpi hydra", "--mpi hydra: ranks on"),
-    ("--env A", "--env A: write NAME=VALUE"), ("--env RANK=1", "RANK is what launch works out: use -n and -ppn"),
-    ("--timeout 0", "--timeout 0: it has to be a number of seconds"), ("--retries -1", "--retries -1: it has to be"),
-    ("--signal USR1", "--signal USR1: write NAME@SECONDS"), ("--signal USR1@60", "when this job ends is not known"),
-    ("--walltime 60", "it is what --signal counts from"),
-    ("--hostfile no", "--hostfile no cannot be read: No such file"),
-    ("--signal USR1@60 --walltime soon", "--walltime soon: write"), ("--scheduler pbs", "not inside a job of it"),
-    ("--hosts a,,b", "'' is not a host name"), ("--cpu-bind list:0:0 -n 3", "CPUs for 2 ranks"),
-    ("--launcher-args '", "No closing quotation")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("-ppn x", "-ppn x: it has to be a whole number, at least 1"),
+        ("-N 0", "-N 0: it has to be a whole number"),
+        ("-N 2", "-N 2: this is one host"),
+        ("-n 2 -ppn 3", "on one host they are the same"),
+        ("--ranks-by host", "ranks on this host alone are started by launch itself"),
+        ("--mpi hydra", "--mpi hydra: ranks on"),
+        ("--env A", "--env A: write NAME=VALUE"),
+        ("--env RANK=1", "RANK is what launch works out: use -n and -ppn"),
+        ("--timeout 0", "--timeout 0: it has to be a number of seconds"),
+        ("--retries -1", "--retries -1: it has to be"),
+        ("--signal USR1", "--signal USR1: write NAME@SECONDS"),
+        ("--signal USR1@60", "when this job ends is not known"),
+        ("--walltime 60", "it is what --signal counts from"),
+        ("--hostfile no", "--hostfile no cannot be read: No such file"),
+        ("--signal USR1@60 --walltime soon", "--walltime soon: write"),
+        ("--scheduler pbs", "not inside a job of it"),
+        ("--hosts a,,b", "'' is not a host name"),
+        ("--cpu-bind list:0:0 -n 3", "CPUs for 2 ranks"),
+        ("--launcher-args '", "No closing quotation"),
+    ],
+)
 def test_options_that_cannot_be(tmp_path, monkeypatch, capsys, options, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit('this was run')")
@@ -101,16 +118,22 @@ def test_when_a_scheduler_says_the_job_ends():
 
 @pytest.mark.long
 def test_the_signal_before_the_end_reaches_the_ranks(launcher):
-    launcher.write("t.py", "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\n"
-                           "print('ready', flush=True)\ntime.sleep(30)")
+    launcher.write(
+        "t.py",
+        "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\n"
+        "print('ready', flush=True)\ntime.sleep(30)",
+    )
     done = launcher.run("-n", "2", "--walltime", "9", "--signal", "USR1@4", "python3", "t.py")
     assert done.returncode == 5
     assert "launch: 4 s before the job's end: SIGUSR1 to 2 ranks\n" in done.stderr
 
 
 def test_a_signal_for_the_program_is_passed_on(launcher, how):
-    launcher.write("t.py", "import os, signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: os._exit(0))\n"
-                           "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(30)")
+    launcher.write(
+        "t.py",
+        "import os, signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: os._exit(0))\n"
+        "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(30)",
+    )
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(signal.SIGUSR2)
@@ -120,34 +143,38 @@ def test_a_signal_for_the_program_is_passed_on(launcher, how):
 
 @pytest.mark.long
 def test_a_run_that_prints_nothing(launcher):
-    launcher.write("t.py", """
+    launcher.write(
+        "t.py",
+        """
 import os, time
 for _ in range(4): time.sleep(0.4); print('x', flush=True)
 if os.environ["RANK"] == "1":
     time.sleep(30)
 time.sleep(30)
-""")
+""",
+    )
     done = launcher.run("-n", "3", "--timeout", "3", "python3", "t.py")
     assert (done.returncode, done.stdout) == (124, "x\n" * 12)
     host, script = socket.gethostname(), launcher.folder / "t.py"
     assert done.stderr == (
         "launch: no output from any rank for 3 s (--timeout): ending 3 ranks\n"
         f'launch: rank 1 on {host} is not where the others are, but at:\n  File "{script}", line 5 in <module>\n'
-        f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "{script}", line 6 in <module>\n')
+        f'launch: the other 2, such as rank 0 on {host}, are at:\n  File "{script}", line 6 in <module>\n'
+    )
 
 
 def test_which_ranks_hang():
     wait = ('File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce', 'File "/me/t.py", line 3 in step')
     data = ('File "/me/data.py", line 7 in load', 'File "/me/t.py", line 2 in step')
     names = {rank: f"h{rank}" for rank in range(4)}
-    text = stacks.explain({0: wait, 1: data, 2: data, 3: data}, names)         # few wait, but those are not to blame
+    text = stacks.explain({0: wait, 1: data, 2: data, 3: data}, names)  # few wait, but those are not to blame
     assert text.startswith("launch: rank 1 on h1, rank 2 on h2, rank 3 on h3 are not where the others are")
     assert "the other 1, such as rank 0 on h0, are at:\n  File" in text
     other = (wait[0], 'File "/me/t.py", line 4 in step')
     assert stacks.explain({0: wait, 1: wait, 2: other}, names).startswith("launch: rank 2 on h2 is not where")
     assert stacks.explain({0: wait, 1: wait}, names).startswith("launch: all 2 ranks are at the same place:\n")
     assert stacks.explain({}, names) == ""
-    assert stacks.read("Stack (most recent call first):\n  File \"a\", line 1 in f\nx\n") == ('File "a", line 1 in f',)
+    assert stacks.read('Stack (most recent call first):\n  File "a", line 1 in f\nx\n') == ('File "a", line 1 in f',)
 
 
 def test_retries(launcher):
@@ -181,6 +208,7 @@ def member(index, host, cpus="0-7", local_rank=None):
     class NoLink:
         def fileno(self):
             return index
+
     cores = 8 if cpus == "0-7" else 2
     return Member(NoLink(), "", index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
 
@@ -194,8 +222,9 @@ class Plan:
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():
     told = [message for _, message in orders.orders(Plan(), [member(0, "a"), member(1, "a"), member(2, "b")])]
-    assert [(m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"])
-            for m in told] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
+    assert [
+        (m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"]) for m in told
+    ] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
 
 
 def test_ranks_that_are_bound_keep_their_cores():
@@ -210,13 +239,17 @@ def test_ranks_of_a_host_follow_each_other():
     assert told == [["0", "1"], ["2"]]
 
 
-@pytest.mark.parametrize(("starter", "environ", "expected"), [
-    ("pals", {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}, (5, 8, 1)),              # Aurora: the size is not said
-    ("pals", {"PALS_RANKID": "5", "PMI_SIZE": "6", "PMI_LOCAL_RANK": "2", "PMI_RANK": "5"}, (5, 6, 2)),
-    ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, (1, 4, 1)),
-    ("srun", {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "PMI_RANK": "0"}, (3, 4, 1)),
-    ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (1, 4, None)),
-    ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None))])
+@pytest.mark.parametrize(
+    ("starter", "environ", "expected"),
+    [
+        ("pals", {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}, (5, 8, 1)),  # Aurora: the size is not said
+        ("pals", {"PALS_RANKID": "5", "PMI_SIZE": "6", "PMI_LOCAL_RANK": "2", "PMI_RANK": "5"}, (5, 6, 2)),
+        ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, (1, 4, 1)),
+        ("srun", {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "PMI_RANK": "0"}, (3, 4, 1)),
+        ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (1, 4, None)),
+        ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None)),
+    ],
+)
 def test_a_place_is_what_its_own_starter_says(starter, environ, expected):
     assert ranks.started_by(starter, environ, 8) == expected
 
@@ -236,7 +269,7 @@ def test_the_first_address_that_is_launchs_own():
         with pytest.raises(Lost, match=f"127.0.0.1:{nobody}: Connection refused"):
             link.reach([["127.0.0.1", nobody]], "token", {})
         at = [["127.0.0.1", nobody], ["127.0.0.1", server.getsockname()[1]]]
-        client = socket.create_connection(server.getsockname())      # only to have the nonce sent early
+        client = socket.create_connection(server.getsockname())  # only to have the nonce sent early
         client.close()
         server.accept()[0].close()
         import threading
@@ -248,6 +281,7 @@ def test_the_first_address_that_is_launchs_own():
             their.send({"nonce": "n"})
             got.update(their.one(5.0))
             their.close()
+
         thread = threading.Thread(target=serve)
         thread.start()
         mine = link.reach(at, "token", {"rank": 1})
@@ -273,14 +307,25 @@ def test_a_script_has_its_whole_path_and_pythons_builtins(launcher, tmp_path):
         assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "1 True\n"
 
 
-@pytest.mark.parametrize(("redirected", "code", "says"), [
-    (">&-", 0, ""), ("--timeout 9 >&-", 0, ""),
-    ("--timeout 9 > /dev/full", 141, "launch: what ranks print cannot be written: No space left on device\n")])
+@pytest.mark.parametrize(
+    ("redirected", "code", "says"),
+    [
+        (">&-", 0, ""),
+        ("--timeout 9 >&-", 0, ""),
+        ("--timeout 9 > /dev/full", 141, "launch: what ranks print cannot be written: No space left on device\n"),
+    ],
+)
 def test_stdout_that_takes_nothing(launcher, redirected, code, says):
     flags, _, where = redirected.rpartition(">")
     line = f"{sys.executable} -m mmm.launch -n 1 --device cpu {flags} python3 -c 'print(1)' >{where}"
-    done = subprocess.run(["sh", "-c", line], cwd=launcher.folder, env=launcher.environment(), stderr=subprocess.PIPE,
-                          text=True, timeout=30)
+    done = subprocess.run(
+        ["sh", "-c", line],
+        cwd=launcher.folder,
+        env=launcher.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+    )
     assert (done.returncode, done.stderr) == (code, says)
 
 
@@ -290,19 +335,32 @@ def test_stdin_that_is_closed(launcher, kind):
     words = launcher.on_hosts(kind) if kind in ("host", "rank") else [kind] * bool(kind)
     launcher.write("t.py", "import os\nopen('stdin-' + os.environ['RANK'], 'w').write(os.readlink('/proc/self/fd/0'))")
     line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py"]) + " <&-"
-    done = subprocess.run(["sh", "-c", line], cwd=launcher.folder, env=launcher.environment(), stderr=subprocess.PIPE,
-                          text=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", line],
+        cwd=launcher.folder,
+        env=launcher.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert {(launcher.folder / f"stdin-{rank}").read_text() for rank in (0, 1)} == {"/dev/null"}
 
 
 def test_slurm_with_uneven_tasks():
-    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "7",
-               "SLURM_TASKS_PER_NODE": "3,2(x2)", "SLURM_GPUS_PER_NODE": "a100:4"}
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "SLURM_NTASKS": "7",
+        "SLURM_TASKS_PER_NODE": "3,2(x2)",
+        "SLURM_GPUS_PER_NODE": "a100:4",
+    }
     found = job.detect(environ, None)
     assert (found.tasks_per_host, found.gpus_per_host) == (2, 4)
 
 
 def test_a_value_that_begins_with_a_dash():
     assert main.split(["--launcher-args", "--oversubscribe", "-n", "2", "true"]) == (
-        ["--launcher-args=--oversubscribe", "-n", "2"], ["true"])
+        ["--launcher-args=--oversubscribe", "-n", "2"],
+        ["true"],
+    )

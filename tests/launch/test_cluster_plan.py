@@ -28,6 +28,7 @@ def pbs(tmp_path):
         path = tmp_path / "nodes"
         path.write_text("".join(line + "\n" for line in lines))
         return {"PBS_JOBID": job, "PBS_NODEFILE": str(path), **more}
+
     return make
 
 
@@ -43,7 +44,8 @@ def test_aurora(pbs):
     made = plan(pbs("x4102c1s0b0n0", "x4102c1s1b0n0", job="9.aurora-pbs-0001.host"), PALS)
     assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
         "mpiexec -n 24 -ppn 12 --hostfile $PBS_NODEFILE --cpu-bind=verbose,list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"
-        "60-63:64-67:68-71:72-75:76-79 " + ENTRY)
+        "60-63:64-67:68-71:72-75:76-79 " + ENTRY
+    )
     assert made.shared["MASTER_ADDR"] == "x4102c1s0b0n0.hsn.cm.aurora.alcf.anl.gov"
     assert made.shared["MMM_DEVICE"] == "xpu"
     host = plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by="host")
@@ -55,7 +57,8 @@ def test_aurora(pbs):
 def test_polaris(pbs):
     made = plan(pbs("x3005c0s7b0n0", "x3005c0s13b0n0", PBS_O_HOST="polaris-login-01"), PALS)
     assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
-        "mpiexec -n 8 -ppn 4 --hostfile $PBS_NODEFILE --cpu-bind depth -d 16 " + ENTRY)
+        "mpiexec -n 8 -ppn 4 --hostfile $PBS_NODEFILE --cpu-bind depth -d 16 " + ENTRY
+    )
     assert (made.site.device_variable, made.site.device_order) == ("CUDA_VISIBLE_DEVICES", [3, 2, 1, 0])
     bound = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS, cpu_bind="list:0:8:16:24")
     assert "--cpu-bind list:0:8:16:24 python3" in line(bound)
@@ -80,9 +83,9 @@ def test_frontier():
     made = plan(environ)
     assert line(made) == "srun -N 2 -n 16 -c7 --gpus-per-task=1 --gpu-bind=closest " + ENTRY
     assert made.shared["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
-    assert made.site.device_order == []                  # one device is visible to a task: its index is 0
+    assert made.site.device_order == []  # one device is visible to a task: its index is 0
     own = plan(environ | {"NCCL_SOCKET_IFNAME": "eth0"})
-    assert "NCCL_SOCKET_IFNAME" not in own.shared        # the user's, which srun hands on
+    assert "NCCL_SOCKET_IFNAME" not in own.shared  # the user's, which srun hands on
     assert own.why["NCCL_SOCKET_IFNAME"] == "set in the environment"
 
 
@@ -121,27 +124,45 @@ def test_nothing_of_the_kind_is_this_host_alone():
 
 
 def test_a_program_that_is_no_python():
-    made = cluster.plan(Target("program", "bash", command=("bash", "-c", "x")), Wishes(hosts="a", per_host=1),
-                        environ={}, version=HYDRA, build="cpu")
+    made = cluster.plan(
+        Target("program", "bash", command=("bash", "-c", "x")),
+        Wishes(hosts="a", per_host=1),
+        environ={},
+        version=HYDRA,
+        build="cpu",
+    )
     assert line(made).endswith("python3 -m mmm.runtime.enter --exec bash -c x")
 
 
-@pytest.mark.parametrize(("wishes", "ranks", "per_host", "used"), [
-    ({"nproc": 4}, 4, 2, 2), ({"nproc": 5}, 5, 3, 2), ({"nproc": 1}, 1, 1, 1), ({"per_host": 3}, 6, 3, 2),
-    ({"nproc": 3, "per_host": 4}, 3, 4, 1), ({"nhosts": 1, "nproc": 4}, 4, 4, 1),
-    ({"nhosts": 2, "per_host": 1}, 2, 1, 2), ({}, 2, 1, 2)])
+@pytest.mark.parametrize(
+    ("wishes", "ranks", "per_host", "used"),
+    [
+        ({"nproc": 4}, 4, 2, 2),
+        ({"nproc": 5}, 5, 3, 2),
+        ({"nproc": 1}, 1, 1, 1),
+        ({"per_host": 3}, 6, 3, 2),
+        ({"nproc": 3, "per_host": 4}, 3, 4, 1),
+        ({"nhosts": 1, "nproc": 4}, 4, 4, 1),
+        ({"nhosts": 2, "per_host": 1}, 2, 1, 2),
+        ({}, 2, 1, 2),
+    ],
+)
 def test_how_many_ranks(wishes, ranks, per_host, used):
     made = plan({}, hosts="a,b", **wishes)
     assert (made.ranks, made.per_host, len(made.hosts)) == (ranks, per_host, used)
 
 
-@pytest.mark.parametrize(("wishes", "says"), [
-    ({"nhosts": 3}, "-N 3: there are 2 hosts"),
-    ({"nproc": 9, "per_host": 4}, "-n 9 with 4 a host takes 3 hosts, and there are 2: at most -n 8"),
-    ({"nproc": 4, "per_host": 4, "nhosts": 2}, "4 ranks, 4 a host, fill 1 hosts, not 2"),
-    ({"per_host": 5000}, "from 1 to 4096"),
-    ({"cpu_bind": "socket", "per_host": 1}, "--cpu-bind socket: here launch binds the ranks itself"),
-    ({"site": "perlmuter"}, "Did you mean perlmutter?")])
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        ({"nhosts": 3}, "-N 3: there are 2 hosts"),
+        ({"nproc": 9, "per_host": 4}, "-n 9 with 4 a host takes 3 hosts, and there are 2: at most -n 8"),
+        ({"nproc": 4, "per_host": 4, "nhosts": 2}, "4 ranks, 4 a host, fill 1 hosts, not 2"),
+        ({"per_host": 5000}, "from 1 to 4096"),
+        ({"cpu_bind": "socket", "per_host": 1}, "--cpu-bind socket: here launch binds the ranks itself"),
+        ({"site": "perlmuter"}, "Did you mean perlmutter?"),
+    ],
+)
 def test_numbers_that_contradict(wishes, says):
     with pytest.raises(LaunchError, match=re.escape(says)):
         plan({}, hosts="a,b", **wishes)
@@ -154,9 +175,13 @@ def test_hosts_that_are_not_the_jobs(pbs):
     assert plan(pbs("a"), hosts="c", per_host=1, scheduler="none").hosts == ("c",)
 
 
-RANK_OF = [{"RANK": "0", "WORLD_SIZE": "2"}, {"PMI_RANK": "0", "PMI_SIZE": "2"},
-           {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
-           {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, {"PALS_RANKID": "0", "PMI_SIZE": "2"}]
+RANK_OF = [
+    {"RANK": "0", "WORLD_SIZE": "2"},
+    {"PMI_RANK": "0", "PMI_SIZE": "2"},
+    {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    {"PALS_RANKID": "0", "PMI_SIZE": "2"},
+]
 
 
 @pytest.mark.parametrize("inside", RANK_OF, ids=lambda e: next(iter(e)))
@@ -168,14 +193,18 @@ def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, wishes):
         plan(environ, **wishes)
 
 
-@pytest.mark.parametrize(("scheduler", "given", "starter", "hosts"), [
-    (None, {}, "srun", ("n1", "n2")),                              # Slurm before PBS
-    ("pbs", {}, "hydra", ("p1",)),
-    ("slurm", {}, "srun", ("n1", "n2")),
-    (None, {"hosts": "n2"}, "srun", ("n2",)),                      # --hosts: of Slurm's job
-    ("pbs", {"hosts": "p1"}, "hydra", ("p1",)),
-    ("none", {"hosts": "q"}, "hydra", ("q",)),
-    (None, {"mpiexec": "sh"}, "hydra", ("n1", "n2"))])             # an MPI's own start in a Slurm job
+@pytest.mark.parametrize(
+    ("scheduler", "given", "starter", "hosts"),
+    [
+        (None, {}, "srun", ("n1", "n2")),  # Slurm before PBS
+        ("pbs", {}, "hydra", ("p1",)),
+        ("slurm", {}, "srun", ("n1", "n2")),
+        (None, {"hosts": "n2"}, "srun", ("n2",)),  # --hosts: of Slurm's job
+        ("pbs", {"hosts": "p1"}, "hydra", ("p1",)),
+        ("none", {"hosts": "q"}, "hydra", ("q",)),
+        (None, {"mpiexec": "sh"}, "hydra", ("n1", "n2")),
+    ],
+)  # an MPI's own start in a Slurm job
 def test_slurm_inside_pbs(pbs, scheduler, given, starter, hosts):
     made = plan(pbs("p1") | SLURM | {"PATH": os.environ["PATH"]}, scheduler=scheduler, per_host=1, **given)
     assert (made.starter, made.hosts) == (starter, hosts)
@@ -198,7 +227,7 @@ def test_threads(pbs):
 def test_meeting_point():
     first = plan(SLURM)
     assert 20_000 <= int(first.shared["MASTER_PORT"]) < 32_000
-    assert first.shared["MASTER_PORT"] == plan(SLURM).shared["MASTER_PORT"]          # from the job's number
+    assert first.shared["MASTER_PORT"] == plan(SLURM).shared["MASTER_PORT"]  # from the job's number
     assert first.shared["MASTER_PORT"] != plan(SLURM, attempt=1).shared["MASTER_PORT"]
     assert first.shared["MASTER_PORT"] != plan(SLURM | {"SLURM_JOB_ID": "78"}).shared["MASTER_PORT"]
     given = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
@@ -207,10 +236,19 @@ def test_meeting_point():
         plan(SLURM | {"MASTER_PORT": "x"})
 
 
-@pytest.mark.parametrize(("text", "kind"), [
-    (HYDRA, "hydra"), (OPENMPI, "openmpi"), ("mpirun (Open MPI) 5.0.7\n", "openmpi"), (PALS, "pals"),
-    ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240515", "hydra"), ("prterun (PRRTE) 3.0", "openmpi"),
-    ("srun 22.05", None), ("", None)])
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (HYDRA, "hydra"),
+        (OPENMPI, "openmpi"),
+        ("mpirun (Open MPI) 5.0.7\n", "openmpi"),
+        (PALS, "pals"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240515", "hydra"),
+        ("prterun (PRRTE) 3.0", "openmpi"),
+        ("srun 22.05", None),
+        ("", None),
+    ],
+)
 def test_flavours(text, kind):
     assert mpi.read_version(text)[0] == kind
 
@@ -239,10 +277,17 @@ def test_a_list_of_hosts_that_is_too_long(tmp_path):
 def test_the_table_says_where_each_value_came_from(pbs):
     made = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS)
     text = table(made, explain=True)
-    for part in ("Polaris", "(PBS_O_HOST=polaris-login-01)", "pbs job 123.cluster   (PBS_JOBID=123.cluster)",
-                 "2: x1 x2", "4 a host, cuda   (Polaris)", "8, 4 a host   (one per accelerator: Polaris, × 2 hosts)",
-                 "pals, each by it   (mpiexec --version: PALS version 1.3.4)", "--cpu-bind depth -d 16   (Polaris)",
-                 "3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)"):
+    for part in (
+        "Polaris",
+        "(PBS_O_HOST=polaris-login-01)",
+        "pbs job 123.cluster   (PBS_JOBID=123.cluster)",
+        "2: x1 x2",
+        "4 a host, cuda   (Polaris)",
+        "8, 4 a host   (one per accelerator: Polaris, × 2 hosts)",
+        "pals, each by it   (mpiexec --version: PALS version 1.3.4)",
+        "--cpu-bind depth -d 16   (Polaris)",
+        "3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)",
+    ):
         assert part in text
     assert "(PBS_O_HOST" not in table(made)
 
@@ -265,8 +310,16 @@ def test_dry_run_and_explain(pbs, monkeypatch, capsys, tmp_path):
 
 
 def test_a_new_site_needs_no_code(tmp_path, pbs):
-    own = {"name": "Mine", "match": {"PBS_O_HOST": "^mine"}, "ranks_per_host": 2, "device": "cuda", "mpi": "pals",
-           "host_suffix": ".fast.mine.org", "bind_args": ["--cpu-bind", "numa"], "env": {"NCCL_SOCKET_IFNAME": "ib0"}}
+    own = {
+        "name": "Mine",
+        "match": {"PBS_O_HOST": "^mine"},
+        "ranks_per_host": 2,
+        "device": "cuda",
+        "mpi": "pals",
+        "host_suffix": ".fast.mine.org",
+        "bind_args": ["--cpu-bind", "numa"],
+        "env": {"NCCL_SOCKET_IFNAME": "ib0"},
+    }
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites" / "mine.json").write_text(json.dumps(own))
     environ = pbs("m1", "m2", PBS_O_HOST="mine-login", MMM_SITES=str(tmp_path / "sites"))
@@ -279,17 +332,23 @@ def test_a_new_site_needs_no_code(tmp_path, pbs):
     home.mkdir(parents=True)
     own = {"name": "Polaris", "match": {"PBS_O_HOST": "^polaris"}, "mpi": "pals", "ranks_per_host": 3}
     (home / "polaris.json").write_text(json.dumps(own))
-    assert plan(pbs("x", PBS_O_HOST="polaris-1", HOME=str(tmp_path / "home")), "?").ranks == 3     # replaces ours
+    assert plan(pbs("x", PBS_O_HOST="polaris-1", HOME=str(tmp_path / "home")), "?").ranks == 3  # replaces ours
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("{", "cannot be read"), ("[]", 'one JSON object with a "name"'),
-    ('{"name": "A", "rank_per_host": 2}', "Did you mean"), ('{"name": "A", "env": {"a": 1}}', "strings"),
-    ('{"name": "A", "ranks_per_host": "2"}', "it has to be a whole number"),
-    ('{"name": "A", "match": {"X": "("}}', "is no regular expression"),
-    ('{"name": "A", "mpi": "lam"}', "not one of pals"),
-    ('{"name": "A", "srun": ["-c{cores}"]}', "only {per_host}, {cpus} and {gpus}"),
-    ('{"name": "A", "ranks_per_host": 0}', "at least 1")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot be read"),
+        ("[]", 'one JSON object with a "name"'),
+        ('{"name": "A", "rank_per_host": 2}', "Did you mean"),
+        ('{"name": "A", "env": {"a": 1}}', "strings"),
+        ('{"name": "A", "ranks_per_host": "2"}', "it has to be a whole number"),
+        ('{"name": "A", "match": {"X": "("}}', "is no regular expression"),
+        ('{"name": "A", "mpi": "lam"}', "not one of pals"),
+        ('{"name": "A", "srun": ["-c{cores}"]}', "only {per_host}, {cpus} and {gpus}"),
+        ('{"name": "A", "ranks_per_host": 0}', "at least 1"),
+    ],
+)
 def test_a_site_file_that_is_wrong(tmp_path, text, says):
     path = tmp_path / "a.json"
     path.write_text(text)

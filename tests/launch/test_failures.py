@@ -6,15 +6,18 @@ import time
 
 import pytest
 
-SOON = 30.0                      # s: at once, on a machine with ten times the work that it has cores for
-PATIENT = {"GRACE": 80.0}        # s: nothing that ends SOON has waited for it
+SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
+PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it
 
 
 @pytest.fixture
 def fail(launcher):
     """Runs a program in which rank 1 does `action` and the others wait, and sees that all ends in time."""
+
     def run(action, others="time.sleep(90)", ranks=3, how=(), clocks=PATIENT):
-        launcher.write("t.py", f"""
+        launcher.write(
+            "t.py",
+            f"""
 import os, signal, sys, time
 from mmm.errors import ConfigError
 rank = int(os.environ["RANK"])
@@ -26,12 +29,14 @@ def work():
     open(f"ready-{{rank}}", "w")
     {others}
 work()
-""")
+""",
+        )
         done = launcher.run(*how, "-n", str(ranks), "python3", "t.py", timeout=90, clocks=clocks)
         took = time.time() - float((launcher.folder / "failed").read_text())
         assert launcher.gone(within=0.1), "processes are left"
         assert took < SOON, f"the end took {took:.2f} s"
         return done
+
     return run
 
 
@@ -41,7 +46,7 @@ def test_an_exception(fail, how):
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("RuntimeError: boom") == 1
     assert "launch: rank 1 failed on " in done.stderr
-    assert 'in work\n    raise RuntimeError' in done.stderr
+    assert "in work\n    raise RuntimeError" in done.stderr
     assert "runpy" not in done.stderr
     assert "mmm/runtime" not in done.stderr
 
@@ -76,16 +81,22 @@ def test_a_users_error(fail, how):
 
 
 def test_a_users_error_of_every_rank_is_said_once(launcher):
-    launcher.write("t.py", "from mmm.runtime.failure import run_main\nfrom mmm.errors import LayoutError\n"
-                           "def main():\n    raise LayoutError('3 ranks, tp 2')\nrun_main(main)\n")
+    launcher.write(
+        "t.py",
+        "from mmm.runtime.failure import run_main\nfrom mmm.errors import LayoutError\n"
+        "def main():\n    raise LayoutError('3 ranks, tp 2')\nrun_main(main)\n",
+    )
     for _ in range(3):
         done = launcher.run("-n", "3", "python3", "t.py")
         assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: 3 ranks, tp 2\n")
 
 
 def test_a_users_error_of_a_rank_that_then_hangs(fail):
-    done = fail("sys.modules['threading'] = __import__('threading'); __import__('threading').Thread("
-                "target=time.sleep, args=(90,)).start(); raise ConfigError('stuck')", clocks=None)
+    done = fail(
+        "sys.modules['threading'] = __import__('threading'); __import__('threading').Thread("
+        "target=time.sleep, args=(90,)).start(); raise ConfigError('stuck')",
+        clocks=None,
+    )
     assert (done.returncode, done.stderr) == (2, "error: stuck\n")
 
 
@@ -101,8 +112,9 @@ def test_what_others_say_in_consequence_is_left_out(fail):
 
 
 def test_ranks_that_do_not_listen_are_killed(fail):
-    done = fail("raise ValueError('first')", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(90)",
-                clocks=None)
+    done = fail(
+        "raise ValueError('first')", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(90)", clocks=None
+    )
     assert done.returncode == 1
     assert "ValueError: first" in done.stderr
 
@@ -122,8 +134,11 @@ def test_a_long_traceback_is_cut_in_the_middle(fail):
 
 
 def test_a_process_that_a_rank_forks_is_not_the_rank(launcher):
-    launcher.write("t.py", "import os\npid = os.fork()\nif pid == 0: raise ValueError('only the child')\n"
-                           "os.waitpid(pid, 0)\nprint('fine')")
+    launcher.write(
+        "t.py",
+        "import os\npid = os.fork()\nif pid == 0: raise ValueError('only the child')\n"
+        "os.waitpid(pid, 0)\nprint('fine')",
+    )
     done = launcher.run("-n", "1", "python3", "t.py")
     assert (done.returncode, done.stdout) == (0, "fine\n")
     assert done.stderr.count("ValueError: only the child") == 1
@@ -138,9 +153,12 @@ def test_a_syntax_error(launcher, how):
 
 
 def test_a_command_lines_help_and_errors_are_said_once(launcher):
-    launcher.write("t.py", "import argparse\nfrom mmm.runtime.failure import said_once\n"
-                           "p = argparse.ArgumentParser('t')\np.add_argument('--lr', type=float)\n"
-                           "with said_once(): args = p.parse_args()\nprint(args.lr)")
+    launcher.write(
+        "t.py",
+        "import argparse\nfrom mmm.runtime.failure import said_once\n"
+        "p = argparse.ArgumentParser('t')\np.add_argument('--lr', type=float)\n"
+        "with said_once(): args = p.parse_args()\nprint(args.lr)",
+    )
     bad = launcher.run("-n", "3", "python3", "t.py", "--lr", "x")
     assert bad.returncode == 2
     assert bad.stderr.count("invalid float value") == bad.stderr.count("usage") == 1

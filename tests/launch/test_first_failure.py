@@ -20,16 +20,20 @@ def first(*failures):
     return min(failures, key=lambda f: (f.doubt, f.time))
 
 
-@pytest.mark.parametrize(("failures", "expected"), [
-    ([LOST, BOOM], BOOM),                     # though the lost connection was noticed earlier
-    ([LOST, KILLED], KILLED),
-    ([LOST, ABORTED], ABORTED),
-    ([ABORTED, BOOM], BOOM),
-    ([BOOM, KILLED], KILLED),                 # by time
-    ([BOOM, USER], BOOM),
-    ([LOST, USER], USER),
-    ([LOST, LEFT], LEFT),
-    ([LOST], LOST)])
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([LOST, BOOM], BOOM),  # though the lost connection was noticed earlier
+        ([LOST, KILLED], KILLED),
+        ([LOST, ABORTED], ABORTED),
+        ([ABORTED, BOOM], BOOM),
+        ([BOOM, KILLED], KILLED),  # by time
+        ([BOOM, USER], BOOM),
+        ([LOST, USER], USER),
+        ([LOST, LEFT], LEFT),
+        ([LOST], LOST),
+    ],
+)
 def test_the_cause_comes_first(failures, expected):
     assert first(*failures) is expected
     assert first(*reversed(failures)) is expected

@@ -64,12 +64,18 @@ def lead(tmp_path, monkeypatch, capfd):
     (tmp_path / "starter.py").write_text(STARTER)
 
     def run(kind, start_timeout=20.0, limits=None):
-        plan = cluster.plan(Target("module", "x"), Wishes(hosts="h0,h1", per_host=2, scheduler="none"),
-                            environ={"MASTER_ADDR": "h0"}, version="HYDRA", build="cpu")
+        plan = cluster.plan(
+            Target("module", "x"),
+            Wishes(hosts="h0,h1", per_host=2, scheduler="none"),
+            environ={"MASTER_ADDR": "h0"},
+            version="HYDRA",
+            build="cpu",
+        )
         plan = dataclasses.replace(plan, command=[sys.executable, str(tmp_path / "starter.py"), kind])
         made = head.Head(plan, limits or Limits(), start_timeout)
         code = made.run()
         return code, capfd.readouterr(), made
+
     return run
 
 
@@ -84,14 +90,22 @@ def test_a_stranger_is_sent_away(lead):
     assert (code, said.err) == (0, "launch: a connection without this run's token was refused\n")
 
 
-@pytest.mark.parametrize(("kind", "code", "says"), [
-    ("lost", 1, "launch: lost rank 3 on h1: the connection to launch broke (its end was closed)\n"),
-    ("order", 7, "launch: rank 2 came first\n"),
-    ("few", 9, "exited with code 9 before the ranks could start: 4 of 4 processes that hydra was to start have not "
-               "connected to launch; nothing was heard from h0, h1\n"),
-    ("world", 2, "error: hydra has started 1 processes where 4 were asked for: its options (--launcher-args)"),
-    ("twice", 2, "error: hydra has started rank 0 on h0 and on h0"),
-    ("dies", 1, "launch: lost ")])
+@pytest.mark.parametrize(
+    ("kind", "code", "says"),
+    [
+        ("lost", 1, "launch: lost rank 3 on h1: the connection to launch broke (its end was closed)\n"),
+        ("order", 7, "launch: rank 2 came first\n"),
+        (
+            "few",
+            9,
+            "exited with code 9 before the ranks could start: 4 of 4 processes that hydra was to start have not "
+            "connected to launch; nothing was heard from h0, h1\n",
+        ),
+        ("world", 2, "error: hydra has started 1 processes where 4 were asked for: its options (--launcher-args)"),
+        ("twice", 2, "error: hydra has started rank 0 on h0 and on h0"),
+        ("dies", 1, "launch: lost "),
+    ],
+)
 def test_what_can_go_wrong(lead, kind, code, says):
     found, said, _ = lead(kind)
     assert found == code, said.err
@@ -123,7 +137,11 @@ def test_where_launch_can_be_reached(monkeypatch):
     monkeypatch.delenv("MMM_LAUNCH_ADDRESS", raising=False)
 
     def at(names):
-        return head.addresses(cluster.plan(Target("module", "x"), Wishes(hosts=names, per_host=1), environ={},
-                                           version="HYDRA", build="cpu"))
+        return head.addresses(
+            cluster.plan(
+                Target("module", "x"), Wishes(hosts=names, per_host=1), environ={}, version="HYDRA", build="cpu"
+            )
+        )
+
     assert at("localhost") == ["127.0.0.1"]
-    assert at(f"{os.uname().nodename},no-such-host-1")       # something, whatever the network here is like
+    assert at(f"{os.uname().nodename},no-such-host-1")  # something, whatever the network here is like

@@ -11,8 +11,8 @@ import pytest
 from support.launcher import START
 from support.signals import as_from_a_terminal
 
-BACKGROUND = (signal.SIGINT, signal.SIGQUIT)                 # of a script's `launch … &`
-PATIENT = {"GRACE": 80.0}        # s: ranks have time to clean up
+BACKGROUND = (signal.SIGINT, signal.SIGQUIT)  # of a script's `launch … &`
+PATIENT = {"GRACE": 80.0}  # s: ranks have time to clean up
 LOOK = """
 import os, signal, subprocess, time
 rank = os.environ["RANK"]
@@ -41,8 +41,7 @@ def ways(request, launcher):
 @pytest.mark.parametrize("ignored", [(signal.SIGHUP,), BACKGROUND], ids=["nohup", "background"])
 def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, ways, ignored):
     launcher.write("t.py", LOOK)
-    process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py", ignored=ignored,
-                             clocks=PATIENT)
+    process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py", ignored=ignored, clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(ignored[0])
     for rank in (0, 1):
@@ -51,7 +50,7 @@ def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, wa
         assert ignored[0].name in agents.split()
     time.sleep(0.3)
     assert process.poll() is None
-    process.terminate()                                      # SIGTERM still ends all, in order
+    process.terminate()  # SIGTERM still ends all, in order
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
     assert err.endswith("launch: SIGTERM: ending 2 ranks\n")
@@ -87,8 +86,7 @@ def test_without_any_ranks_ignore_none(launcher, ways):
 def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
     """launch ends ranks by it: they could not end in order otherwise."""
     launcher.write("t.py", LOOK)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGTERM,),
-                             clocks=PATIENT)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGTERM,), clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.terminate()
     process.communicate(timeout=120)
@@ -100,8 +98,9 @@ def test_a_signal_for_the_program(launcher, how):
     """USR1 that launch ignores does not end ranks that do not expect it, also after the agent has started anew."""
     launcher.write("site-packages/broken.py", "raise ValueError")
     launcher.write("t.py", "try: import broken\nexcept ValueError: pass\n" + LOOK)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGUSR1,),
-                             PYTHONPATH=str(launcher.folder / "site-packages"))
+    process = launcher.start(
+        *how, "-n", "2", "python3", "t.py", ignored=(signal.SIGUSR1,), PYTHONPATH=str(launcher.folder / "site-packages")
+    )
     launcher.wait_for("ready-0", "ready-1")
     assert {(launcher.folder / f"ready-{rank}").read_text().split("|")[0] for rank in (0, 1)} == {"SIGUSR1"}
     process.send_signal(signal.SIGUSR1)
@@ -115,8 +114,9 @@ def test_a_scripts_background_job(launcher):
     launcher.write("t.py", LOOK)
     launch = " ".join(START)
     script = f"{launch} -n 2 python3 t.py > out 2> err & echo $! > pid.part; mv pid.part pid; wait $!; echo $? > code"
-    shell = subprocess.Popen(["sh", "-c", script], cwd=launcher.folder, env=launcher.environment(),
-                             preexec_fn=as_from_a_terminal())
+    shell = subprocess.Popen(
+        ["sh", "-c", script], cwd=launcher.folder, env=launcher.environment(), preexec_fn=as_from_a_terminal()
+    )
     launcher.wait_for("pid", "ready-0", "ready-1")
     pid = int((launcher.folder / "pid").read_text())
     os.kill(pid, signal.SIGINT)

@@ -14,8 +14,10 @@ BOMB = "raise SystemExit('this was run')\n"
 def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
-    yield lambda name, text: ((tmp_path / name).parent.mkdir(parents=True, exist_ok=True),
-                              (tmp_path / name).write_text(text))
+    yield lambda name, text: (
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True),
+        (tmp_path / name).write_text(text),
+    )
     assert not {m for m in set(sys.modules) - before if m.startswith(("local", "pkg"))}, "the user's were imported"
 
 
@@ -34,7 +36,7 @@ def test_installed_packages_in_the_order_of_the_source(project):
 def test_the_users_own_modules_are_followed_and_not_listed(project):
     project("pkg/__init__.py", "import h5py\n" + BOMB)
     project("pkg/train.py", "from . import model\nfrom .deep.block import Block\nimport local_tool\n" + BOMB)
-    project("pkg/model.py", "import numpy\nfrom pkg import train\n" + BOMB)                     # a circle
+    project("pkg/model.py", "import numpy\nfrom pkg import train\n" + BOMB)  # a circle
     project("pkg/deep/__init__.py", "")
     project("pkg/deep/block.py", "from ..model import x\nimport matplotlib.pyplot\n" + BOMB)
     project("local_tool.py", "import rich.table\n" + BOMB)
@@ -49,7 +51,9 @@ def test_a_package_means_its_main(project):
 
 
 def test_only_what_is_imported_for_certain(project):
-    project("local.py", """
+    project(
+        "local.py",
+        """
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import h5py
@@ -65,7 +69,8 @@ with quiet():
     import rich
 if __name__ == "__main__":
     import tyro
-""")
+""",
+    )
     assert names(Target("script", "local.py")) == ["typing", "numpy", "rich", "tyro"]
 
 

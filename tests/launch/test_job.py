@@ -12,10 +12,12 @@ SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_
 @pytest.fixture
 def pbs(tmp_path):
     """A PBS job's environment with these lines in its node file."""
+
     def make(*lines):
         path = tmp_path / "nodes"
         path.write_text("".join(line + "\n" for line in lines))
         return {"PBS_JOBID": "123.polaris", "PBS_NODEFILE": str(path)}
+
     return make
 
 
@@ -55,11 +57,15 @@ def test_slurm():
     assert job.why["gpus_per_host"] == "SLURM_GPUS_ON_NODE=4"
 
 
-@pytest.mark.parametrize(("variables", "tasks", "why"), [
-    ({}, None, None),                                              # SLURM_TASKS_PER_NODE alone is set in every job
-    ({"SLURM_NTASKS_PER_NODE": "4"}, 4, "SLURM_NTASKS_PER_NODE=4"),
-    ({"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}, 3, "SLURM_TASKS_PER_NODE=4,3: the least, on each"),
-    ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4, "SLURM_TASKS_PER_NODE=4(x2)")])
+@pytest.mark.parametrize(
+    ("variables", "tasks", "why"),
+    [
+        ({}, None, None),  # SLURM_TASKS_PER_NODE alone is set in every job
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4, "SLURM_NTASKS_PER_NODE=4"),
+        ({"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}, 3, "SLURM_TASKS_PER_NODE=4,3: the least, on each"),
+        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4, "SLURM_TASKS_PER_NODE=4(x2)"),
+    ],
+)
 def test_slurm_tasks(variables, tasks, why):
     job = detect(SLURM | variables)
     assert (job.tasks_per_host, job.why.get("tasks_per_host")) == (tasks, why)
@@ -88,10 +94,19 @@ def test_a_slurm_variable_that_is_no_number():
         detect(SLURM | {"SLURM_GPUS_ON_NODE": "four"})
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("n1", "n1"), ("n1,n2", "n1 n2"), ("n[1-3]", "n1 n2 n3"), ("nid[001-003,010]", "nid001 nid002 nid003 nid010"),
-    ("n[9-11]", "n9 n10 n11"), ("a[1,3],b-c2,d[07]", "a1 a3 b-c2 d07"),
-    ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"), ("n[1-2].cluster", "n1.cluster n2.cluster")])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1 n2"),
+        ("n[1-3]", "n1 n2 n3"),
+        ("nid[001-003,010]", "nid001 nid002 nid003 nid010"),
+        ("n[9-11]", "n9 n10 n11"),
+        ("a[1,3],b-c2,d[07]", "a1 a3 b-c2 d07"),
+        ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"),
+        ("n[1-2].cluster", "n1.cluster n2.cluster"),
+    ],
+)
 def test_slurms_host_lists(text, expected):
     assert hosts.expand(text) == expected.split()
 
@@ -109,9 +124,16 @@ def test_a_host_file_in_its_dialects(tmp_path):
     assert hosts.parse_list("a,b:3") == {"a": 1, "b": 3}
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("a slots=none", "'none' is not a number of slots"), ("a slots=0", "'0' is not a number of slots"),
-    ("a ppn", "'ppn' is not understood"), ("-a", "'-a' is not a host name"), ("a;rm", "'a;rm' is not a host name")])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("a slots=none", "'none' is not a number of slots"),
+        ("a slots=0", "'0' is not a number of slots"),
+        ("a ppn", "'ppn' is not understood"),
+        ("-a", "'-a' is not a host name"),
+        ("a;rm", "'a;rm' is not a host name"),
+    ],
+)
 def test_a_host_file_that_is_wrong(tmp_path, line, says):
     path = tmp_path / "hosts"
     path.write_text(f"ok\n{line}\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SOON = 30.0                      # s: at once, on a machine with ten times the work that it has cores for
+SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
 
 FAMILY = """
 import multiprocessing, os, subprocess, sys, time
@@ -34,11 +34,12 @@ def family(launcher):
     def start(*words):
         process = launcher.start(*words)
         launcher.wait_for("ready-0", "ready-1")
-        deadline = time.monotonic() + SOON               # a worker has written before what it starts is itself
+        deadline = time.monotonic() + SOON  # a worker has written before what it starts is itself
         while len(launcher.alive()) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(launcher.alive()) >= 12
         return process
+
     return start
 
 
@@ -74,13 +75,16 @@ def test_the_agent_is_killed(launcher, family, how):
 
 
 def test_launch_and_agent_are_killed_at_once(launcher, how):
-    launcher.write("t.py", "import multiprocessing, os, time\n"
-                           "multiprocessing.get_context('fork').Process(target=time.sleep, args=(90,)).start()\n"
-                           "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(90)\n")
+    launcher.write(
+        "t.py",
+        "import multiprocessing, os, time\n"
+        "multiprocessing.get_context('fork').Process(target=time.sleep, args=(90,)).start()\n"
+        "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(90)\n",
+    )
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
     agent = parent(rank_pid(launcher, 0))
-    os.kill(process.pid, signal.SIGSTOP)                     # so that it cannot act on the agent's death
+    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot act on the agent's death
     os.kill(agent, signal.SIGKILL)
     process.kill()
     assert launcher.gone(within=SOON)
@@ -121,7 +125,9 @@ def test_a_program_that_is_no_python(launcher):
 
 
 def test_data_loader_workers(launcher):
-    launcher.write("t.py", """
+    launcher.write(
+        "t.py",
+        """
 import os, time
 from torch.utils.data import DataLoader
 class Data:
@@ -132,10 +138,11 @@ class Data:
         return index
 next(iter(DataLoader(Data(), batch_size=1, num_workers=2)))
 time.sleep(90)
-""")
+""",
+    )
     process = launcher.start("-n", "1", "python3", "t.py", OMP_NUM_THREADS="1")
     launcher.wait_for("ready-0")
-    assert len(launcher.alive()) == 5                        # launch, agent, rank, two workers
+    assert len(launcher.alive()) == 5  # launch, agent, rank, two workers
     process.kill()
     assert launcher.gone(within=SOON)
     process.wait()

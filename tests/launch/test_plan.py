@@ -66,11 +66,15 @@ def test_threads_share_the_cores(monkeypatch):
     assert plan(nproc=3, environ={"OMP_NUM_THREADS": "5"}).shared["OMP_NUM_THREADS"] == "5"
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"found": TILES, "build": "xpu"}, "Intel GPU"),
-    ({"device": "xpu"}, "Intel GPU"),
-    ({"prefork": False}, "--no-prefork"),
-    ({"target": Target("program", "bash", command=("bash",))}, "the command is not")])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"found": TILES, "build": "xpu"}, "Intel GPU"),
+        ({"device": "xpu"}, "Intel GPU"),
+        ({"prefork": False}, "--no-prefork"),
+        ({"target": Target("program", "bash", command=("bash",))}, "the command is not"),
+    ],
+)
 def test_where_ranks_are_spawned(change, reason):
     made = plan(**change)
     assert not made.fork

@@ -23,7 +23,7 @@ def test_installed_packages_are_there_before_the_target_and_its_own_modules_are_
     one, other = found(launcher, 2)
     assert one["parent"] == other["parent"]
     assert one["at_start"] == {"numpy": True, "tool": False, "h5py": True, "rich": False}
-    assert len([name for name in os.listdir(launcher.folder) if name.startswith("tool-")]) == 2      # the two ranks
+    assert len([name for name in os.listdir(launcher.folder) if name.startswith("tool-")]) == 2  # the two ranks
 
 
 def test_spawned_ranks_start_without(launcher):
@@ -40,8 +40,11 @@ def installed(launcher, name, text):
 
 
 def test_a_package_that_fails_to_import_fails_in_the_target_as_ever(launcher):
-    path = installed(launcher, "halfway", "import os, sys\nsys.halfway = getattr(sys, 'halfway', 0) + 1\n"
-                                          "raise OSError(f'try {sys.halfway}')\n")
+    path = installed(
+        launcher,
+        "halfway",
+        "import os, sys\nsys.halfway = getattr(sys, 'halfway', 0) + 1\nraise OSError(f'try {sys.halfway}')\n",
+    )
     launcher.write("t.py", "import numpy\ntry:\n    import halfway\nexcept OSError as e:\n    print(e)\n")
     done = launcher.run("-n", "2", "python3", "t.py", **path)
     assert (done.returncode, done.stdout) == (0, "try 1\ntry 1\n"), done.stderr
@@ -81,7 +84,9 @@ def test_a_file_beside_the_target_hides_an_installed_package(launcher):
 
 
 def test_four_ranks_of_torch_from_one_import(launcher):
-    launcher.write("t.py", """
+    launcher.write(
+        "t.py",
+        """
 import os, sys
 ready = "torch" in sys.modules and "torch._dynamo" in sys.modules
 import torch
@@ -94,11 +99,12 @@ weight = torch.ones(64, 64, requires_grad=True)
 (weight @ weight).sum().backward()                     # OpenMP, MKL and autograd's threads work after a fork
 print(ready, int(total), os.getppid(), torch.get_num_threads(), flush=True)
 dist.destroy_process_group()
-""")
+""",
+    )
     done = launcher.run("-n", "4", "--device", "cpu", "python3", "t.py", timeout=60, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    assert len(set(lines)) == 1                           # one parent
+    assert len(set(lines)) == 1  # one parent
     assert lines[0].startswith("True 6 ")
     assert lines[0].endswith(" 2")

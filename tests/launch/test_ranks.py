@@ -13,8 +13,14 @@ json.dump({"env": dict(os.environ), "argv": sys.argv, "path": sys.path[0], "name
            "stdin": sys.stdin.read(), "group": os.getpgid(0)},
           open(os.environ["RANK"] + ".json", "w"))
 """
-CHANGING = {"MASTER_PORT", "MMM_LAUNCH_ID", "MMM_ATTEMPTS_OF", "MMM_LAUNCH_LINE", "MMM_LAUNCH_BEGAN",
-            "MMM_LAUNCH_VERDICT"}                            # of the launch, not of its way
+CHANGING = {
+    "MASTER_PORT",
+    "MMM_LAUNCH_ID",
+    "MMM_ATTEMPTS_OF",
+    "MMM_LAUNCH_LINE",
+    "MMM_LAUNCH_BEGAN",
+    "MMM_LAUNCH_VERDICT",
+}  # of the launch, not of its way
 
 
 @pytest.fixture
@@ -28,6 +34,7 @@ def look(launcher):
         done = launcher.run(*words, **variables)
         assert done.returncode == 0, done.stderr
         return [json.loads((launcher.folder / f"{rank}.json").read_text()) for rank in range(2)]
+
     return run
 
 
@@ -47,8 +54,9 @@ def test_forked_and_spawned_ranks_find_the_same(look, launcher, command):
             assert found["spec"] == (None if script else "folder.look")
             assert (found["name"], found["main"], found["stdin"]) == ("__main__", True, "")
             assert found["group"] != os.getpgid(0)
-        assert {k: v for k, v in one["env"].items() if k not in CHANGING} == \
-               {k: v for k, v in other["env"].items() if k not in CHANGING}
+        assert {k: v for k, v in one["env"].items() if k not in CHANGING} == {
+            k: v for k, v in other["env"].items() if k not in CHANGING
+        }
 
 
 def test_what_the_user_has_set_stays(look):
@@ -65,8 +73,18 @@ def test_a_program_that_is_no_python(launcher):
 
 
 def test_code_and_python_flags(launcher, how):
-    done = launcher.run(*how, "-n", "1", "python3", "-O", "-X", "utf8", "-c",
-                        "import sys; print(sys.flags.optimize, sys._xoptions, sys.argv, __name__)", "a")
+    done = launcher.run(
+        *how,
+        "-n",
+        "1",
+        "python3",
+        "-O",
+        "-X",
+        "utf8",
+        "-c",
+        "import sys; print(sys.flags.optimize, sys._xoptions, sys.argv, __name__)",
+        "a",
+    )
     assert done.stdout == "1 {'utf8': True} ['-c', 'a'] __main__\n"
 
 
@@ -87,7 +105,9 @@ def test_lines_of_ranks_do_not_mix(launcher, how):
 
 def test_files_left_open_are_written(launcher, how):
     launcher.write("held.py", "file = open('held.txt', 'w')\nfile.write('held')\n")
-    launcher.write("t.py", """
+    launcher.write(
+        "t.py",
+        """
 import atexit, os, threading, time
 import held
 own = open("own.txt", "w"); own.write("own")
@@ -96,7 +116,8 @@ threading.Thread(target=lambda: (time.sleep(0.2), open("thread.txt", "w").write(
 class Noisy:
     def __del__(self, os=os): os.close(os.open("deleted.txt", os.O_CREAT))
 noisy = Noisy()
-""")
+""",
+    )
     assert launcher.run(*how, "-n", "1", "python3", "t.py").returncode == 0
     for name in ("held", "own", "atexit", "thread"):
         assert (launcher.folder / f"{name}.txt").read_text() == name

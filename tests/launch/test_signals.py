@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-SOON = 30.0                      # s: at once, on a machine with ten times the work that it has cores for
-PATIENT = {"GRACE": 80.0}        # s: nothing that ends SOON has waited for it
+SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
+PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it
 
 COUNT = """
 import os, signal, sys, time
@@ -24,8 +24,10 @@ end = time.monotonic() + 90
 while time.monotonic() < end and not os.path.exists("leave"): time.sleep(0.01)
 open(f"done-{rank}", "w")
 """
-WAIT = "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(90)\n" \
-       "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
+WAIT = (
+    "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(90)\n"
+    "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
+)
 # launch as it is; a file is made when it comes to import its own main part, which is after its first lines.
 TOLD = """
 import os, runpy, sys
@@ -51,18 +53,22 @@ def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
         process.send_signal(signal.SIGINT)
     for process in processes:
         out, err = process.communicate(timeout=120)
-        assert (process.returncode, out, err) in ((130, "", "launch: SIGINT: ending 4 ranks\n"),
-                                                  (-signal.SIGINT, "", ""))     # there was nothing to end yet
+        assert (process.returncode, out, err) in (
+            (130, "", "launch: SIGINT: ending 4 ranks\n"),
+            (-signal.SIGINT, "", ""),
+        )  # there was nothing to end yet
     assert launcher.gone(within=0.5)
 
 
 def test_nothing_that_takes_long_comes_before_ctrl_c_is_taken(launcher):
     """What Python imports for launch before that: until then an interrupt prints a traceback."""
-    look = "import signal, sys\n" \
-           "before = set(sys.modules)\n" \
-           "def taken(*_): print(*sorted(sys.modules.keys() - before)); sys.exit()\n" \
-           "signal.signal = taken\n" \
-           "from mmm.launch.__main__ import main; main()"
+    look = (
+        "import signal, sys\n"
+        "before = set(sys.modules)\n"
+        "def taken(*_): print(*sorted(sys.modules.keys() - before)); sys.exit()\n"
+        "signal.signal = taken\n"
+        "from mmm.launch.__main__ import main; main()"
+    )
     done = subprocess.run([sys.executable, "-c", look], env=launcher.environment(), capture_output=True, text=True)
     assert set(done.stdout.split()) == {"mmm", "mmm.launch", "mmm.launch.__main__"}, done.stderr
 
@@ -87,7 +93,7 @@ def test_each_rank_gets_it_once_even_if_all_of_the_terminals_group_does(launcher
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(number)
     launcher.wait_for("seen-0", "seen-1")
-    process.send_signal(number)                              # a wrapper passes on what the terminal has sent as well
+    process.send_signal(number)  # a wrapper passes on what the terminal has sent as well
     time.sleep(0.3)
     launcher.write("leave", "")
     process.communicate(timeout=SOON)
@@ -115,7 +121,7 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(signal.SIGINT)
     launcher.wait_for("seen-0", "seen-1")
-    time.sleep(0.4)                                          # longer than a Ctrl-C may come twice
+    time.sleep(0.4)  # longer than a Ctrl-C may come twice
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=SOON)
     assert process.returncode == 130
@@ -126,8 +132,9 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
 def test_before_there_are_ranks(launcher):
     launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(90)")
     launcher.write("t.py", "import slow")
-    process = launcher.start("-n", "2", "python3", "t.py", clocks=PATIENT,
-                             PYTHONPATH=str(launcher.folder / "site-packages"))
+    process = launcher.start(
+        "-n", "2", "python3", "t.py", clocks=PATIENT, PYTHONPATH=str(launcher.folder / "site-packages")
+    )
     launcher.wait_for("importing")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=SOON)
@@ -141,13 +148,16 @@ def test_a_program_that_is_no_python(launcher):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=SOON)
     assert process.returncode == 143
-    assert launcher.gone(within=0.1)                         # the shells' own children too
+    assert launcher.gone(within=0.1)  # the shells' own children too
 
 
 def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
-    launcher.write("t.py", "import os, time\n"
-                           "while not os.path.exists('go'):\n    open('tick', 'w').write(str(time.monotonic()))\n"
-                           "    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(0.01)\n")
+    launcher.write(
+        "t.py",
+        "import os, time\n"
+        "while not os.path.exists('go'):\n    open('tick', 'w').write(str(time.monotonic()))\n"
+        "    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(0.01)\n",
+    )
     process = launcher.start("-n", "1", "python3", "t.py")
     launcher.wait_for("ready-0")
     process.send_signal(signal.SIGTSTP)
@@ -163,8 +173,11 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
 
 
 def test_a_workers_own_signal_handling_is_pythons(launcher, how):
-    launcher.write("t.py", "import multiprocessing as mp, time\np = mp.get_context('fork').Process(target=time.sleep, "
-                           "args=(30,))\np.start()\np.terminate()\np.join()\nprint(p.exitcode)")
+    launcher.write(
+        "t.py",
+        "import multiprocessing as mp, time\np = mp.get_context('fork').Process(target=time.sleep, "
+        "args=(30,))\np.start()\np.terminate()\np.join()\nprint(p.exitcode)",
+    )
     assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "-15\n"
 
 
@@ -181,8 +194,19 @@ def test_launch_killed_while_it_is_stopped(launcher):
 
 
 def test_a_signal_that_is_due_before_there_are_ranks(launcher):
-    done = launcher.run("-n", "2", "--signal", "TERM@60", "--walltime", "2", "--retries", "2", "python3", "-c",
-                        "import time; time.sleep(90)")
+    done = launcher.run(
+        "-n",
+        "2",
+        "--signal",
+        "TERM@60",
+        "--walltime",
+        "2",
+        "--retries",
+        "2",
+        "python3",
+        "-c",
+        "import time; time.sleep(90)",
+    )
     assert done.returncode == 143
     assert done.stderr.startswith("launch: 2 s before the job's end: SIGTERM to 2 ranks\n")
     assert "starting again" not in done.stderr

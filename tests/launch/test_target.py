@@ -9,14 +9,18 @@ from mmm.launch import target
 from mmm.launch.target import Target
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ("-m pkg.train --lr 1", Target("module", "pkg.train", ("--lr", "1"))),
-    ("train.py -m x", Target("script", "train.py", ("-m", "x"))),
-    ("-u -X dev -Wignore -m t", Target("module", "t", (), ("-u", "-X", "dev", "-Wignore"))),
-    ("-um t a", Target("module", "t", ("a",), ("-u",))),
-    ("-mt", Target("module", "t")),
-    ("-OO -W ignore t.py", Target("script", "t.py", (), ("-OO", "-W", "ignore"))),
-    ("-c 1 a", Target("code", "1", ("a",)))])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("-m pkg.train --lr 1", Target("module", "pkg.train", ("--lr", "1"))),
+        ("train.py -m x", Target("script", "train.py", ("-m", "x"))),
+        ("-u -X dev -Wignore -m t", Target("module", "t", (), ("-u", "-X", "dev", "-Wignore"))),
+        ("-um t a", Target("module", "t", ("a",), ("-u",))),
+        ("-mt", Target("module", "t")),
+        ("-OO -W ignore t.py", Target("script", "t.py", (), ("-OO", "-W", "ignore"))),
+        ("-c 1 a", Target("code", "1", ("a",))),
+    ],
+)
 def test_words_after_python(words, expected):
     assert target.parse(["python3", *words.split()]) == expected
     assert target.parse([sys.executable, *words.split()]) == expected
@@ -53,7 +57,7 @@ def test_modules_are_checked_without_importing_their_packages(tmp_path, monkeypa
     (tmp_path / "pkg/train.py").write_text("")
     (tmp_path / "pkg/space/inner/run.py").write_text("")
     target.check(target.parse(["python3", "-m", "pkg.train"]))
-    target.check(target.parse(["python3", "-m", "pkg.space.inner.run"]))             # folders without __init__.py
+    target.check(target.parse(["python3", "-m", "pkg.space.inner.run"]))  # folders without __init__.py
     assert "Did you mean pkg.train?" in refusal("python3", "-m", "pkg.trian")
     assert "package without a __main__" in refusal("python3", "-m", "pkg")
     assert "Its modules: space, train." in refusal("python3", "-m", "pkg")
@@ -61,7 +65,7 @@ def test_modules_are_checked_without_importing_their_packages(tmp_path, monkeypa
     assert "'nothing' is not in the current folder" in refusal("python3", "-m", "nothing.at.all")
     assert "launch python3 pkg/train.py" in refusal("python3", "-m", "pkg/train.py")
     (tmp_path / "pkg/__init__.py").write_text("__path__.append('/elsewhere')")
-    target.check(target.parse(["python3", "-m", "pkg.made_later"]))                  # only python can know
+    target.check(target.parse(["python3", "-m", "pkg.made_later"]))  # only python can know
 
 
 def test_scripts_and_programs(tmp_path, monkeypatch):

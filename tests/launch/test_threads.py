@@ -21,11 +21,13 @@ TWO = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 @pytest.fixture
 def look(launcher):
     """OMP_NUM_THREADS, torch's threads and the CPUs of two ranks."""
+
     def run(*words, **variables):
         launcher.write("t.py", LOOK)
         done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=120, **variables)
         assert done.returncode == 0, done.stderr
         return [tuple(map(int, (launcher.folder / f"threads-{rank}").read_text().split())) for rank in (0, 1)]
+
     return run
 
 
@@ -68,5 +70,4 @@ def test_what_all_have_is_known_before_the_fork():
     binding.set_threads(shared, ranks, [4, 4, 4])
     assert (shared, ranks) == ({"OMP_NUM_THREADS": "4"}, [{}, {}, {}])
     binding.set_threads(shared, ranks, [2, 4, 1])
-    assert (shared, ranks) == ({"OMP_NUM_THREADS": "4"},
-                               [{"OMP_NUM_THREADS": "2"}, {}, {"OMP_NUM_THREADS": "1"}])
+    assert (shared, ranks) == ({"OMP_NUM_THREADS": "4"}, [{"OMP_NUM_THREADS": "2"}, {}, {"OMP_NUM_THREADS": "1"}])

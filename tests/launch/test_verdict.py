@@ -7,7 +7,7 @@ import pytest
 
 from mmm.runtime.failure import first_failure
 
-PATIENT = {"GRACE": 80.0}        # s: a rank that is told has time to write it down
+PATIENT = {"GRACE": 80.0}  # s: a rank that is told has time to write it down
 
 PROGRAM = """
 import os, sys, time
@@ -35,10 +35,14 @@ def told(launcher, rank=0):
     return (launcher.folder / f"told-{rank}").read_text()
 
 
-@pytest.mark.parametrize(("fault", "code", "text"), [
-    ("raise", 1, f"rank 1 on {HOST}: RuntimeError: boom"),
-    ("exit", 7, "rank 1 exited with code 7"),
-    ("kill", 137, f"was killed by SIGKILL on {HOST}")])
+@pytest.mark.parametrize(
+    ("fault", "code", "text"),
+    [
+        ("raise", 1, f"rank 1 on {HOST}: RuntimeError: boom"),
+        ("exit", 7, "rank 1 exited with code 7"),
+        ("kill", 137, f"was killed by SIGKILL on {HOST}"),
+    ],
+)
 def test_a_rank_has_failed(launcher, how, fault, code, text):
     launcher.write("t.py", PROGRAM)
     assert launcher.run(*how, "-n", "2", "python3", "t.py", fault, clocks=PATIENT).returncode == code

@@ -40,12 +40,18 @@ RANKS = [
 
 
 def run(launcher, code, *words, **variables):
-    return subprocess.run([sys.executable, "-c", code, *words], env=launcher.environment(**variables),
-                          capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=launcher.environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
-@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"},
-                                       {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}])      # a batch script's own
+@pytest.mark.parametrize(
+    "variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}]
+)  # a batch script's own
 def test_a_process_that_is_alone_says_its_error_plainly(launcher, variables):
     done = run(launcher, PROGRAM, **variables)
     assert (done.returncode, done.stderr) == (2, "error: no such file: x\n")
@@ -69,12 +75,15 @@ def test_what_all_ranks_have_rank_0_says(launcher):
     assert texts == ["error: no such file: x\n", ""]
 
 
-@pytest.mark.parametrize(("program", "words", "short"), [
-    (PARSER, ["--lr", "x"], "argument --lr: invalid float value: 'x'"),
-    (OPTIONS, ["--lr", "x"], "Error parsing --lr: could not convert string to float: 'x'"),
-    (OPTIONS, ["--no_such_flag", "3"], "Unrecognized options: --no_such_flag, 3"),
-    (PARSER.replace("parser.parse_args()", "raise SystemExit('no lr')"), [], "no lr"),
-])
+@pytest.mark.parametrize(
+    ("program", "words", "short"),
+    [
+        (PARSER, ["--lr", "x"], "argument --lr: invalid float value: 'x'"),
+        (OPTIONS, ["--lr", "x"], "Error parsing --lr: could not convert string to float: 'x'"),
+        (OPTIONS, ["--no_such_flag", "3"], "Unrecognized options: --no_such_flag, 3"),
+        (PARSER.replace("parser.parse_args()", "raise SystemExit('no lr')"), [], "no lr"),
+    ],
+)
 def test_a_command_line_that_is_refused(launcher, program, words, short):
     """Rank 0 says all of it, another in a line what is wrong."""
     first, other = (run(launcher, program, *words, **RANKS[0](rank)) for rank in ("0", "3"))
@@ -98,7 +107,10 @@ def test_other_exceptions_stay_what_they_are(launcher):
 
 
 def test_launch_does_not_import_torch(launcher):
-    done = run(launcher, "import sys, mmm.launch.main, mmm.launch.supervise, mmm.launch.imports\n"
-                         "mmm.launch.main.main(['--dry-run', 'true'])\n"
-                         "print(sorted({'torch', 'numpy'} & set(sys.modules)))")
+    done = run(
+        launcher,
+        "import sys, mmm.launch.main, mmm.launch.supervise, mmm.launch.imports\n"
+        "mmm.launch.main.main(['--dry-run', 'true'])\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))",
+    )
     assert done.stdout.splitlines()[-1] == "[]"

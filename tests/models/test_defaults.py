@@ -149,7 +149,11 @@ def test_whole_numbers_and_complex_ones_when_the_dtype_changes():
     net.register_buffer("angles", torch.polar(torch.ones(4), torch.arange(4.0)))
     weights.convert(net, torch.float64)
     assert {name: value.dtype for name, value in net.state_dict().items()} == {
-        "scale": torch.float64, "mask": torch.bool, "count": torch.int64, "angles": torch.complex128,
-        "up.weight": torch.float64, "up.bias": torch.float64,
-    }  # fmt: skip
+        "scale": torch.float64,
+        "mask": torch.bool,
+        "count": torch.int64,
+        "angles": torch.complex128,
+        "up.weight": torch.float64,
+        "up.bias": torch.float64,
+    }
     assert net.angles.imag.any()

@@ -107,8 +107,13 @@ def test_pytorchs_encoder_gives_the_same(model):
             "self_attn.in_proj_weight": torch.cat([w.weight for w in (attention.wq, attention.wk, attention.wv)]),
             "self_attn.in_proj_bias": torch.zeros(48),
         }
-        for theirs, ours in {"self_attn.out_proj": attention.wo, "linear1": layer.mlp.fc1, "linear2": layer.mlp.fc2,
-                             "norm1": layer.attention_norm, "norm2": layer.mlp_norm}.items():  # fmt: skip
+        for theirs, ours in {
+            "self_attn.out_proj": attention.wo,
+            "linear1": layer.mlp.fc1,
+            "linear2": layer.mlp.fc2,
+            "norm1": layer.attention_norm,
+            "norm2": layer.mlp_norm,
+        }.items():
             state |= {f"{theirs}.weight": ours.weight, f"{theirs}.bias": ours.bias}
         encoder.load_state_dict(state)
         h = encoder(h)

@@ -27,14 +27,17 @@ def actions(text: str) -> list[Action]:
 def test_by_hand():
     """Two stages, two micro-batches; B twice as long as F.
 
-        rank 0   F0 F1  ·  · B0 B0  · B1 B1
-        rank 1    · F0 B0 B0 F1 B1 B1  ·  ·
+    rank 0   F0 F1  ·  · B0 B0  · B1 B1
+    rank 1    · F0 B0 B0 F1 B1 B1  ·  ·
     """
     rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
     found = replay(rows, lambda action: UNIT[action.kind])
     assert [(str(b.action), b.begin, b.end) for b in found.rows[0]] == [
-        ("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4, 6), ("0B1", 7, 9),
-    ]  # fmt: skip
+        ("0F0", 0, 1),
+        ("0F1", 1, 2),
+        ("0B0", 4, 6),
+        ("0B1", 7, 9),
+    ]
     assert [b.begin for b in found.rows[1]] == [1, 2, 4, 5]
     assert found.span == 9
     assert found.idle(0) == found.idle(1) == pytest.approx(1 / 3)
@@ -107,8 +110,15 @@ def run_schedules(rank, names, microbatches):
         for stage in mine.values():
             apply(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))
             materialize(stage, CPU, 0)
-        pipeline = Pipeline(mine, len(cuts), mesh, schedule=name, microbatches=microbatches, device=CPU,
-                            loss=lambda output, targets: cross_entropy(output, targets, batch.count))  # fmt: skip
+        pipeline = Pipeline(
+            mine,
+            len(cuts),
+            mesh,
+            schedule=name,
+            microbatches=microbatches,
+            device=CPU,
+            loss=lambda output, targets: cross_entropy(output, targets, batch.count),
+        )
         recorder, losses = Recorder(CPU, mesh["pp"].get_group()), []
         for step in range(5):
             pipeline.record_to(recorder if step in (0, 2) else None)

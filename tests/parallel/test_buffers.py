@@ -66,11 +66,17 @@ class Net(nn.Module):
 
 def plan() -> Plan:
     return Plan(
-        tensor={"first.0": Uncut(), "first.1": Uncut(), "blocks.*.norm": Uncut(), "blocks.*.up": ColwiseParallel(),
-                "blocks.*.down": RowwiseParallel(), "last": Uncut()},
+        tensor={
+            "first.0": Uncut(),
+            "first.1": Uncut(),
+            "blocks.*.norm": Uncut(),
+            "blocks.*.up": ColwiseParallel(),
+            "blocks.*.down": RowwiseParallel(),
+            "last": Uncut(),
+        },
         units=("blocks.*",),
         stages=("first", "blocks.*", "last"),
-    )  # fmt: skip
+    )
 
 
 def buffers(rank, layout, techniques):
@@ -142,8 +148,11 @@ def test_offload_leaves_them_on_the_device(pool):
 def test_a_buffer_without_values_is_named():
     with torch.device("meta"):
         net = Net()
-    with pytest.raises(ConfigError, match=r"buffer blocks\.0\.mask \(and \d more\) of Net lies on the meta device, .*"
-                                          r"mmm\.parallel\.meta_parameters\(\)"):  # fmt: skip
+    with pytest.raises(
+        ConfigError,
+        match=r"buffer blocks\.0\.mask \(and \d more\) of Net lies on the meta device, .*"
+        r"mmm\.parallel\.meta_parameters\(\)",
+    ):
         check_weights(net)
 
 

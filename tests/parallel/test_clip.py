@@ -55,8 +55,10 @@ def test_mixed_kinds(pool, max_norm):
 def clip_not_finite(rank, value):
     """One element that is not finite, of a gradient sharded over both axes: it is on one rank alone."""
     mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
-    parameters = [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, cut))
-                  for cut in ([Replicate(), Replicate()], [Shard(0), Shard(1)])]  # fmt: skip
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, cut))
+        for cut in ([Replicate(), Replicate()], [Shard(0), Shard(1)])
+    ]
     for parameter in parameters:
         parameter.grad = distribute_tensor(torch.ones(4, 4), mesh, parameter.placements)
     if rank.rank == 3:

@@ -87,8 +87,17 @@ def losses_and_graphs(rank, model, layout, techniques):
         size = len(batches[0][0]) // layout.dp
         sample = batches[0][0][:size].to("meta", torch.float32 if model == "vit" else None)
         mesh = build_mesh(layout, "cpu", 60, experts=model == "experts")
-        made = ParallelModel(whole, plan, layout, mesh, Precision("fp64", torch.float64, torch.float64), how,
-                             divide(whole, plan, layout, how, sample), device=torch.device("cpu"), seed=0)  # fmt: skip
+        made = ParallelModel(
+            whole,
+            plan,
+            layout,
+            mesh,
+            Precision("fp64", torch.float64, torch.float64),
+            how,
+            divide(whole, plan, layout, how, sample),
+            device=torch.device("cpu"),
+            seed=0,
+        )
         report, said = made._report, []
         get_logger().info = lambda text, *numbers: said.append(text % numbers)
         get_logger().warning = get_logger().info

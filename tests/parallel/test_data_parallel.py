@@ -77,12 +77,15 @@ def test_what_each_rank_holds(pool):
 
 
 def whole_of(technique, name):
-    return name in {
-        "ddp": ("parameters", "gradients", "optimizer_state"),
-        "zero1": ("parameters", "gradients"),
-        "zero2": ("parameters",),
-        "fsdp": (),
-    }[technique]
+    return (
+        name
+        in {
+            "ddp": ("parameters", "gradients", "optimizer_state"),
+            "zero1": ("parameters", "gradients"),
+            "zero2": ("parameters",),
+            "fsdp": (),
+        }[technique]
+    )
 
 
 def accumulate(rank, technique, at_the_end: bool):
@@ -160,9 +163,7 @@ def test_checkpoints_are_alike(pool):
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
             for moment in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(
-                    moments[name][moment], expected_moments[name][moment], rtol=1e-9, atol=1e-15
-                )
+                torch.testing.assert_close(moments[name][moment], expected_moments[name][moment], rtol=1e-9, atol=1e-15)
 
 
 def mixed(rank, technique):

@@ -141,8 +141,15 @@ def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
         mine[number] = apply(take_stage(model, parts, cuts[number]), mesh, plan, FP64)
         materialize(mine[number], CPU, reference.SEED)
     count = reference.GLOBAL_BATCH * reference.SEQ
-    pipeline = Pipeline(mine, len(cuts), mesh, schedule=schedule, microbatches=4, device=CPU,
-                        loss=lambda logits, targets: cross_entropy(logits, targets, count))  # fmt: skip
+    pipeline = Pipeline(
+        mine,
+        len(cuts),
+        mesh,
+        schedule=schedule,
+        microbatches=4,
+        device=CPU,
+        loss=lambda logits, targets: cross_entropy(logits, targets, count),
+    )
     step_of = optimizer_of("sgd", pipeline.parameters())
     size = reference.GLOBAL_BATCH // layout.dp
     numbers = [int(number) for stage in mine.values() for number in stage.layers]

@@ -126,8 +126,15 @@ def check(pool, model: str, layout: Layout, runs: list[tuple]) -> None:
         assert_same(model, [results[i] for results in ranks], steps)
 
 
-EVERY = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "LoopedBFS": 4, "InterleavedZeroBubble": 4,
-         "ZBVZeroBubble": 4, "DualPipeV": 8}  # fmt: skip
+EVERY = {
+    "GPipe": 4,
+    "1F1B": 4,
+    "Interleaved1F1B": 4,
+    "LoopedBFS": 4,
+    "InterleavedZeroBubble": 4,
+    "ZBVZeroBubble": 4,
+    "DualPipeV": 8,
+}
 
 
 @pytest.mark.long

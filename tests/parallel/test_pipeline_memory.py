@@ -20,8 +20,9 @@ BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 SPLIT = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits)
 MODELS = {
     "dense": reference.CONFIG,
-    "experts": TransformerConfig(dim=32, n_heads=4, n_kv_heads=2, n_layers=2, vocab_size=256,
-                                 n_experts=4, expert_dim=24),
+    "experts": TransformerConfig(
+        dim=32, n_heads=4, n_kv_heads=2, n_layers=2, vocab_size=256, n_experts=4, expert_dim=24
+    ),
 }
 LAYOUT = Layout(pp=2, dp_shard=1)
 
@@ -39,8 +40,9 @@ def train_one(rank, config, how):
     mesh, plan = build_mesh(LAYOUT, "cpu", 30, experts=config.n_experts > 0), transformer_plan()
     with torch.device("meta"):
         model, sample = Transformer(config), torch.zeros(reference.GLOBAL_BATCH, reference.SEQ, dtype=torch.int64)
-    made = ParallelModel(model, plan, LAYOUT, mesh, FP64, how, divide(model, plan, LAYOUT, how, sample), device=CPU,
-                         seed=reference.SEED)  # fmt: skip
+    made = ParallelModel(
+        model, plan, LAYOUT, mesh, FP64, how, divide(model, plan, LAYOUT, how, sample), device=CPU, seed=reference.SEED
+    )
     optimizer, losses = torch.optim.SGD(made.parameters(), lr=reference.RATE["sgd"], foreach=False), []
     for step in range(3):
         batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
@@ -109,8 +111,9 @@ def first_gradients(rank, schedule):
     with torch.device("meta"):
         model = vision.build("vit")
     division = divide(model, plan, layout, how, images.to("meta"))
-    made = ParallelModel(model, plan, layout, build_mesh(layout, "cpu", 30), BF16, how, division, device=CPU,
-                         seed=vision.SEED)  # fmt: skip
+    made = ParallelModel(
+        model, plan, layout, build_mesh(layout, "cpu", 30), BF16, how, division, device=CPU, seed=vision.SEED
+    )
     made.step(images, classes, vision.GLOBAL_BATCH)
     return {name: parameter.grad.full_tensor() for name, parameter in made.named_parameters()}
 

@@ -110,9 +110,15 @@ def notes(rank):
     quiet = SimpleNamespace(info=lambda *given, **named: None)
     options = SimpleNamespace(timeout=30, seed=0)
     run = SimpleNamespace(
-        layout=Layout(dp_shard=1), device=CPU, options=options, notes=["a"], precision=FP64, log=quiet,
-        clock=SimpleNamespace(lap=None), describe=lambda **facts: kept.update(facts),
-    )  # fmt: skip
+        layout=Layout(dp_shard=1),
+        device=CPU,
+        options=options,
+        notes=["a"],
+        precision=FP64,
+        log=quiet,
+        clock=SimpleNamespace(lap=None),
+        describe=lambda **facts: kept.update(facts),
+    )
     division = divide(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
     place(run, net, WRONG, Techniques(), division)
     return json.dumps(kept["notes"])

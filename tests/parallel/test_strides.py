@@ -51,8 +51,11 @@ PLANS = {
 
 
 def build(model):
-    return CNN(CNNConfig(image_size=28, width1=4, width2=4, hidden=8).without_dropout()) if model == "cnn" \
+    return (
+        CNN(CNNConfig(image_size=28, width1=4, width2=4, hidden=8).without_dropout())
+        if model == "cnn"
         else ChannelsLast()
+    )
 
 
 def images(step):
@@ -81,8 +84,18 @@ def train(rank, model, layout, schedules):
         with torch.device("meta"):
             whole, sample = build(model), torch.zeros(BATCH, 1, 28, 28)
         how = Techniques(schedule=schedule, microbatches=8 if layout.pp == 4 else 4)
-        made = ParallelModel(whole, plan, layout, mesh, FP64, how, divide(whole, plan, layout, how, sample),
-                             device=CPU, seed=0, loss=cross_entropy)  # fmt: skip
+        made = ParallelModel(
+            whole,
+            plan,
+            layout,
+            mesh,
+            FP64,
+            how,
+            divide(whole, plan, layout, how, sample),
+            device=CPU,
+            seed=0,
+            loss=cross_entropy,
+        )
         optimizer, losses = torch.optim.SGD(made.parameters(), lr=0.1, foreach=False), []
         for step in range(3):
             batch = images(step).to(CPU, torch.float64)

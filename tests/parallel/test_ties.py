@@ -156,9 +156,10 @@ class Ties(nn.Module):
 
 
 PLAN = Plan(
-    tensor={"inside": Uncut(), "blocks.*.0": Uncut(), "root": Uncut()}, units=("inside", "blocks.*"),
+    tensor={"inside": Uncut(), "blocks.*.0": Uncut(), "root": Uncut()},
+    units=("inside", "blocks.*"),
     stages=("inside", "blocks.*", "root"),
-)  # fmt: skip
+)
 
 
 def others(rank, layout, expected):
@@ -195,8 +196,11 @@ def test_a_tie_over_stages_is_refused():
     with meta_parameters():
         model = gpt.parity_model()
     inputs = torch.zeros(4, 32, dtype=torch.int64, device="meta")
-    with pytest.raises(LayoutError, match=r"tokens\.weight and head\.weight are one tied weight, and the pipeline has "
-                                          r"them in stages 0 and 1, on other ranks: use pp 1"):  # fmt: skip
+    with pytest.raises(
+        LayoutError,
+        match=r"tokens\.weight and head\.weight are one tied weight, and the pipeline has "
+        r"them in stages 0 and 1, on other ranks: use pp 1",
+    ):
         divide(model, gpt_plan(), Layout(pp=2, dp_shard=1), Techniques(), inputs)
 
 

@@ -62,8 +62,17 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
     model, mesh = build(kind), build_mesh(layout, "cpu", 30)
     plan = PLANS[type(model)]()
     inputs, targets, count, more = sample(kind, layout, rank.rank)
-    expected = expected_traffic(model, plan, layout, batch=len(inputs), seq_length=reference.SEQ, precision=precision,
-                                data_parallel=technique, cp_style=cp_style, microbatches=microbatches)  # fmt: skip
+    expected = expected_traffic(
+        model,
+        plan,
+        layout,
+        batch=len(inputs),
+        seq_length=reference.SEQ,
+        precision=precision,
+        data_parallel=technique,
+        cp_style=cp_style,
+        microbatches=microbatches,
+    )
     model = apply(model, mesh, plan, precision, data_parallel=technique, cp_style=cp_style)
     materialize(model, CPU, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -152,13 +161,28 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     cuts = cut([1.0] * len(parts), layout.pp * each)
     numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
     mine = {number: take_stage(whole, parts, cuts[number]) for number in numbers}
-    expected = expected_traffic(mine, plan, layout, batch=len(inputs), seq_length=reference.SEQ, precision=FP32,
-                                microbatches=microbatches, stages=len(cuts))  # fmt: skip
+    expected = expected_traffic(
+        mine,
+        plan,
+        layout,
+        batch=len(inputs),
+        seq_length=reference.SEQ,
+        precision=FP32,
+        microbatches=microbatches,
+        stages=len(cuts),
+    )
     for stage in mine.values():
         apply(stage, mesh, plan, FP32)
         materialize(stage, CPU, 1)
-    pipeline = Pipeline(mine, len(cuts), mesh, schedule=schedule, microbatches=microbatches, device=CPU,
-                        loss=lambda output, targets: cross_entropy(output, targets, count))  # fmt: skip
+    pipeline = Pipeline(
+        mine,
+        len(cuts),
+        mesh,
+        schedule=schedule,
+        microbatches=microbatches,
+        device=CPU,
+        loss=lambda output, targets: cross_entropy(output, targets, count),
+    )
     losses, counted = [], []
     for step in range(3):
         with loss_parallel():

@@ -18,8 +18,9 @@ DRIVER = Path(__file__).parent.parent / "support" / "parity_driver.py"
 def parity(tmp_path_factory):
     """``parity("--model", "cnn", …, bug="", cwd=None)`` → code, out, err; cwd is a new folder if None."""
     env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
-    driver = subprocess.Popen([sys.executable, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                              env=env)  # fmt: skip
+    driver = subprocess.Popen(
+        [sys.executable, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
 
     def run(*arguments, bug="", cwd=None):
         cwd = tmp_path_factory.mktemp("parity") if cwd is None else cwd

@@ -63,8 +63,22 @@ def test_passes(parity, tmp_path, arguments):
 
 
 def test_what_is_left(parity, tmp_path):
-    done = parity("--layout", "1", "--layout", "dp2", "--layout", "pp2", "--ranks", "1..2", "--model", "cnn",
-                  "--steps", 4, "--outdir", tmp_path / "out")  # fmt: skip
+    done = parity(
+        "--layout",
+        "1",
+        "--layout",
+        "dp2",
+        "--layout",
+        "pp2",
+        "--ranks",
+        "1..2",
+        "--model",
+        "cnn",
+        "--steps",
+        4,
+        "--outdir",
+        tmp_path / "out",
+    )
     assert done.code == 0, done.out + done.err
     assert "[2/3] cnn dp2 (fsdp): sgd pass, adamw pass" in done.out
     assert re.search(r"^cnn +pp2 +2 +1F1B +adamw +\S+e-1\d +\S+e-1\d +16,392 +[\d.]+ +pass$", done.out, re.MULTILINE)
@@ -103,8 +117,21 @@ def test_what_is_left(parity, tmp_path):
 )
 def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
     model, layout, *more = arguments
-    done = parity("--model", model, "--layout", layout, *more, "--optimizer", "sgd", "--steps", 2, "--no_plots",
-                  "--json", tmp_path / "rows.json", bug=bug)  # fmt: skip
+    done = parity(
+        "--model",
+        model,
+        "--layout",
+        layout,
+        *more,
+        "--optimizer",
+        "sgd",
+        "--steps",
+        2,
+        "--no_plots",
+        "--json",
+        tmp_path / "rows.json",
+        bug=bug,
+    )
     assert done.code == 1, done.out + done.err
     (row,) = rows_of(tmp_path / "rows.json")
     assert not row["passed"]
@@ -114,8 +141,22 @@ def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
 
 def test_a_gradient_that_nobody_has(parity, tmp_path):
     """Missing is infinitely far off, which JSON has no number for."""
-    done = parity("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--steps", 2, "--optimizer", "sgd",
-                  "--no_plots", "--json", tmp_path / "rows.json", bug="optimizer_gets_whole_parameters")  # fmt: skip
+    done = parity(
+        "--model",
+        "cnn",
+        "--layout",
+        "dp2",
+        "--data_parallel",
+        "zero2",
+        "--steps",
+        2,
+        "--optimizer",
+        "sgd",
+        "--no_plots",
+        "--json",
+        tmp_path / "rows.json",
+        bug="optimizer_gets_whole_parameters",
+    )
     assert done.code == 1, done.out + done.err
     (row,) = rows_of(tmp_path / "rows.json")
     assert (row["passed"], row["max_grad_diff"]) == (False, None)
@@ -124,13 +165,28 @@ def test_a_gradient_that_nobody_has(parity, tmp_path):
 
 def test_a_rank_that_dies_is_one_error(parity, tmp_path):
     """The layouts after it are trained all the same."""
-    done = parity("--model", "cnn", "--layout", "dp2", "--layout", "1", "--steps", 2, "--outdir", tmp_path / "out",
-                  "--no_plots", bug="rank_1_of_2_is_killed")  # fmt: skip
+    done = parity(
+        "--model",
+        "cnn",
+        "--layout",
+        "dp2",
+        "--layout",
+        "1",
+        "--steps",
+        2,
+        "--outdir",
+        tmp_path / "out",
+        "--no_plots",
+        bug="rank_1_of_2_is_killed",
+    )
     assert done.code == 1, done.out + done.err
     rows = rows_of(tmp_path / "out" / "parity.json")
     assert [(row["layout"], row["passed"], row["max_grad_diff"] is None) for row in rows] == [
-        ("dp2", False, True), ("dp2", False, True), ("1", True, False), ("1", True, False)
-    ]  # fmt: skip
+        ("dp2", False, True),
+        ("dp2", False, True),
+        ("1", True, False),
+        ("1", True, False),
+    ]
     assert "error: cnn dp2 fsdp sgd: rank 1: killed by SIGKILL" in done.out
     assert np.isnan(xarray.open_dataset(tmp_path / "out" / "parity.h5", engine="h5netcdf").loss[0]).all()
     assert "cnn dp2 (fsdp): rank 1: killed by SIGKILL" in (tmp_path / "out" / "errors.txt").read_text()
@@ -211,11 +267,23 @@ def test_dry_run(capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
 def test_nothing_outlives_it(tmp_path, number):
     env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
-    command = [sys.executable, "-m", "mmm.parity", "--layout", "1", "--layout", "dp4.tp2", "--model", "transformer",
-               "--steps", "100"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mmm.parity",
+        "--layout",
+        "1",
+        "--layout",
+        "dp4.tp2",
+        "--model",
+        "transformer",
+        "--steps",
+        "100",
+    ]
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = subprocess.Popen(command, **piped, cwd=tmp_path, env=env, start_new_session=True,
-                               preexec_fn=as_from_a_terminal())  # fmt: skip
+    running = subprocess.Popen(
+        command, **piped, cwd=tmp_path, env=env, start_new_session=True, preexec_fn=as_from_a_terminal()
+    )
     try:
         assert running.stdout.readline().startswith("[1/2]")
         while len(members(running.pid)) < 9:

@@ -63,8 +63,9 @@ print(seen, dist.distributed_c10d._get_default_timeout("gloo").total_seconds())
 )
 def test_groups_of_any_backend_get_the_timeout(layout):
     """PyTorch changes the timeout of a group that exists for gloo and nccl alone: not for xccl."""
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", RECORDS, layout], capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", RECORDS, layout], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     seen, after = done.stdout.rsplit(maxsplit=1)
     assert len(eval(seen)) >= 4
@@ -103,5 +104,3 @@ def test_parts_of_a_step_add_up():
     assert seconds["dtf"] >= 0.02
     assert seconds["dtd"] == seconds["dto"] == 0
     assert seconds["dt"] == sum(value for part, value in seconds.items() if part != "dt")
-
-

@@ -5,13 +5,28 @@ import pytest
 from mmm.errors import LaunchError
 from mmm.runtime.ranks import whoami
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h",
-            "MASTER_PORT": "1234"}  # fmt: skip
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "1234",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-OPENMPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in
-           {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "3", "LOCAL_SIZE": "4", "NODE_RANK": "3"}.items()}  # fmt: skip
-SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0",
-         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7"}  # fmt: skip
+OPENMPI = {
+    f"OMPI_COMM_WORLD_{k}": v
+    for k, v in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "3", "LOCAL_SIZE": "4", "NODE_RANK": "3"}.items()
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "7",
+}
 PALS = {"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "1", "PMI_SIZE": "24", "PMI_LOCAL_SIZE": "12"}
 MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
 

@@ -149,8 +149,9 @@ def test_a_program_without_steps():
 
 def test_table():
     text = table(record(), ["x1", "x2"]).splitlines()
-    assert text[0] == ("start-up: 7.55 s from `launch` to the end of the first step, median of 2 ranks; "
-                       "rank 1 on x2: 7.60 s")  # fmt: skip
+    assert text[0] == (
+        "start-up: 7.55 s from `launch` to the end of the first step, median of 2 ranks; rank 1 on x2: 7.60 s"
+    )
     assert text[3].endswith("once for all: torch 2.00, 2 others 0.00")
     assert text[2].split() == ["launch", "1.05", "1.10", "1"]
     alone = table(record(ranks=1, shared=False), ["x1"]).splitlines()
@@ -161,8 +162,13 @@ def test_table():
 def test_marks_are_in_the_order_of_the_names():
     times = Times(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     assert dict(zip(MARKS, times.marks(), strict=True)) == {
-        "started": 1, "began": 2, "ready": 3, "group": 4, "model": 5, "first_step": 6,
-    }  # fmt: skip
+        "started": 1,
+        "began": 2,
+        "ready": 3,
+        "group": 4,
+        "model": 5,
+        "first_step": 6,
+    }
 
 
 RANK = """

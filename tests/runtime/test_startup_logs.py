@@ -67,9 +67,17 @@ def test_times(tmp_path, start, line, seconds):
 
 @pytest.mark.parametrize(
     ("line", "ranks"),
-    [("world_size=4", 4), ("WORLD_SIZE: 4", 4), ("NGPUS=12", 12), ("'world_size': 6", 6), ("4 ranks (launch)", 4),
-     ("using 16 GPUs", 16), ("nranks=3", 3), ("ranks: 5", 5)],
-)  # fmt: skip
+    [
+        ("world_size=4", 4),
+        ("WORLD_SIZE: 4", 4),
+        ("NGPUS=12", 12),
+        ("'world_size': 6", 6),
+        ("4 ranks (launch)", 4),
+        ("using 16 GPUs", 16),
+        ("nranks=3", 3),
+        ("ranks: 5", 5),
+    ],
+)
 def test_ranks(tmp_path, line, ranks):
     text = f"Job started at: 2023-11-02-183323 on n1\n{line}\n18:33:24 step=1\n"
     assert read(tmp_path, text).starts[0].ranks == ranks

@@ -76,8 +76,15 @@ def train(
     loss_fn = loss_of(*stages.values())
     pipeline = None
     if layout.pp > 1:
-        pipeline = Pipeline(stages, len(cuts), mesh, schedule=schedule, microbatches=accumulate, device=CPU,
-                            loss=lambda output, targets: loss_fn(output, targets, count))  # fmt: skip
+        pipeline = Pipeline(
+            stages,
+            len(cuts),
+            mesh,
+            schedule=schedule,
+            microbatches=accumulate,
+            device=CPU,
+            loss=lambda output, targets: loss_fn(output, targets, count),
+        )
     named = [pair for stage in stages.values() for pair in stage.named_parameters()]
     parameters = [p for _, p in named]
     step_of = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](parameters, lr=reference.RATE[optimizer])

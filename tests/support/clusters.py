@@ -83,8 +83,16 @@ class Slurm:
         munge = self.folder / "munge"
         munge.chmod(0o755)
         subprocess.run(["mungekey", "--create", f"--keyfile={munge}/key"], check=True)
-        self.daemon("munged", "--foreground", "--force", f"--socket={munge}/socket", f"--key-file={munge}/key",
-                    f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed")
+        self.daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={munge}/socket",
+            f"--key-file={munge}/key",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
         self.wait(lambda: (munge / "socket").exists(), "munged")
         self.daemon("slurmctld", "-D", "-f", str(self.conf))
         for node in ("n1", "n2"):
@@ -94,12 +102,26 @@ class Slurm:
     def daemon(self, name, *words):
         path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
         log = (self.folder / f"{name}.{len(self.daemons)}.out").open("w")
-        self.daemons.append(subprocess.Popen([path, *words], env=os.environ | self.variables, stdin=subprocess.DEVNULL,
-                                             stdout=log, stderr=log, start_new_session=True))
+        self.daemons.append(
+            subprocess.Popen(
+                [path, *words],
+                env=os.environ | self.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        )
 
     def run(self, *words, variables=None, cwd=None):
-        return subprocess.run(words, env=os.environ | self.variables | (variables or {}), cwd=cwd, capture_output=True,
-                              text=True, timeout=240)
+        return subprocess.run(
+            words,
+            env=os.environ | self.variables | (variables or {}),
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
 
     def wait(self, check, what, timeout=30):
         deadline = time.monotonic() + timeout
@@ -112,8 +134,12 @@ class Slurm:
         """A job of both nodes, two tasks each; the variables of a shell in it."""
         done = self.run("salloc", "--no-shell", "-N2", "--ntasks-per-node=2")
         job = done.stderr.split("Granted job allocation ")[1].split()[0]
-        return job, self.variables | {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "2",
-                                      "MASTER_ADDR": "127.0.0.1"}
+        return job, self.variables | {
+            "SLURM_JOB_ID": job,
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+        }
 
     def idle(self):
         """Wait until no job is left."""
@@ -156,15 +182,19 @@ class Namespaces:
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", f"v{name}", "up")
         # As an sshd would: in a session of its own, and with no more of the environment than a login has.
-        self.ssh.write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
-                            'exec env -i PATH="$PATH" HOME="$HOME" setsid --wait ip netns exec "$host" unshare --uts '
-                            'sh -c \'hostname "$0"; exec sh -c "$*"\' "$host" "$@"\n')
+        self.ssh.write_text(
+            '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
+            'exec env -i PATH="$PATH" HOME="$HOME" setsid --wait ip netns exec "$host" unshare --uts '
+            'sh -c \'hostname "$0"; exec sh -c "$*"\' "$host" "$@"\n'
+        )
         self.ssh.chmod(0o755)
 
     def options(self, mpi):
-        agent = {"mpich": f"-launcher ssh -launcher-exec {self.ssh}",
-                 "openmpi": f"--mca plm_rsh_agent {self.ssh} --mca btl_tcp_if_include 10.77.0.0/24 "
-                            "--mca oob_tcp_if_include 10.77.0.0/24"}[mpi]
+        agent = {
+            "mpich": f"-launcher ssh -launcher-exec {self.ssh}",
+            "openmpi": f"--mca plm_rsh_agent {self.ssh} --mca btl_tcp_if_include 10.77.0.0/24 "
+            "--mca oob_tcp_if_include 10.77.0.0/24",
+        }[mpi]
         return ["--hosts", ",".join(self.NAMES), "-ppn", "2", "--mpiexec", Mpi(mpi).mpiexec, "--launcher-args", agent]
 
     def start_words(self):

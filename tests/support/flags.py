@@ -23,8 +23,11 @@ HOLDERS = ("config", "options", "run", "given")  # what options are called where
 def flags(config: type) -> set[str]:
     """What can be given on the command line; not what is `Unused`."""
     hints = get_type_hints(config, include_extras=True)
-    return {field.name for field in dataclasses.fields(config)
-            if tyro.conf.Suppress not in getattr(hints[field.name], "__metadata__", ())}  # fmt: skip
+    return {
+        field.name
+        for field in dataclasses.fields(config)
+        if tyro.conf.Suppress not in getattr(hints[field.name], "__metadata__", ())
+    }
 
 
 def _is_ours(thing) -> bool:
@@ -70,8 +73,11 @@ def reads(program: ModuleType) -> set[str]:
                         todo.append((method, True))
                 found.add(node.attr)
     options = {name for owner in config.__mro__ for name in vars(owner) if not name.startswith("_")}
-    return {name for name in found & (options | {field.name for field in dataclasses.fields(config)})
-            if not callable(getattr(config, name, None))}  # fmt: skip
+    return {
+        name
+        for name in found & (options | {field.name for field in dataclasses.fields(config)})
+        if not callable(getattr(config, name, None))
+    }
 
 
 def _is_followed_by_name(thing) -> bool:

@@ -10,8 +10,16 @@ from pathlib import Path
 
 from support.signals import as_from_a_terminal
 
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MMM_DEVICE",
-        "OMP_NUM_THREADS")
+OURS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MMM_DEVICE",
+    "OMP_NUM_THREADS",
+)
 START = [sys.executable, "-m", "mmm.launch"]
 WITH_CLOCKS = "from mmm.launch import __main__, run; vars(run).update({clocks}); __main__.main()"
 MPIEXEC = f"""#!{sys.executable}
@@ -29,7 +37,7 @@ class Launcher:
     """Runs `launch` in `folder`, with a variable in the environment by which its processes can be told."""
 
     folder: Path
-    prefix: list[str] = field(default_factory=list)          # what launch is started by: on another host, say
+    prefix: list[str] = field(default_factory=list)  # what launch is started by: on another host, say
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def write(self, name: str, text: str) -> Path:
@@ -43,8 +51,9 @@ class Launcher:
         places = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         return made | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
-    def start(self, *words: str, ignored: tuple[int, ...] = (), clocks: dict[str, float] | None = None,
-              **variables: str) -> subprocess.Popen:
+    def start(
+        self, *words: str, ignored: tuple[int, ...] = (), clocks: dict[str, float] | None = None, **variables: str
+    ) -> subprocess.Popen:
         """Start launch, with default signal handling but for those `ignored`.
 
         `clocks`: of mmm.launch.run, such as a GRACE so long that a test can tell on any machine that it was not needed.
@@ -52,12 +61,25 @@ class Launcher:
         self.write("typed", "for launch's own stdin, not the ranks'")
         start = [*START[:1], "-c", WITH_CLOCKS.format(clocks=clocks)] if clocks else START
         with (self.folder / "typed").open() as stdin:
-            return subprocess.Popen([*self.prefix, *start, *words], cwd=self.folder,
-                                    env=self.environment(**variables), text=True, stdin=stdin, stdout=subprocess.PIPE,
-                                    stderr=subprocess.PIPE, preexec_fn=as_from_a_terminal(*ignored))
+            return subprocess.Popen(
+                [*self.prefix, *start, *words],
+                cwd=self.folder,
+                env=self.environment(**variables),
+                text=True,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=as_from_a_terminal(*ignored),
+            )
 
-    def run(self, *words: str, timeout: float = 60, ignored: tuple[int, ...] = (),
-            clocks: dict[str, float] | None = None, **variables: str) -> subprocess.CompletedProcess:
+    def run(
+        self,
+        *words: str,
+        timeout: float = 60,
+        ignored: tuple[int, ...] = (),
+        clocks: dict[str, float] | None = None,
+        **variables: str,
+    ) -> subprocess.CompletedProcess:
         process = self.start(*words, ignored=ignored, clocks=clocks, **variables)
         try:
             out, err = process.communicate(timeout=timeout)
@@ -85,8 +107,10 @@ class Launcher:
         for path in Path("/proc").iterdir():
             if path.name.isdigit():
                 try:
-                    if self.mark.encode() in (path / "environ").read_bytes() and \
-                            (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    if (
+                        self.mark.encode() in (path / "environ").read_bytes()
+                        and (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+                    ):
                         found.append(int(path.name))
                 except OSError:
                     continue

@@ -12,8 +12,10 @@ def as_from_a_terminal(*ignored: int) -> Callable[[], None]:
 
     `make test` may itself run under nohup (SIGHUP ignored) or in the background of a script (SIGINT, SIGQUIT).
     """
+
     def prepare() -> None:
         for number in CAUGHT:
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
     return prepare

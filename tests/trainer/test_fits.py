@@ -17,8 +17,22 @@ from mmm.trainer.optimizer import make_optimizer
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
 CPU = torch.device("cpu")
-PROGRAMS = [context_parallel, ddp, fsdp, fsdp_tp, hsdp, moe, parallel_4d, pipeline, tiling, traffic, zero, lm, vit,
-            fsdp_trainer]  # fmt: skip
+PROGRAMS = [
+    context_parallel,
+    ddp,
+    fsdp,
+    fsdp_tp,
+    hsdp,
+    moe,
+    parallel_4d,
+    pipeline,
+    tiling,
+    traffic,
+    zero,
+    lm,
+    vit,
+    fsdp_trainer,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.partition(".")[2])

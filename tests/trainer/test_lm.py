@@ -21,9 +21,21 @@ from mmm.trainer import lm
 from mmm.trainer.options import parse
 from support.pool import meeting_only
 
-SMALL = {"preset": "debug", "seq_length": 32, "global_batch_size": 8, "max_iters": 4, "dtype": "fp64", "plots": False,
-         "optimizer": "sgd", "lr": 0.3, "max_norm": 0.5, "warmup": 2, "eval_every": 2, "eval_batches": 2,
-         "save_model": True}  # fmt: skip
+SMALL = {
+    "preset": "debug",
+    "seq_length": 32,
+    "global_batch_size": 8,
+    "max_iters": 4,
+    "dtype": "fp64",
+    "plots": False,
+    "optimizer": "sgd",
+    "lr": 0.3,
+    "max_norm": 0.5,
+    "warmup": 2,
+    "eval_every": 2,
+    "eval_batches": 2,
+    "save_model": True,
+}
 
 
 def run(rank, outdir, flags):

@@ -53,8 +53,9 @@ def train(rank, data_parallel, accumulate, how, by_epoch=False):
     techniques = Techniques(data_parallel=data_parallel, microbatches=accumulate)
     division = divide(model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta"))
     record, clock = Rows([]), StepClock(CPU)
-    model = ParallelModel(model, cnn_plan(), layout, mesh, precision, techniques, division, device=CPU, seed=0,
-                          lap=clock.lap)  # fmt: skip
+    model = ParallelModel(
+        model, cnn_plan(), layout, mesh, precision, techniques, division, device=CPU, seed=0, lap=clock.lap
+    )
     run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], record)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = load_images("digits", image_size=8)
@@ -132,8 +133,19 @@ def biases_by_step(rank, max_norm):
         return cross_entropy(ScaleGradient.apply(output, 1e30) if bad else output, targets, count)
 
     clock, seen = StepClock(CPU), []
-    model = ParallelModel(model, transformer_plan(), layout, mesh, precision, Techniques(), division, device=CPU,
-                          seed=0, loss=loss, lap=clock.lap)  # fmt: skip
+    model = ParallelModel(
+        model,
+        transformer_plan(),
+        layout,
+        mesh,
+        precision,
+        Techniques(),
+        division,
+        device=CPU,
+        seed=0,
+        loss=loss,
+        lap=clock.lap,
+    )
     run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], Rows([]))
     task = TokenTask(run, texts.tokens(), texts.tokens(), 4, 8, 1)
     layers = [module for module in model.modules[0].modules() if isinstance(module, MixtureOfExperts)]

@@ -118,10 +118,15 @@ def test_a_folder_that_rank_0_cannot_have_ends_all_at_once(tmp_path):
     (tmp_path / "file").write_text("x")
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        subprocess.Popen([sys.executable, *PROGRAM, "--outdir", str(tmp_path / "file")], stderr=subprocess.PIPE,
-                         stdout=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, *PROGRAM, "--outdir", str(tmp_path / "file")],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **shared, "RANK": str(rank)},
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = [rank.communicate(timeout=150) for rank in ranks]
     finally:
@@ -137,8 +142,14 @@ def test_a_folder_that_rank_0_cannot_have_is_said_once_by_launch(tmp_path):
     (tmp_path / "file").write_text("x")
     launch = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu", "python3"]
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    done = subprocess.run([*launch, *PROGRAM, "--outdir", str(tmp_path / "file")], capture_output=True, text=True,
-                          timeout=150, check=False, env=environment)  # fmt: skip
+    done = subprocess.run(
+        [*launch, *PROGRAM, "--outdir", str(tmp_path / "file")],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 2
     assert done.stderr.count("is a file, and a run's record is a folder") == 1
 

@@ -87,8 +87,10 @@ def test_plain_pytorch_reads_its_model(script, alone):
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["launch", "torchrun"])
 def test_the_same_losses_under_each_launcher(script, alone, tmp_path, launcher):
-    start = {"launch": [BIN / "launch", "-n", "4", "--device", "cpu", "python3"],
-             "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "4"]}  # fmt: skip
+    start = {
+        "launch": [BIN / "launch", "-n", "4", "--device", "cpu", "python3"],
+        "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "4"],
+    }
     flags = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
     command = [*start[launcher], script, *flags, "--tp", "2", "--device", "cpu", "--outdir", tmp_path / "out"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=150)

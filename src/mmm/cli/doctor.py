@@ -18,8 +18,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print a list of {name, status, seen, fix}")
     parser.add_argument("--outdir", type=Path, default=Path("outputs"), help="where runs will write (default: outputs)")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S",
-                        help="seconds a check may take (default 30; four times that to import torch)")  # fmt: skip
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds a check may take (default 30; four times that to import torch)",
+    )
     args = parser.parse_args(argv)
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout}: it must be greater than 0")

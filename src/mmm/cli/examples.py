@@ -30,7 +30,9 @@ def main(argv: list[str]) -> int:
     width = max(map(len, modules))
     for name, about in modules.items():
         print(f"{name:<{width}}  {about}")
-    print("\nRun one on every local rank, or on one device:\n"
-          "  launch python3 -m mmm.examples.fsdp_tp --tpsize 4\n"
-          "  python3 -m mmm.examples.fsdp_tp")  # fmt: skip
+    print(
+        "\nRun one on every local rank, or on one device:\n"
+        "  launch python3 -m mmm.examples.fsdp_tp --tpsize 4\n"
+        "  python3 -m mmm.examples.fsdp_tp"
+    )
     return 0

@@ -23,13 +23,15 @@ and a later line with a time and `iter` or `step` and its number. A log may hold
 
 def main(argv: list[str]) -> int:
     """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where no path has a start."""
-    parser = argparse.ArgumentParser(prog="mmm startup", description=__doc__, epilog=EPILOG,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="mmm startup", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
     parser.add_argument("--model", help="the model's name, instead of what each record or log says")
     parser.add_argument("--ranks", type=int, help="how many ranks, instead of what each log says")
-    parser.add_argument("--parts", action="store_true", help="the parts of every run's start; of a single run they are "
-                                                             "always shown")  # fmt: skip
+    parser.add_argument(
+        "--parts", action="store_true", help="the parts of every run's start; of a single run they are always shown"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw seconds against ranks to FILE")
     args = parser.parse_args(argv)
     if args.ranks is not None and args.ranks < 1:
@@ -54,8 +56,10 @@ def main(argv: list[str]) -> int:
     print(table(starts))
     if args.parts or len(starts) == len(tables) == 1:
         print("\n" + "\n\n".join(tables))
-    curves = {name: [(each.ranks, each.seconds) for each in starts if each.model == name]
-              for name in dict.fromkeys(each.model for each in starts)}  # fmt: skip
+    curves = {
+        name: [(each.ranks, each.seconds) for each in starts if each.model == name]
+        for name in dict.fromkeys(each.model for each in starts)
+    }
     if len(starts) > 1:
         from mmm.history.curves import fitting_width, terminal_curves
 
@@ -78,8 +82,10 @@ def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[Start]
         return [start], [f"{path}\n{startup.table(config['startup'], hosts)}"]
     log = read_log(path, model, ranks)
     if log.without:
-        print(f"{path}: {log.without} of {log.without + len(log.starts)} jobs had no first step: left out",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"{path}: {log.without} of {log.without + len(log.starts)} jobs had no first step: left out",
+            file=sys.stderr,
+        )
     return log.starts, []
 
 
@@ -89,8 +95,10 @@ def table(starts: Sequence[Start]) -> str:
     lines = [f"{'model':<{width}}{'ranks':>7}  {'start':<19}  {'stop':<19}{'seconds':>10}"]
     for each in starts:
         whole = not each.start.microsecond and not each.stop.microsecond
-        lines.append(f"{each.model:<{width}}{each.ranks:>7}  {each.start:%Y-%m-%d %H:%M:%S}  "
-                     f"{each.stop:%Y-%m-%d %H:%M:%S}{each.seconds:>10.{0 if whole else 2}f}")  # fmt: skip
+        lines.append(
+            f"{each.model:<{width}}{each.ranks:>7}  {each.start:%Y-%m-%d %H:%M:%S}  "
+            f"{each.stop:%Y-%m-%d %H:%M:%S}{each.seconds:>10.{0 if whole else 2}f}"
+        )
     return "\n".join(lines)
 
 
@@ -100,13 +108,17 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecordError(f"{folder} holds no run's record: {path.name}: {error.strerror}. Give a run's own folder, "
-                          "e.g. outputs/<module>/<timestamp>.") from None  # fmt: skip
+        raise RecordError(
+            f"{folder} holds no run's record: {path.name}: {error.strerror}. Give a run's own folder, "
+            "e.g. outputs/<module>/<timestamp>."
+        ) from None
     except ValueError as error:
         raise RecordError(f"{path} is no JSON: {error}.") from None
     if "startup" not in config:
-        raise RecordError(f"{path} has no start-up times: the run ended before its first step had, or was made by a "
-                          "version of mmm that did not note them.")  # fmt: skip
+        raise RecordError(
+            f"{path} has no start-up times: the run ended before its first step had, or was made by a "
+            "version of mmm that did not note them."
+        )
     return config
 
 
@@ -116,8 +128,10 @@ def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> Start
     except (KeyError, TypeError, IndexError):
         raise RecordError(f"{folder}: its start-up times cannot be read.") from None
     if span is None:
-        raise RecordError(f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
-                          "has no end; its parts are in config.json, under `startup`.")  # fmt: skip
+        raise RecordError(
+            f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
+            "has no end; its parts are in config.json, under `startup`."
+        )
     return Start(model or config["module"], len(config["ranks"]), *span)
 
 

@@ -55,8 +55,9 @@ class ImageBatch:
         )
 
     def pin_memory(self) -> ImageBatch:
-        return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory(),
-                       weights=self.weights.pin_memory())  # fmt: skip
+        return replace(
+            self, images=self.images.pin_memory(), labels=self.labels.pin_memory(), weights=self.weights.pin_memory()
+        )
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ class Augment:
             vertical, horizontal, mirror = state.randint(0, 1 << 16, size=3)
             image = pixels[i].flip(-1) if self.flip and mirror % 2 else pixels[i]
             down, right = (int(draw) % (2 * self.shift + 1) - self.shift for draw in (vertical, horizontal))
-            changed[i, :, max(down, 0) : height + min(down, 0), max(right, 0) : width + min(right, 0)] = (
-                image[:, max(-down, 0) : height + min(-down, 0), max(-right, 0) : width + min(-right, 0)])  # fmt: skip
+            changed[i, :, max(down, 0) : height + min(down, 0), max(right, 0) : width + min(right, 0)] = image[
+                :, max(-down, 0) : height + min(-down, 0), max(-right, 0) : width + min(-right, 0)
+            ]
         return changed
 
 
@@ -113,8 +115,10 @@ class ImageBatches:
         if global_batch < 1:
             raise DataError(f"a global batch of {global_batch} images: it needs at least 1")
         if drop_last and image_set.samples < global_batch:
-            raise DataError(f"the set has {image_set.samples} images, fewer than one global batch of {global_batch}: "
-                            f"use a smaller batch")  # fmt: skip
+            raise DataError(
+                f"the set has {image_set.samples} images, fewer than one global batch of {global_batch}: "
+                f"use a smaller batch"
+            )
         self.image_set, self.global_batch, self.seed = image_set, global_batch, seed
         self.shuffle, self.drop_last, self.augment = shuffle, drop_last, augment
 
@@ -203,8 +207,10 @@ class ImageLoader:
         if not 0 <= coordinate < dp:
             raise DataError(f"data-parallel coordinate {coordinate} is not between 0 and {dp - 1}")
         if batches.global_batch % dp:
-            raise DataError(f"a global batch of {batches.global_batch} images cannot be cut into {dp} equal parts: "
-                            f"use a multiple of {dp}")  # fmt: skip
+            raise DataError(
+                f"a global batch of {batches.global_batch} images cannot be cut into {dp} equal parts: "
+                f"use a multiple of {dp}"
+            )
         self.batches, self.size = batches, batches.global_batch // dp
         self.first = coordinate * self.size
         self._steps = _Steps()

@@ -63,8 +63,9 @@ def standard_library(root: Path | None = None) -> Corpus:
     train = [texts[path] for path in files if path not in held_out]
     validation = [texts[path] for path in files if path in held_out]
     if not train or not validation:
-        raise DataError(f"no standard library sources in {root} to train on: give a text with --text FILE, or use "
-                        f"--dataset random")  # fmt: skip
+        raise DataError(
+            f"no standard library sources in {root} to train on: give a text with --text FILE, or use --dataset random"
+        )
     version = sysconfig.get_python_version()
     return _corpus(train, validation, f"Python {version} standard library", len(files))
 

@@ -87,8 +87,9 @@ class TextTokens(Tokens):
         self.text, self.shuffle = text, shuffle
         self.samples = max(len(text) - 1, 0) // seq_length
         if self.samples < 1:
-            raise DataError(f"a text of {len(text)} bytes is too short for --seq_length {seq_length}: "
-                            f"it needs {seq_length + 1}")  # fmt: skip
+            raise DataError(
+                f"a text of {len(text)} bytes is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
+            )
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         number = int(epoch_order(self.seed, epoch, self.samples)[place]) if self.shuffle else place

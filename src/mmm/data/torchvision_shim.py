@@ -43,8 +43,10 @@ def import_torchvision(part: str = "") -> ModuleType:
         raise DataError("torchvision is not installed, and this data needs it: pip install torchvision") from None
     except (ImportError, RuntimeError, OSError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
-        raise DataError(f"torchvision does not import beside torch {torch.__version__} ({reason}): install the release "
-                        f"made for this torch") from error  # fmt: skip
+        raise DataError(
+            f"torchvision does not import beside torch {torch.__version__} ({reason}): install the release "
+            f"made for this torch"
+        ) from error
 
 
 def _declare_missing_operators() -> None:

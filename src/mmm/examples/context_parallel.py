@@ -86,8 +86,7 @@ def train(config: Config) -> None:
         run.describe(**setting.describe())
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, plan, run.precision, cp_style=cp_style, compile=config.compile,
-              **config.memory())  # fmt: skip
+        apply(model, mesh, plan, run.precision, cp_style=cp_style, compile=config.compile, **config.memory())
         materialize(model, run.device, config.seed)
         loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))

@@ -66,8 +66,10 @@ def train(config: Config) -> None:
     batch, global_batch, steps, tokens = setting.batch, setting.global_batch, setting.steps, setting.tokens
     model: nn.Module = setting.model
     if config.accumulate < 1 or batch % config.accumulate:
-        raise ConfigError(f"--accumulate {config.accumulate} does not divide the batch of {batch} a rank into equal "
-                          f"micro-batches: use a divisor of {batch}")  # fmt: skip
+        raise ConfigError(
+            f"--accumulate {config.accumulate} does not divide the batch of {batch} a rank into equal "
+            f"micro-batches: use a divisor of {batch}"
+        )
     if config.summary:
         print_once(setting.summary())
         return

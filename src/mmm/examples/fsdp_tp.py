@@ -92,8 +92,12 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if config.validates(step, steps):
-                more["val_loss"] = validate(run, setting, config.eval_batches, lambda part: loss_fn(
-                    model(part.inputs), part.targets, part.count))  # fmt: skip
+                more["val_loss"] = validate(
+                    run,
+                    setting,
+                    config.eval_batches,
+                    lambda part: loss_fn(model(part.inputs), part.targets, part.count),
+                )
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         if config.offload:
             run.log.info("%s", moved_text(model, optimizer, run.device))

@@ -62,8 +62,9 @@ class Config(TextProgramOptions):
 
 def train(config: Config) -> None:
     if config.replicas < 2:
-        raise LayoutError(f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or "
-                          f"mmm.examples.fsdp")  # fmt: skip
+        raise LayoutError(
+            f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or mmm.examples.fsdp"
+        )
     layout = Layout(dp_replicate=config.replicas).fit(whoami().world_size)
     setting = settle(config, layout, default_batch=8)
     model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
@@ -103,10 +104,18 @@ def train(config: Config) -> None:
 
         whole = parameter_count(model)
         shards, copies = layout.dp_shard, layout.dp_replicate
-        run.log.info("rank 0 holds %s of %s parameters (1/%d in theory: %.1f)", f"{held['parameters']:,}", f"{whole:,}",
-                     shards, whole / shards)  # fmt: skip
-        run.log.info("a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f",
-                     3 * (shards - 1) / shards * whole, 2 * (copies - 1) / copies * whole / shards)  # fmt: skip
+        run.log.info(
+            "rank 0 holds %s of %s parameters (1/%d in theory: %.1f)",
+            f"{held['parameters']:,}",
+            f"{whole:,}",
+            shards,
+            whole / shards,
+        )
+        run.log.info(
+            "a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f",
+            3 * (shards - 1) / shards * whole,
+            2 * (copies - 1) / copies * whole / shards,
+        )
         spread = copies_spread(model, mesh)
         run.log.info("the %d copies, after %d steps: differ by %.1e at most", copies, steps, spread)
         run.describe(held=held, whole=whole, copies_spread=spread)

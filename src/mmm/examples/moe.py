@@ -104,8 +104,12 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {"imbalance": imbalance(load)} if last or step % config.log_every == 0 else {}
             if config.validates(step, steps):
-                more["val_loss"] = validate(run, setting, config.eval_batches, lambda part: cross_entropy(
-                    model(part.inputs), part.targets, part.count))  # fmt: skip
+                more["val_loss"] = validate(
+                    run,
+                    setting,
+                    config.eval_batches,
+                    lambda part: cross_entropy(model(part.inputs), part.targets, part.count),
+                )
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         run.log.info("tokens of the last step, by layer and expert: %s", load.tolist())
 

@@ -60,10 +60,15 @@ from mmm.trainer.text import check_tokens
 from mmm.trainer.vision import check_images
 
 MAX_NORM = 1.0
-TOKENS = Need(lambda config, _: config.model == "transformer", "--model transformer", "images have none of it",
-              "--model transformer")  # fmt: skip
-LAYERS = Need(lambda config, _: config.model != "cnn", "--model transformer or vit", "the CNN's layers are four",
-              "--model vit")  # fmt: skip
+TOKENS = Need(
+    lambda config, _: config.model == "transformer",
+    "--model transformer",
+    "images have none of it",
+    "--model transformer",
+)
+LAYERS = Need(
+    lambda config, _: config.model != "cnn", "--model transformer or vit", "the CNN's layers are four", "--model vit"
+)
 MakeTask = Callable[[Run], Task]
 
 
@@ -108,13 +113,25 @@ def choose(
     n_experts = 0 if config.n_experts is None else config.n_experts
     with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
         if config.model == "transformer":
-            sizes = TransformerConfig(dim=64, n_layers=n_layers, n_heads=8, n_kv_heads=4, ffn_dim=192,
-                                      n_experts=n_experts, top_k=1 if n_experts == 1 else 2)  # fmt: skip
+            sizes = TransformerConfig(
+                dim=64,
+                n_layers=n_layers,
+                n_heads=8,
+                n_kv_heads=4,
+                ffn_dim=192,
+                n_experts=n_experts,
+                top_k=1 if n_experts == 1 else 2,
+            )
             check_transformer(sizes, layout, seq_length, config.cp_style or "ring")
             tokens, validation, about = TextOptions(seq_length=seq_length).load(sizes.vocab_size, config.seed)
             check_tokens(tokens, validation, global_batch)
-            return (Transformer(sizes), transformer_plan(sizes), torch.zeros(batch, seq_length).long(), about,
-                    lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4))  # fmt: skip
+            return (
+                Transformer(sizes),
+                transformer_plan(sizes),
+                torch.zeros(batch, seq_length).long(),
+                about,
+                lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4),
+            )
         model: nn.Module
         if config.model == "vit":
             vit = replace(PRESETS["debug"], image_size=16, patch_size=4, channels=1, n_layers=n_layers)

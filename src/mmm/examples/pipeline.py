@@ -70,11 +70,21 @@ def train(config: Config) -> None:
     config.check_memory(config.seq_length // layout.tp, config.dtype)
     model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
     if config.timeline and steps < 2:
-        raise ConfigError(f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
-                          f"it; use --max_iters 2 or more")  # fmt: skip
+        raise ConfigError(
+            f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
+            f"it; use --max_iters 2 or more"
+        )
     parts = parts_of(model, plan)
-    each = check_pipeline(layout, config.schedule, config.microbatches, batch, len(parts), config.stages_per_rank,
-                          dtype=config.dtype, compile=plan if config.compile else None)  # fmt: skip
+    each = check_pipeline(
+        layout,
+        config.schedule,
+        config.microbatches,
+        batch,
+        len(parts),
+        config.stages_per_rank,
+        dtype=config.dtype,
+        compile=plan if config.compile else None,
+    )
     costs = part_costs(model, parts, setting.sample)
     cuts = cut(costs, layout.pp * each)
     if config.summary:
@@ -101,9 +111,16 @@ def train(config: Config) -> None:
 
         tokens_of_step = global_batch * config.seq_length  # micro-batches divide by it: their losses add up
         loss_fn = loss_of(*mine.values())  # cross-entropy of the logits, or in chunks
-        pipeline = Pipeline(mine, len(cuts), mesh, schedule=config.schedule, microbatches=config.microbatches,
-                            loss=lambda output, targets: loss_fn(output, targets, tokens_of_step),
-                            device=run.device, lap=run.clock.lap)  # fmt: skip
+        pipeline = Pipeline(
+            mine,
+            len(cuts),
+            mesh,
+            schedule=config.schedule,
+            microbatches=config.microbatches,
+            loss=lambda output, targets: loss_fn(output, targets, tokens_of_step),
+            device=run.device,
+            lap=run.clock.lap,
+        )
         optimizer = make_optimizer(config.optimizer, pipeline.parameters(), config.lr)
         first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         positions = torch.arange(config.seq_length, device=run.device)
@@ -124,8 +141,12 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if config.validates(step, steps):
-                more["val_loss"] = validate(run, setting, config.eval_batches, lambda part: pipeline.evaluate(
-                    part.inputs, part.targets, positions=positions))  # fmt: skip
+                more["val_loss"] = validate(
+                    run,
+                    setting,
+                    config.eval_batches,
+                    lambda part: pipeline.evaluate(part.inputs, part.targets, positions=positions),
+                )
             run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         if config.timeline:
             report_timeline(run, gather(recorder), config.schedule, config.microbatches, each)

@@ -38,8 +38,9 @@ from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import Run, start_run
 
 PROGRAM = ["-m", "mmm.examples._startup_rank"]
-MPIEXEC = Need(lambda config, _: "mpiexec" in config.ways, "--ways mpiexec", "nothing is started by it",
-               "--ways forked mpiexec")  # fmt: skip
+MPIEXEC = Need(
+    lambda config, _: "mpiexec" in config.ways, "--ways mpiexec", "nothing is started by it", "--ways forked mpiexec"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +101,10 @@ def growth(by_ranks: Mapping[int, Mapping[str, Found]], way: str) -> float:
 def table(by_ranks: Mapping[int, Mapping[str, Found]], ways: list[str], imported: float) -> str:
     """A line for each number of ranks; then what a further rank takes."""
     lines = ["     " + "".join(f"{way:>18}" for way in ways), "ranks" + f"{'seconds':>10}{'CPU-s':>8}" * len(ways)]
-    lines += [f"{ranks:>5}" + "".join(f"{each[way].seconds:>10.2f}{each[way].cpu:>8.2f}" for way in ways)
-              for ranks, each in by_ranks.items()]  # fmt: skip
+    lines += [
+        f"{ranks:>5}" + "".join(f"{each[way].seconds:>10.2f}{each[way].cpu:>8.2f}" for way in ways)
+        for ranks, each in by_ranks.items()
+    ]
     if len(by_ranks) > 1:
         lines.append(f"one import takes {imported:.2f} CPU-s; a further rank, of that:")
         more = {way: growth(by_ranks, way) for way in ways}
@@ -136,8 +139,10 @@ def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
             note = f"mpiexec is left out: no {mpiexec} here that answers"
             ways = [way for way in ways if way != "mpiexec"]
             if not ways:
-                raise ConfigError(f"--ways mpiexec: there is no {mpiexec} here that answers; give --mpiexec the "
-                                  f"path of one, or other --ways")  # fmt: skip
+                raise ConfigError(
+                    f"--ways mpiexec: there is no {mpiexec} here that answers; give --mpiexec the "
+                    f"path of one, or other --ways"
+                )
     with start_run("startup", config, layout) as run, tempfile.TemporaryDirectory() as folder:
         if note:
             run.note(note)

@@ -101,8 +101,10 @@ def train(config: Config) -> bool:
     config.check()
     ranks = whoami().world_size
     if SEQ % ranks:
-        raise LayoutError(f"{ranks} ranks do not divide the sequence of {SEQ} and the widths: start "
-                          f"{' or '.join(str(n) for n in range(1, SEQ + 1) if SEQ % n == 0)}")  # fmt: skip
+        raise LayoutError(
+            f"{ranks} ranks do not divide the sequence of {SEQ} and the widths: start "
+            f"{' or '.join(str(n) for n in range(1, SEQ + 1) if SEQ % n == 0)}"
+        )
     layout = Layout(tp=ranks).fit(ranks)
     with start_run("tensor_parallel", config, layout) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)["tp" if ranks > 1 else "dp_shard"]
@@ -114,8 +116,11 @@ def train(config: Config) -> bool:
             lines.append(f"{name:20}{output:10.1e}{gradient:12.1e}{verdict}")
         run.log.info("cut over %d ranks, differs from the whole computation by\n%s", ranks, "\n".join(lines))
         if run.record is not None:
-            row = {f"{name}_{what}": value for name, two in found.items()
-                   for what, value in zip(("output", "gradient"), two, strict=True)}  # fmt: skip
+            row = {
+                f"{name}_{what}": value
+                for name, two in found.items()
+                for what, value in zip(("output", "gradient"), two, strict=True)
+            }
             run.record.update({**row, "allowed": limit})
     return all(value <= limit for two in found.values() for value in two)  # NaN is wrong as well
 

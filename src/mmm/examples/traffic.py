@@ -86,11 +86,21 @@ def measure(
     layout, options, plan = case.layout, run.options, transformer_plan(sizes)
     assert isinstance(options, Config)
     mesh = build_mesh(layout, run.device.type, options.timeout)
-    model = ParallelModel(on_meta(sizes), plan, layout, mesh, run.precision, case.how, division, device=run.device,
-                          seed=options.seed)  # fmt: skip
+    model = ParallelModel(
+        on_meta(sizes), plan, layout, mesh, run.precision, case.how, division, device=run.device, seed=options.seed
+    )
     each = global_batch // layout.dp
-    formula = assembled_traffic(on_meta(sizes), plan, layout, case.how, division, model.modules, batch=each,
-                                seq_length=options.seq_length, precision=run.precision)  # fmt: skip
+    formula = assembled_traffic(
+        on_meta(sizes),
+        plan,
+        layout,
+        case.how,
+        division,
+        model.modules,
+        batch=each,
+        seq_length=options.seq_length,
+        precision=run.precision,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     part = tokens.batch(0, global_batch, layout.dp_coordinate(run.rank.rank) * each, each).to(run.device)
 
@@ -112,8 +122,9 @@ def train(config: Config) -> bool:
     ranks = whoami().world_size
     sizes = config.model_config(config.default_vocab())
     if ranks == 1:
-        raise LayoutError("1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m "
-                          "mmm.examples.traffic`")  # fmt: skip
+        raise LayoutError(
+            "1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
+        )
     _, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
     tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
     tokens.steps_per_epoch(global_batch)  # there is one
@@ -133,12 +144,20 @@ def train(config: Config) -> bool:
         found = {case: measure(run, case, division[case], sizes, tokens, global_batch) for case in division}
         worst = {case: max(map(apart, by_rank)) for case, by_rank in found.items()}
         rows = {(case.name, str(case.layout)): by_rank for case, by_rank in found.items()}
-        run.log.info("bytes of a step, on the rank that sends most; %d samples of %d tokens in all\n%s", global_batch,
-                     config.seq_length, table(rows))  # fmt: skip
+        run.log.info(
+            "bytes of a step, on the rank that sends most; %d samples of %d tokens in all\n%s",
+            global_batch,
+            config.seq_length,
+            table(rows),
+        )
         run.describe(traffic={case.name: [step._asdict() for step in by_rank] for case, by_rank in found.items()})
         wrong = [case.name for case in found if worst[case] > LIMIT]
-        run.log.info("counted and formula differ by %.2f %% at most, of any layout, axis and rank (allowed: %.0f %%)%s",
-                     100 * max(worst.values()), 100 * LIMIT, f": {', '.join(wrong)}" if wrong else "")  # fmt: skip
+        run.log.info(
+            "counted and formula differ by %.2f %% at most, of any layout, axis and rank (allowed: %.0f %%)%s",
+            100 * max(worst.values()),
+            100 * LIMIT,
+            f": {', '.join(wrong)}" if wrong else "",
+        )
     return not wrong
 
 

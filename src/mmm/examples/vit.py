@@ -1,6 +1,6 @@
 """A Vision Transformer: the same program as ``mmm.trainer.vit``, under the name of the examples.
 
-    launch python3 -m mmm.examples.vit --max_iters 10
+launch python3 -m mmm.examples.vit --max_iters 10
 """
 
 from mmm.runtime.failure import run_main

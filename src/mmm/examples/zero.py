@@ -78,8 +78,9 @@ def train(config: Config) -> bool:
         mesh = build_mesh(layout, run.device.type, config.timeout)
         held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in range(len(TECHNIQUES))), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
-        run.log.info("numbers kept, on the rank that keeps most\n%s",
-                     table(held, whole, layout.dp, width, config.offload))  # fmt: skip
+        run.log.info(
+            "numbers kept, on the rank that keeps most\n%s", table(held, whole, layout.dp, width, config.offload)
+        )
         apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
         limit = TOLERANCE[run.precision.name]
         run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit)
@@ -94,8 +95,15 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
     options, technique = run.options, TECHNIQUES[stage]
     assert isinstance(options, Config)
     offload = options.offload and stage > 0
-    model = apply(model, mesh, transformer_plan(), run.precision, data_parallel=technique, compile=options.compile,
-                  offload=offload)  # fmt: skip
+    model = apply(
+        model,
+        mesh,
+        transformer_plan(),
+        run.precision,
+        data_parallel=technique,
+        compile=options.compile,
+        offload=offload,
+    )
     materialize(model, run.device, options.seed)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
     batch, global_batch, losses = setting.batch, setting.global_batch, []

@@ -14,5 +14,15 @@ from mmm.history.reader import fold, load, state
 from mmm.history.record import prepare, versions, write_config
 from mmm.history.terminal import terminal_plot
 
-__all__ = ["History", "fold", "load", "plot_all", "plot_timeline", "prepare", "state", "terminal_plot",
-           "versions", "write_config"]  # fmt: skip
+__all__ = [
+    "History",
+    "fold",
+    "load",
+    "plot_all",
+    "plot_timeline",
+    "prepare",
+    "state",
+    "terminal_plot",
+    "versions",
+    "write_config",
+]

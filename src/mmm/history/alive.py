@@ -92,6 +92,8 @@ def why_going_on(fd: int, writer: Mapping[str, Any]) -> str | None:
     age = time.time() - os.fstat(fd).st_mtime
     if age < RECENT:
         where = f" by process {writer['pid']} on {writer['host']}" if {"pid", "host"} <= writer.keys() else ""
-        return (f"{without}, and the journal was written {max(age, 0):.0f} s ago{where}: "
-                f"only after {RECENT / 60:.0f} minutes without a write does the run count as over")  # fmt: skip
+        return (
+            f"{without}, and the journal was written {max(age, 0):.0f} s ago{where}: "
+            f"only after {RECENT / 60:.0f} minutes without a write does the run count as over"
+        )
     return None

@@ -115,8 +115,9 @@ class Journal:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._make(content)
-        log.warning("%s was removed while the run goes on: it is made anew, with %d rows", self.path,
-                    content.count(b"\n") - 1)  # fmt: skip
+        log.warning(
+            "%s was removed while the run goes on: it is made anew, with %d rows", self.path, content.count(b"\n") - 1
+        )
 
     def _in_place(self) -> bool:
         try:

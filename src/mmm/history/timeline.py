@@ -76,8 +76,17 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
     if any(span.turn for span in spans):
         patches.append(Patch(facecolor=faded(COLORS["F"]), edgecolor="none", label="paler: a rank's later stage"))
     patches.append(Patch(color=IDLE, label="idle"))
-    figure.legend(handles=patches, ncols=len(patches), loc="upper left", bbox_to_anchor=(0.02, 1 - 0.42 / height),
-                  fontsize=9, borderpad=0, borderaxespad=0, columnspacing=1.3, handlelength=1.2)  # fmt: skip
+    figure.legend(
+        handles=patches,
+        ncols=len(patches),
+        loc="upper left",
+        bbox_to_anchor=(0.02, 1 - 0.42 / height),
+        fontsize=9,
+        borderpad=0,
+        borderaxespad=0,
+        columnspacing=1.3,
+        handlelength=1.2,
+    )
     between = 0.85 / (each - 0.85)
     figure.subplots_adjust(left=0.07, right=0.985, top=1 - 1.05 / height, bottom=0.5 / height, hspace=between)
     for number, panel in enumerate(panels):
@@ -107,8 +116,16 @@ def _draw(axes: "Axes", panel: Panel) -> None:
         for span, (left, wide) in zip(row, bars, strict=True):
             if wide / ((end - start) * 1e3) * points > 6.5 * len(span.label) + 2:
                 dark = span.kind in LIGHT or span.turn
-                axes.text(left + wide / 2, rank, span.label, ha="center", va="center", fontsize=8,
-                          color=INK if dark else "white", zorder=3)  # fmt: skip
+                axes.text(
+                    left + wide / 2,
+                    rank,
+                    span.label,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=INK if dark else "white",
+                    zorder=3,
+                )
     axes.set_title(panel.title, fontsize=10.5)
     axes.set_xlim(0, (end - start) * 1e3)
     axes.set_ylim(len(panel.rows) - 0.5, -0.5)

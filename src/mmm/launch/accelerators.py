@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INTEL = "0x8086"
-INTEL_DATA_CENTRE = "0x038000"          # PCI class of GPUs without a display output
+INTEL_DATA_CENTRE = "0x038000"  # PCI class of GPUs without a display output
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Accelerators:
     why: str
 
 
-def find(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, build: str | None = None,
-         system: str | None = None) -> Accelerators:
+def find(
+    root: Path = Path("/"), environ: Mapping[str, str] = os.environ, build: str | None = None, system: str | None = None
+) -> Accelerators:
     """What the installed torch could use on this host. `build` and `system` stand in for torch's and the host's own."""
     build = torch_build() if build is None else build
     system = system or f"{platform.system()} {platform.machine()}"
@@ -40,11 +41,13 @@ def find(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, build:
         count = _visible(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
         for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
             count = _visible(count, environ, name)
-        return _found("cuda", count, "AMD GPU", environ, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
-                      "CUDA_VISIBLE_DEVICES")
+        return _found(
+            "cuda", count, "AMD GPU", environ, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+        )
     if build == "xpu":
-        return _found("xpu", _intel(root, environ), "Intel GPU tile", environ, "ZE_AFFINITY_MASK",
-                      "ZE_FLAT_DEVICE_HIERARCHY")
+        return _found(
+            "xpu", _intel(root, environ), "Intel GPU tile", environ, "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY"
+        )
     if system == "Darwin arm64":
         return Accelerators("mps", 1, "Apple GPU")
     return Accelerators(None, 0, "torch is built for CPU")
@@ -82,7 +85,7 @@ def _found(device: str, count: int, what: str, environ: Mapping[str, str], *name
 def _nvidia(root: Path) -> int:
     count = sum(1 for path in _list(root / "dev") if re.fullmatch(r"nvidia\d+", path.name))
     if not count and (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
-        return 1                        # Windows Subsystem for Linux shows one file for all GPUs
+        return 1  # Windows Subsystem for Linux shows one file for all GPUs
     return count
 
 
@@ -100,10 +103,13 @@ def _intel(root: Path, environ: Mapping[str, str]) -> int:
     tiles = []
     for card in _list(root / "sys/class/drm"):
         device = card / "device"
-        if (re.fullmatch(r"card\d+", card.name) and _text(device / "vendor").strip() == INTEL
-                and _text(device / "class").strip() == INTEL_DATA_CENTRE):
-            xe = [p for p in _list(device) if re.fullmatch(r"tile\d+", p.name)]             # the xe driver
-            i915 = [p for p in _list(card / "gt") if re.fullmatch(r"gt\d+", p.name)]        # the i915 driver
+        if (
+            re.fullmatch(r"card\d+", card.name)
+            and _text(device / "vendor").strip() == INTEL
+            and _text(device / "class").strip() == INTEL_DATA_CENTRE
+        ):
+            xe = [p for p in _list(device) if re.fullmatch(r"tile\d+", p.name)]  # the xe driver
+            i915 = [p for p in _list(card / "gt") if re.fullmatch(r"gt\d+", p.name)]  # the i915 driver
             tiles.append(max(1, len(xe or i915)))
     composite = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE"
     count = len(tiles) if composite else sum(tiles)

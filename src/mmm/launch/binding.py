@@ -61,17 +61,21 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
     if bind == "cores":
         cores = _cores(allowed, system)
         if len(cores) < ranks:
-            raise LaunchError(f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores. Start at most "
-                              f"{len(cores)} ranks a host, or use --cpu-bind none.")
+            raise LaunchError(
+                f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores. Start at most "
+                f"{len(cores)} ranks a host, or use --cpu-bind none."
+            )
         each = len(cores) // ranks
-        return [as_text([cpu for core in cores[i * each:(i + 1) * each] for cpu in core]) for i in range(ranks)]
+        return [as_text([cpu for core in cores[i * each : (i + 1) * each] for cpu in core]) for i in range(ranks)]
     parts = bind.partition(":")[2].split(":")
     if len(parts) < ranks:
         raise LaunchError(f"--cpu-bind {bind}: CPUs for {len(parts)} ranks, but there are {ranks} on this host.")
     for rank, part in enumerate(parts[:ranks]):
         if not set(cpu_list(part)) <= set(allowed):
-            raise LaunchError(f"--cpu-bind {bind}: local rank {rank} is to have CPUs {part}, but this process may use "
-                              f"{as_text(allowed)} only.")
+            raise LaunchError(
+                f"--cpu-bind {bind}: local rank {rank} is to have CPUs {part}, but this process may use "
+                f"{as_text(allowed)} only."
+            )
     return list(parts[:ranks])
 
 
@@ -96,6 +100,6 @@ def _cores(allowed: Sequence[int], system: Path) -> list[list[int]]:
             package = int((topology / "physical_package_id").read_text())
             first = int(re.split("[,-]", (topology / "thread_siblings_list").read_text())[0])
         except (OSError, ValueError):
-            package, first = 0, cpu              # not said: each CPU is a core
+            package, first = 0, cpu  # not said: each CPU is a core
         cores.setdefault((package, first), []).append(cpu)
     return [cores[key] for key in sorted(cores)]

@@ -26,7 +26,7 @@ from mmm.launch.mpi import Request
 from mmm.launch.sites import Site
 from mmm.launch.target import Target
 
-FIRST_PORT, PORTS = 20_000, 12_000       # below those that systems give to outgoing connections
+FIRST_PORT, PORTS = 20_000, 12_000  # below those that systems give to outgoing connections
 MAX_RANKS_PER_HOST = 4096
 
 
@@ -79,7 +79,7 @@ class ClusterPlan:
     binding: str
     accelerators: str
     shared: dict[str, str]
-    environ: dict[str, str]             # what the starter itself gets on top of launch's environment
+    environ: dict[str, str]  # what the starter itself gets on top of launch's environment
     device: str | None
     threads: int | None
     prefork: bool
@@ -92,9 +92,15 @@ class ClusterPlan:
         return self.ranks if self.by == "rank" else len(self.hosts)
 
 
-def plan(target: Target, wishes: Wishes, *, environ: Mapping[str, str] = os.environ,
-         found: accelerators.Accelerators | None = None, build: str | None = None,
-         version: str | None = None) -> ClusterPlan | None:
+def plan(
+    target: Target,
+    wishes: Wishes,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    found: accelerators.Accelerators | None = None,
+    build: str | None = None,
+    version: str | None = None,
+) -> ClusterPlan | None:
     """Plan `target` on the job's hosts, or None where there are none: then this host is all there is.
 
     `found`, `build` and `version` stand in for this host's accelerators, its torch, and what mpiexec --version prints.
@@ -107,13 +113,15 @@ def plan(target: Target, wishes: Wishes, *, environ: Mapping[str, str] = os.envi
     its_job, listed, why, notes = here
     site, why["machine"] = sites.find(environ, wishes.site)
     starter, mpiexec, why["starter"] = _starter(wishes, its_job, site, environ, version)
-    device, why[wire.DEVICE_VARIABLE], per_host_devices, why["accelerators"] = \
-        _device(wishes, site, its_job, listed, environ, found, build)
+    device, why[wire.DEVICE_VARIABLE], per_host_devices, why["accelerators"] = _device(
+        wishes, site, its_job, listed, environ, found, build
+    )
     default, reason = _per_host(its_job, site, listed, device, per_host_devices, why["accelerators"])
     per_host, ranks, used, why["ranks"] = _ranks(wishes, list(listed), default, reason)
     if per_host > MAX_RANKS_PER_HOST:
-        raise LaunchError(f"{per_host} ranks on each host: the number of ranks on a host must be from 1 to "
-                          f"{MAX_RANKS_PER_HOST}.")
+        raise LaunchError(
+            f"{per_host} ranks on each host: the number of ranks on a host must be from 1 to {MAX_RANKS_PER_HOST}."
+        )
     if default is None and wishes.nproc is None and wishes.per_host is None:
         notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
     if len(used) < len(listed):
@@ -125,16 +133,39 @@ def plan(target: Target, wishes: Wishes, *, environ: Mapping[str, str] = os.envi
     all_listed = len(used) == len(listed) and set(listed.values()) == {1}
     hostfile = (wishes.hostfile if all_listed else None) or (its_job.hostfile if whole else None)
     by_host = wishes.by == "host"
-    request = Request(processes=len(used) if by_host else ranks, per_host=1 if by_host else per_host, hosts=used,
-                      hostfile=hostfile, subset=not whole, bind=words, env=wishes.env, environ=environ,
-                      more=wishes.launcher_args)
+    request = Request(
+        processes=len(used) if by_host else ranks,
+        per_host=1 if by_host else per_host,
+        hosts=used,
+        hostfile=hostfile,
+        subset=not whole,
+        bind=words,
+        env=wishes.env,
+        environ=environ,
+        more=wishes.launcher_args,
+    )
     command = [*_line(starter, mpiexec, request, site, by_host), *_entry(target)]
     return ClusterPlan(
-        target=target, starter=starter, command=command, job=its_job, site=site, hosts=tuple(used), per_host=per_host,
-        ranks=ranks, by=wishes.by, bind=bind, binding=binding_words,
+        target=target,
+        starter=starter,
+        command=command,
+        job=its_job,
+        site=site,
+        hosts=tuple(used),
+        per_host=per_host,
+        ranks=ranks,
+        by=wishes.by,
+        bind=bind,
+        binding=binding_words,
         accelerators=_accelerators(device, per_host_devices, why["accelerators"]),
-        shared=shared, environ=dict(wishes.env), device=device, threads=threads, prefork=wishes.prefork, why=why,
-        notes=(*its_job.notes, *notes))
+        shared=shared,
+        environ=dict(wishes.env),
+        device=device,
+        threads=threads,
+        prefork=wishes.prefork,
+        why=why,
+        notes=(*its_job.notes, *notes),
+    )
 
 
 def _hosts(wishes: Wishes, environ: Mapping[str, str]) -> tuple[Job, hosts.Hosts, dict[str, str], list[str]] | None:
@@ -153,14 +184,17 @@ def _hosts(wishes: Wishes, environ: Mapping[str, str]) -> tuple[Job, hosts.Hosts
     short = {name.partition(".")[0] for name in found.hosts}
     strange = [name for name in listed if name.partition(".")[0] not in short] if found.hosts else []
     if strange:
-        raise LaunchError(f"{why['hosts']}: {', '.join(strange)} {'is' if len(strange) == 1 else 'are'} not among the "
-                          f"{len(found.hosts)} hosts of {found.scheduler} job {found.job_id} ({found.why['hosts']}).\n"
-                          "  Name hosts of the job, or leave it out of account: --scheduler none")
+        raise LaunchError(
+            f"{why['hosts']}: {', '.join(strange)} {'is' if len(strange) == 1 else 'are'} not among the "
+            f"{len(found.hosts)} hosts of {found.scheduler} job {found.job_id} ({found.why['hosts']}).\n"
+            "  Name hosts of the job, or leave it out of account: --scheduler none"
+        )
     return found, listed, why, []
 
 
-def _starter(wishes: Wishes, its_job: Job, site: Site | None, environ: Mapping[str, str],
-             version: str | None) -> tuple[str, str, str]:
+def _starter(
+    wishes: Wishes, its_job: Job, site: Site | None, environ: Mapping[str, str], version: str | None
+) -> tuple[str, str, str]:
     """Who starts the processes: its kind, its program, and why."""
     if its_job.scheduler == "slurm" and wishes.mpiexec is None:
         return "srun", "srun", "inside a Slurm job"
@@ -172,12 +206,21 @@ def _starter(wishes: Wishes, its_job: Job, site: Site | None, environ: Mapping[s
         return kind, mpiexec, f"{mpiexec} --version: {words}"
     if site is not None and site.mpi is not None:
         return site.mpi, mpiexec, f"{site.name}'s; {mpiexec} --version does not say ({words})"
-    raise LaunchError(f"{mpiexec} --version prints {words!r}, which is no MPI that launch knows.\n"
-                      f"  Say what it is like: --mpi {'|'.join(mpi.FLAVOURS)}")
+    raise LaunchError(
+        f"{mpiexec} --version prints {words!r}, which is no MPI that launch knows.\n"
+        f"  Say what it is like: --mpi {'|'.join(mpi.FLAVOURS)}"
+    )
 
 
-def _device(wishes: Wishes, site: Site | None, its_job: Job, listed: hosts.Hosts, environ: Mapping[str, str],
-            found: accelerators.Accelerators | None, build: str | None) -> tuple[str | None, str, int | None, str]:
+def _device(
+    wishes: Wishes,
+    site: Site | None,
+    its_job: Job,
+    listed: hosts.Hosts,
+    environ: Mapping[str, str],
+    found: accelerators.Accelerators | None,
+    build: str | None,
+) -> tuple[str | None, str, int | None, str]:
     """Device type and why; devices a host and why."""
     here = any(hosts.is_here(name) for name in listed)
     if found is None and here:
@@ -213,8 +256,9 @@ def _accelerators(device: str | None, count: int | None, why: str) -> str:
     return f"{count} a host" + (f", {device}" if device else "")
 
 
-def _per_host(its_job: Job, site: Site | None, listed: hosts.Hosts, device: str | None, devices: int | None,
-              devices_why: str) -> tuple[int | None, str]:
+def _per_host(
+    its_job: Job, site: Site | None, listed: hosts.Hosts, device: str | None, devices: int | None, devices_why: str
+) -> tuple[int | None, str]:
     """Ranks a host where neither -n nor -ppn says it, and why; None if nothing does."""
     if its_job.tasks_per_host:
         return its_job.tasks_per_host, its_job.why["tasks_per_host"]
@@ -222,8 +266,10 @@ def _per_host(its_job: Job, site: Site | None, listed: hosts.Hosts, device: str 
     if slots != {1}:
         if len(slots) > 1:
             some = ", ".join(f"{name}:{count}" for name, count in list(listed.items())[:4])
-            raise LaunchError(f"hosts have different numbers of slots ({some}), and launch puts as many ranks on each: "
-                              "give -ppn RANKS.")
+            raise LaunchError(
+                f"hosts have different numbers of slots ({some}), and launch puts as many ranks on each: "
+                "give -ppn RANKS."
+            )
         return slots.pop(), "slots in the list of hosts"
     if devices and device != "cpu":
         return devices, f"one per accelerator: {devices_why}"
@@ -235,8 +281,10 @@ def _ranks(wishes: Wishes, names: list[str], default: int | None, reason: str) -
     total, per_host, nhosts = wishes.nproc, wishes.per_host, wishes.nhosts
     if nhosts is not None:
         if nhosts > len(names):
-            raise LaunchError(f"-N {nhosts}: there {'is' if len(names) == 1 else 'are'} {len(names)} "
-                              f"host{'' if len(names) == 1 else 's'}.")
+            raise LaunchError(
+                f"-N {nhosts}: there {'is' if len(names) == 1 else 'are'} {len(names)} "
+                f"host{'' if len(names) == 1 else 's'}."
+            )
         names = names[:nhosts]
     if total is None:
         why = "-ppn" if per_host is not None else reason
@@ -246,11 +294,15 @@ def _ranks(wishes: Wishes, names: list[str], default: int | None, reason: str) -
     per_host = per_host or -(-total // len(names))
     needed = -(-total // per_host)
     if needed > len(names):
-        raise LaunchError(f"-n {total} with {per_host} a host takes {needed} hosts, and there are {len(names)}: "
-                          f"at most -n {per_host * len(names)}, or a larger -ppn.")
+        raise LaunchError(
+            f"-n {total} with {per_host} a host takes {needed} hosts, and there are {len(names)}: "
+            f"at most -n {per_host * len(names)}, or a larger -ppn."
+        )
     if nhosts is not None and needed < nhosts:
-        raise LaunchError(f"-n {total} -ppn {per_host} -N {nhosts}: {total} ranks, {per_host} a host, fill {needed} "
-                          f"hosts, not {nhosts}. Leave one of the three out.")
+        raise LaunchError(
+            f"-n {total} -ppn {per_host} -N {nhosts}: {total} ranks, {per_host} a host, fill {needed} "
+            f"hosts, not {nhosts}. Leave one of the three out."
+        )
     return per_host, total, names[:needed], why
 
 
@@ -275,9 +327,17 @@ def _binding(wishes: Wishes, site: Site | None, starter: str, per_host: int) -> 
     return None, [], f"left to {starter}", "not asked for"
 
 
-def _environment(wishes: Wishes, site: Site | None, its_job: Job, used: list[str], ranks: int, device: str | None,
-                 environ: Mapping[str, str], build: str | None,
-                 why: dict[str, str]) -> tuple[dict[str, str], int | None]:
+def _environment(
+    wishes: Wishes,
+    site: Site | None,
+    its_job: Job,
+    used: list[str],
+    ranks: int,
+    device: str | None,
+    environ: Mapping[str, str],
+    build: str | None,
+    why: dict[str, str],
+) -> tuple[dict[str, str], int | None]:
     """Variables of every rank, and the number of threads where that is said."""
     shared = {"WORLD_SIZE": str(ranks)}
     if environ.get("MASTER_ADDR"):
@@ -315,13 +375,16 @@ def _environment(wishes: Wishes, site: Site | None, its_job: Job, used: list[str
     return shared, None
 
 
-def _port(environ: Mapping[str, str], its_job: Job, site: Site | None, used: list[str],
-          attempt: int) -> tuple[str, str]:
+def _port(
+    environ: Mapping[str, str], its_job: Job, site: Site | None, used: list[str], attempt: int
+) -> tuple[str, str]:
     given = environ.get("MASTER_PORT")
     if given:
         if not (given.isdigit() and 0 < int(given) < 65536):
-            raise LaunchError(f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
-                              "  unset MASTER_PORT and one is picked.")
+            raise LaunchError(
+                f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
+                "  unset MASTER_PORT and one is picked."
+            )
         return given, "set in the environment"
     if site is not None and site.port:
         return str(site.port + attempt), site.name

@@ -8,15 +8,24 @@ from dataclasses import dataclass
 
 from mmm.launch.wire import Report, Status, shorten
 
-SETTLE = 0.06            # s to wait, after a first failure, for one that came before it
-SETTLE_DOUBTFUL = 0.5    # s, if all that is known so far looks like a consequence
-WATCHDOG_EXIT = 124      # as `timeout` exits
-LINE = 1000              # characters of a failure in one line
+SETTLE = 0.06  # s to wait, after a first failure, for one that came before it
+SETTLE_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence
+WATCHDOG_EXIT = 124  # as `timeout` exits
+LINE = 1000  # characters of a failure in one line
 
 # What a rank's traceback says when it failed because another had gone.
-CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe",
-                "remote process exited", "DistNetworkError", "DistStoreError", "failed to recv", "Timed out waiting",
-                "NCCL communicator was aborted")
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "DistNetworkError",
+    "DistStoreError",
+    "failed to recv",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +34,12 @@ class Failure:
 
     rank: int
     exit_code: int
-    time: float                             # time.monotonic() when it was noticed where it happened
-    doubt: int                              # 0: a cause; 1: SIGABRT, which may be a consequence; 2: a lost connection
+    time: float  # time.monotonic() when it was noticed where it happened
+    doubt: int  # 0: a cause; 1: SIGABRT, which may be a consequence; 2: a lost connection
     report: Report | None = None
-    text: str = ""                          # where there is no report
-    host: str = ""                          # "": this one
-    final: bool = False                     # somebody ended the run: starting it again is not wanted
+    text: str = ""  # where there is no report
+    host: str = ""  # "": this one
+    final: bool = False  # somebody ended the run: starting it again is not wanted
 
     @classmethod
     def reported(cls, report: Report, host: str = "") -> "Failure":
@@ -43,8 +52,13 @@ class Failure:
         code = status.code or 0
         if code < 0:
             text = f"rank {status.rank} (pid {status.pid}) was killed by {signal_name(-code)}"
-            return cls(status.rank, 128 - code, status.time, int(-code == signal.SIGABRT),
-                       text=f"{text} on {host or socket.gethostname()}")
+            return cls(
+                status.rank,
+                128 - code,
+                status.time,
+                int(-code == signal.SIGABRT),
+                text=f"{text} on {host or socket.gethostname()}",
+            )
         where = f" on {host}" if host else ""
         return cls(status.rank, code, status.time, 0, text=f"rank {status.rank} exited with code {code}{where}")
 

@@ -27,11 +27,11 @@ from mmm.launch.run import GRACE, Limits, Run
 from mmm.launch.stacks import Stack
 from mmm.launch.wire import Report
 
-START_TIMEOUT = 300.0    # s until every process has connected
-LAST_WORDS = 3.0         # s beyond the grace that hosts have to say that their ranks are gone
-STARTER_END = 1.5        # s that mpiexec or srun has to end once its processes have
-LOCATE = 2.0             # s for the hosts to say where their ranks are
-STARTER_LINGERS = 20.0   # s that it has after a run that went well: others of its processes may still write
+START_TIMEOUT = 300.0  # s until every process has connected
+LAST_WORDS = 3.0  # s beyond the grace that hosts have to say that their ranks are gone
+STARTER_END = 1.5  # s that mpiexec or srun has to end once its processes have
+LOCATE = 2.0  # s for the hosts to say where their ranks are
+STARTER_LINGERS = 20.0  # s that it has after a run that went well: others of its processes may still write
 SPARE_FILES = 64
 
 
@@ -41,15 +41,15 @@ class Head(Run):
         self.plan = plan
         self.start_timeout = start_timeout
         self.token = secrets.token_hex(16)
-        self.members: dict[int, Member] = {}                 # by file descriptor
-        self.roll: dict[int, Member] = {}                    # by index
-        self.under_way = False                               # the roll is complete, the ranks have been told to go
+        self.members: dict[int, Member] = {}  # by file descriptor
+        self.roll: dict[int, Member] = {}  # by index
+        self.under_way = False  # the roll is complete, the ranks have been told to go
         self.roll_call_ends: float | None = None
         self.starter_ended: float | None = None
         self.stop_starter_at: float | None = None
-        self.pending: list[int] = []                         # signals for ranks that are not there yet
-        self.stacks: dict[int, Stack] = {}                   # of a run that hangs
-        self.silent: set[int] = set()                        # members that have not sent theirs
+        self.pending: list[int] = []  # signals for ranks that are not there yet
+        self.stacks: dict[int, Stack] = {}  # of a run that hangs
+        self.silent: set[int] = set()  # members that have not sent theirs
         self.locate_until: float | None = None
         self.starter: subprocess.Popen | None = None
         self.server: socket.socket | None = None
@@ -58,25 +58,38 @@ class Head(Run):
         plan = self.plan
         limit = mpi.open_files()
         if plan.processes + SPARE_FILES > limit:
-            raise LaunchError(f"{plan.processes} ranks each hold a connection to launch, which may open {limit} files "
-                              "(ulimit -Hn).\n  Use --ranks-by host: one connection a host.")
+            raise LaunchError(
+                f"{plan.processes} ranks each hold a connection to launch, which may open {limit} files "
+                "(ulimit -Hn).\n  Use --ranks-by host: one connection a host."
+            )
         self.server = socket.create_server(("", 0), backlog=min(plan.processes + 8, 4096))
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ)
         port = self.server.getsockname()[1]
-        entry = {"at": [[address, port] for address in addresses(plan)], "token": self.token, "starter": plan.starter,
-                 "processes": plan.processes}
+        entry = {
+            "at": [[address, port] for address in addresses(plan)],
+            "token": self.token,
+            "starter": plan.starter,
+            "processes": plan.processes,
+        }
         self.output = Output(self.selector)
         self.roll_call_ends = time.monotonic() + self.start_timeout
-        signal.signal(signal.SIGCHLD, lambda *_: None)       # wakes `serve`
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
         try:
-            self.starter = subprocess.Popen(plan.command, stdin=subprocess.DEVNULL, stdout=self.output.stdout,
-                                            stderr=self.output.stderr, start_new_session=True,
-                                            env={**os.environ, **plan.environ, links.VARIABLE: json.dumps(entry)})
+            self.starter = subprocess.Popen(
+                plan.command,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output.stdout,
+                stderr=self.output.stderr,
+                start_new_session=True,
+                env={**os.environ, **plan.environ, links.VARIABLE: json.dumps(entry)},
+            )
         except OSError as error:
-            raise LaunchError(f"{plan.command[0]}, which is to start the ranks ({plan.why['starter']}), cannot be run: "
-                              f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: "
-                              "--scheduler none") from None
+            raise LaunchError(
+                f"{plan.command[0]}, which is to start the ranks ({plan.why['starter']}), cannot be run: "
+                f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: "
+                "--scheduler none"
+            ) from None
         self.output.started()
 
     def clean_up(self) -> None:
@@ -95,7 +108,7 @@ class Head(Run):
         return [*super().deadlines(), self.roll_call_ends, self.stop_starter_at, self.locate_until, waiting]
 
     def idle_at(self) -> float | None:
-        return super().idle_at() if self.under_way else None             # nobody prints before the roll is complete
+        return super().idle_at() if self.under_way else None  # nobody prints before the roll is complete
 
     def serve(self) -> bool:
         """Take in what has happened. False once the starter has ended and nobody is connected."""
@@ -120,7 +133,7 @@ class Head(Run):
         if self.starter_ended is None:
             self.starter_ended = now
         if self.members and now < self.starter_ended + STARTER_END:
-            return True                                      # the last words of the ranks may be on their way
+            return True  # the last words of the ranks may be on their way
         if self.members and self.exit_code is None:
             self.starter_died()
         return bool(self.members) and self.kill_at is not None
@@ -170,9 +183,12 @@ class Head(Run):
             return True
         index, processes_there = member.hello["rank"], member.hello["world"]
         if processes_there != self.plan.processes or index in self.roll:
-            text = (f"{self.plan.starter} has started {processes_there} processes where {self.plan.processes} were "
-                    f"asked for" if processes_there != self.plan.processes else
-                    f"{self.plan.starter} has started rank {index} on {self.roll[index].host} and on {member.host}")
+            text = (
+                f"{self.plan.starter} has started {processes_there} processes where {self.plan.processes} were "
+                f"asked for"
+                if processes_there != self.plan.processes
+                else f"{self.plan.starter} has started rank {index} on {self.roll[index].host} and on {member.host}"
+            )
             report = Report(index, "user", f"{text}: its options (--launcher-args) contradict launch's.", 2, 0.0)
             self.failures.append(Failure(index, 2, time.monotonic(), 0, report))
             return True
@@ -204,8 +220,10 @@ class Head(Run):
             self.ended.add(message["ended"])
         elif "interrupted" in message:
             number = message["interrupted"]
-            text = (f"{signal_name(number)} came to the ranks on {member.host}, and not from launch: the scheduler, or "
-                    f"{self.plan.starter}, ends the run")
+            text = (
+                f"{signal_name(number)} came to the ranks on {member.host}, and not from launch: the scheduler, or "
+                f"{self.plan.starter}, ends the run"
+            )
             first = Failure(min(member.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True)
             self.failures.append(first)
         elif "stacks" in message:
@@ -219,7 +237,7 @@ class Head(Run):
     def on_lost(self, member: Member, how: str) -> None:
         """A member is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
         if not self.under_way:
-            del self.roll[member.index]                      # the starter will say more, or the roll is never complete
+            del self.roll[member.index]  # the starter will say more, or the roll is never complete
             return
         ranks = [rank for rank in member.ranks if rank not in self.ended]
         which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
@@ -244,8 +262,10 @@ class Head(Run):
         known = {m.host.partition(".")[0] for m in self.roll.values()}
         silent = [name for name in self.plan.hosts if name.partition(".")[0] not in known and not hosts.is_here(name)]
         where = f"; nothing was heard from {', '.join(silent[:8])}{' …' if len(silent) > 8 else ''}" if silent else ""
-        return (f"{absent} of {self.plan.processes} processes that {self.plan.starter} was to start have not connected "
-                f"to launch{where}")
+        return (
+            f"{absent} of {self.plan.processes} processes that {self.plan.starter} was to start have not connected "
+            f"to launch{where}"
+        )
 
     def send(self, number: int) -> bool:
         if not self.under_way:
@@ -259,7 +279,7 @@ class Head(Run):
 
     def tell(self, message: Message) -> None:
         for member in [m for m in self.members.values() if not m.done]:
-            with contextlib.suppress(Lost):                  # `hear` will see it too
+            with contextlib.suppress(Lost):  # `hear` will see it too
                 member.link.send(message)
 
     def locate(self) -> None:

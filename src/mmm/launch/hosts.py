@@ -8,7 +8,7 @@ from pathlib import Path
 from mmm.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-Hosts = dict[str, int]                   # name → how often it was listed, or its slots; in the order of the list
+Hosts = dict[str, int]  # name → how often it was listed, or its slots; in the order of the list
 
 
 def parse_list(text: str, what: str = "--hosts") -> Hosts:
@@ -44,8 +44,9 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
             if key in ("slots", "max_slots", "max-slots"):
                 count = _slots(value, where) if key == "slots" else count
             else:
-                raise LaunchError(f"{where}: {word!r} is not understood. Write a host name a line, or NAME slots=4, "
-                                  "or NAME:4.")
+                raise LaunchError(
+                    f"{where}: {word!r} is not understood. Write a host name a line, or NAME slots=4, or NAME:4."
+                )
         _add(found, name, count, where)
     if not found:
         raise LaunchError(f"{what} {path} names no host.")
@@ -80,7 +81,7 @@ def _expand_word(word: str, text: str) -> list[str]:
             raise LaunchError(f"host list {text!r}: {word!r} is not a host name.")
         return [word]
     inside, closed, tail = rest.partition("]")
-    tails = _expand_word("x" + tail, text) if tail else ["x"]            # a second bracket: rack[1-2]n[1-2]
+    tails = _expand_word("x" + tail, text) if tail else ["x"]  # a second bracket: rack[1-2]n[1-2]
     found = []
     for part in inside.split(","):
         low, _, high = part.partition("-")

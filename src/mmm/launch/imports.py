@@ -13,7 +13,7 @@ from pathlib import Path
 from mmm.launch import modules
 from mmm.launch.target import Target
 
-MAX_FILES = 400                          # of the user's own that are read; a bound, not a target
+MAX_FILES = 400  # of the user's own that are read; a bound, not a target
 INSTALLED = ("site-packages", "dist-packages")
 OURS = "mmm"
 
@@ -42,11 +42,11 @@ def preloads(target: Target) -> list[Preload]:
 
 @dataclass
 class _Scan:
-    first: list[str]                                             # searched before sys.path
-    found: dict[Preload, None] = field(default_factory=dict)     # ordered
+    first: list[str]  # searched before sys.path
+    found: dict[Preload, None] = field(default_factory=dict)  # ordered
     seen: set[str] = field(default_factory=set)
-    main: str = ""                                               # the target's name: never preloaded
-    root: str = ""                                               # its top-level package: read, not imported
+    main: str = ""  # the target's name: never preloaded
+    root: str = ""  # its top-level package: read, not imported
 
     def target(self, name: str) -> None:
         spec = modules.find(name, self.first)
@@ -69,7 +69,7 @@ class _Scan:
             return
         spec = modules.find(top, self.first)
         if spec is None:
-            return                                               # missing: the target itself will say so
+            return  # missing: the target itself will say so
         if top != self.root and is_installed(top, spec):
             self.found[Preload(name, names)] = None
             return
@@ -94,7 +94,7 @@ class _Scan:
         try:
             tree = ast.parse(source or "")
         except (SyntaxError, ValueError, RecursionError):
-            return                                               # the target itself will raise it
+            return  # the target itself will raise it
         self._block(tree.body, package, is_main)
 
     def _block(self, body: list[ast.stmt], package: str, is_main: bool) -> None:
@@ -110,7 +110,7 @@ class _Scan:
                 self._block(node.body, package, is_main)
                 self._block(node.orelse + node.finalbody, package, is_main)
             elif isinstance(node, ast.With) or (isinstance(node, ast.If) and is_main and _is_main_test(node.test)):
-                self._block(node.body, package, is_main)         # any other `if` may not be taken: left to the ranks
+                self._block(node.body, package, is_main)  # any other `if` may not be taken: left to the ranks
 
 
 def is_installed(top: str, spec: ModuleSpec) -> bool:
@@ -125,7 +125,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
     if not node.level:
         return node.module or ""
     parts = package.split(".") if package else []
-    kept = parts[:len(parts) - node.level + 1]
+    kept = parts[: len(parts) - node.level + 1]
     if not package or len(parts) < node.level:
         return ""
     return ".".join([*kept, *([node.module] if node.module else [])])
@@ -133,6 +133,12 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 def _is_main_test(test: ast.expr) -> bool:
     """`__name__ == "__main__"`"""
-    return (isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
-            and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)
-            and isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value == "__main__")
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.left, ast.Name)
+        and test.left.id == "__name__"
+        and len(test.ops) == 1
+        and isinstance(test.ops[0], ast.Eq)
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value == "__main__"
+    )

@@ -70,7 +70,9 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
         half = next((f"{name}, but no {other}: no job" for name, other in halves.items() if environ.get(name)), None)
         return found or Job(why={"scheduler": half or "no SLURM_JOB_ID, no PBS_JOBID in the environment"})
     if environ.get("PBS_JOBID"):
-        note = (f"PBS job {environ['PBS_JOBID']} is in the environment too, and not used: Slurm's job counts "
-                "(--scheduler pbs if it should not)")
+        note = (
+            f"PBS job {environ['PBS_JOBID']} is in the environment too, and not used: Slurm's job counts "
+            "(--scheduler pbs if it should not)"
+        )
         return replace(found, notes=(note,))
     return found

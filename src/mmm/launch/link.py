@@ -13,13 +13,13 @@ import json
 import socket
 from typing import Any
 
-VARIABLE = "MMM_CLUSTER"                 # JSON: {"at": [[address, port], …], "token": …, "starter": …, …}
+VARIABLE = "MMM_CLUSTER"  # JSON: {"at": [[address, port], …], "token": …, "starter": …, …}
 ADDRESS_VARIABLE = "MMM_LAUNCH_ADDRESS"  # launch's own address, where it cannot find out the right one
-LOST_AFTER = 6                           # s; detection, the ranks' grace and their end stay below 10 s
-CONNECT_TIMEOUT = 10.0                   # s for one address
-SEND_TIMEOUT = 5.0                       # s
+LOST_AFTER = 6  # s; detection, the ranks' grace and their end stay below 10 s
+CONNECT_TIMEOUT = 10.0  # s for one address
+SEND_TIMEOUT = 5.0  # s
 CHUNK = 1 << 16
-LONGEST = 1 << 24                        # bytes of a message
+LONGEST = 1 << 24  # bytes of a message
 
 Message = dict[str, Any]
 
@@ -34,14 +34,18 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.buffer = b""
-        self.early: list[Message] = []                       # what came together with the one that `one` returned
+        self.early: list[Message] = []  # what came together with the one that `one` returned
         connection.settimeout(SEND_TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         quiet = LOST_AFTER // 3
-        for name, value in (("TCP_KEEPIDLE", quiet), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", LOST_AFTER - quiet),
-                            ("TCP_USER_TIMEOUT", 1000 * LOST_AFTER)):
-            if hasattr(socket, name):            # Linux; the last one also counts while something is being sent
+        for name, value in (
+            ("TCP_KEEPIDLE", quiet),
+            ("TCP_KEEPINTVL", 1),
+            ("TCP_KEEPCNT", LOST_AFTER - quiet),
+            ("TCP_USER_TIMEOUT", 1000 * LOST_AFTER),
+        ):
+            if hasattr(socket, name):  # Linux; the last one also counts while something is being sent
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:

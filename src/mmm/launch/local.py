@@ -22,17 +22,24 @@ class LaunchPlan:
     """Everything `supervise` needs to start this host's ranks, and why each value is what it is."""
 
     target: Target
-    shared: dict[str, str]              # variables that every rank gets
-    ranks: list[dict[str, str]]         # variables of each rank on this host
-    device: str | None                  # torch's device type, where one was chosen or found
+    shared: dict[str, str]  # variables that every rank gets
+    ranks: list[dict[str, str]]  # variables of each rank on this host
+    device: str | None  # torch's device type, where one was chosen or found
     fork: bool
-    why: dict[str, str]                 # variable, "ranks" or "start" → where the value came from
-    notes: tuple[str, ...] = ()         # said before the start
+    why: dict[str, str]  # variable, "ranks" or "start" → where the value came from
+    notes: tuple[str, ...] = ()  # said before the start
 
 
-def plan(target: Target, *, nproc: int | None, device: str | None, prefork: bool = True,
-         environ: Mapping[str, str] = os.environ, found: accelerators.Accelerators | None = None,
-         build: str | None = None) -> LaunchPlan:
+def plan(
+    target: Target,
+    *,
+    nproc: int | None,
+    device: str | None,
+    prefork: bool = True,
+    environ: Mapping[str, str] = os.environ,
+    found: accelerators.Accelerators | None = None,
+    build: str | None = None,
+) -> LaunchPlan:
     """Plan `nproc` ranks of `target` on this host. `found` and `build` stand in for what the host has.
 
     Raises `LaunchError` where the environment does not allow it: already a rank, or a MASTER_PORT that is no free port.
@@ -81,15 +88,22 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
     own = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if own:
         given = ", ".join(f"{name}={environ[name]}" for name in own)
-        raise LaunchError(f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
-                          f"  Start CMD itself here, or outside of another launcher: unset {' '.join(own)}")
-    for rank, size, unsaid in (("PMI_RANK", "PMI_SIZE", "1"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "1"),
-                               ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "1"),
-                               ("PALS_RANKID", "PMI_SIZE", "more than 1")):           # PALS does not always say
+        raise LaunchError(
+            f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
+            f"  Start CMD itself here, or outside of another launcher: unset {' '.join(own)}"
+        )
+    for rank, size, unsaid in (
+        ("PMI_RANK", "PMI_SIZE", "1"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "1"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "1"),
+        ("PALS_RANKID", "PMI_SIZE", "more than 1"),
+    ):  # PALS does not always say
         count = environ.get(size, unsaid)
         if rank in environ and count not in ("0", "1"):
-            raise LaunchError(f"already a rank ({rank}={environ[rank]}, {size}={count} in the environment): "
-                              "each rank would start ranks of its own.\n  Start one launch, not one a rank.")
+            raise LaunchError(
+                f"already a rank ({rank}={environ[rank]}, {size}={count} in the environment): "
+                "each rank would start ranks of its own.\n  Start one launch, not one a rank."
+            )
 
 
 def available_cores() -> int:
@@ -105,9 +119,11 @@ def available_cores() -> int:
 def describe(plan: LaunchPlan, preloads: list[str]) -> str:
     """The plan in words, for --dry-run."""
     why = plan.why
-    lines = [f"ranks    {len(plan.ranks)} on {socket.gethostname()} ({why['ranks']})",
-             f"command  {shlex.join(plan.target.line())}",
-             f"start    {why['start']}"]
+    lines = [
+        f"ranks    {len(plan.ranks)} on {socket.gethostname()} ({why['ranks']})",
+        f"command  {shlex.join(plan.target.line())}",
+        f"start    {why['start']}",
+    ]
     if plan.fork and preloads:
         lines.append(f"preload  {', '.join(preloads)}")
     lines.append("every rank:")
@@ -149,13 +165,17 @@ def _port(environ: Mapping[str, str]) -> tuple[str, str]:
             probe.bind(("127.0.0.1", 0))
             return str(probe.getsockname()[1]), "a free port"
     if not (given.isdigit() and 0 < int(given) < 65536):
-        raise LaunchError(f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
-                          "  unset MASTER_PORT and a free one is picked.")
+        raise LaunchError(
+            f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
+            "  unset MASTER_PORT and a free one is picked."
+        )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", int(given)))
         except OSError as error:
-            raise LaunchError(f"MASTER_PORT={given} in the environment cannot be used: {error.strerror}.\n"
-                              "  unset MASTER_PORT and a free one is picked, or set another.") from None
+            raise LaunchError(
+                f"MASTER_PORT={given} in the environment cannot be used: {error.strerror}.\n"
+                "  unset MASTER_PORT and a free one is picked, or set another."
+            ) from None
     return given, "set in the environment"

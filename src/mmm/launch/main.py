@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:                    # before there are ranks; later it is passed on to them
+    except KeyboardInterrupt:  # before there are ranks; later it is passed on to them
         return 130
 
 
@@ -44,8 +44,11 @@ def _main(words: list[str], begin: float) -> int:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     what = target.parse(command)
     target.check(what)
-    shared = {wire.LINE_VARIABLE: shlex.join(["launch", *words]), wire.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
-              **started.variables(os.environ, begin)}
+    shared = {
+        wire.LINE_VARIABLE: shlex.join(["launch", *words]),
+        wire.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
+        **started.variables(os.environ, begin),
+    }
     plan = plan_run(what, wishes, shared)
     for note in plan.notes:
         print(f"launch: {note}", file=sys.stderr)
@@ -54,12 +57,12 @@ def _main(words: list[str], begin: float) -> int:
     if args.dry_run or args.explain:
         try:
             print(describe(plan, args), flush=True)
-        except OSError:                          # `| head`, a full disk: nobody reads on
+        except OSError:  # `| head`, a full disk: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
         return 0
     for attempt in range(retries + 1):
-        if attempt:                              # whose start-up is its own
+        if attempt:  # whose start-up is its own
             for told in (shared, os.environ):
                 told.pop(wire.STARTED_VARIABLE, None)
             shared[wire.BEGAN_VARIABLE] = repr(time.time())
@@ -85,15 +88,24 @@ def plan_run(what: Target, wishes: Wishes, shared: dict[str, str]) -> ClusterPla
 
 def plan_here(what: Target, wishes: Wishes) -> LaunchPlan:
     """Ranks on this host alone. Raises `LaunchError` for options that only a cluster has."""
-    only = {"--mpiexec": wishes.mpiexec, "--mpi": wishes.mpi, "--launcher-args": " ".join(wishes.launcher_args),
-            "--ranks-by": wishes.by if wishes.by != "rank" else None, "--site": wishes.site}
+    only = {
+        "--mpiexec": wishes.mpiexec,
+        "--mpi": wishes.mpi,
+        "--launcher-args": " ".join(wishes.launcher_args),
+        "--ranks-by": wishes.by if wishes.by != "rank" else None,
+        "--site": wishes.site,
+    }
     for name, value in only.items():
         if value:
-            raise LaunchError(f"{name} {value}: ranks on this host alone are started by launch itself. Name the hosts "
-                              "(--hosts, --hostfile), or start inside a PBS or Slurm job.")
+            raise LaunchError(
+                f"{name} {value}: ranks on this host alone are started by launch itself. Name the hosts "
+                "(--hosts, --hostfile), or start inside a PBS or Slurm job."
+            )
     if wishes.nhosts not in (None, 1):
-        raise LaunchError(f"-N {wishes.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
-                          "or --hostfile FILE.")
+        raise LaunchError(
+            f"-N {wishes.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
+            "or --hostfile FILE."
+        )
     if wishes.nproc and wishes.per_host and wishes.nproc != wishes.per_host:
         raise LaunchError(f"-n {wishes.nproc} -ppn {wishes.per_host}: on one host they are the same. Leave one out.")
     count = wishes.nproc or wishes.per_host

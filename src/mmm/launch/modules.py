@@ -16,11 +16,11 @@ def find(name: str, first: Sequence[str] = ()) -> ModuleSpec | None:
     """
     head, *rest = name.split(".")
     spec = PathFinder.find_spec(head, list(first)) if first else None
-    if spec is None or spec.origin is None:      # a folder without __init__.py gives way to a real package further on
+    if spec is None or spec.origin is None:  # a folder without __init__.py gives way to a real package further on
         spec = next((s for f in sys.meta_path if (s := _ask(f, head)) is not None), None) or spec
     for part in rest:
         folders = locations(spec)
-        spec = PathFinder.find_spec(part, folders) if folders else None       # by its last name: finders use no other
+        spec = PathFinder.find_spec(part, folders) if folders else None  # by its last name: finders use no other
     return spec
 
 

@@ -11,14 +11,43 @@ from mmm.errors import LaunchError
 from mmm.launch.link import VARIABLE as ENTRY_VARIABLE
 
 FLAVOURS = ("hydra", "pals", "openmpi")
-VERSION_TIMEOUT = 20.0                   # s; an mpiexec on a busy file system
-LONGEST = 100_000                        # characters of a list of hosts on a command line; Linux ends at 131,071
+VERSION_TIMEOUT = 20.0  # s; an mpiexec on a busy file system
+LONGEST = 100_000  # characters of a list of hosts on a command line; Linux ends at 131,071
 
 # Open MPI carries no variable to other hosts unless told to. These prefixes are what programs read; launch's own values
 # come over launch's own connection.
-CARRIED = ("MMM_", "PYTHON", "LD_", "PATH", "OMP_", "MKL_", "KMP_", "TORCH", "NCCL_", "RCCL_", "GLOO_", "CCL_", "UCX_",
-           "FI_", "CUDA_", "HIP_", "ROCR_", "HSA_", "ZE_", "ONEAPI_", "HF_", "TMPDIR", "VIRTUAL_ENV", "CONDA_",
-           "WANDB_", "TRITON_", "XDG_", "http_proxy", "https_proxy", "no_proxy")
+CARRIED = (
+    "MMM_",
+    "PYTHON",
+    "LD_",
+    "PATH",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "TORCH",
+    "NCCL_",
+    "RCCL_",
+    "GLOO_",
+    "CCL_",
+    "UCX_",
+    "FI_",
+    "CUDA_",
+    "HIP_",
+    "ROCR_",
+    "HSA_",
+    "ZE_",
+    "ONEAPI_",
+    "HF_",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "CONDA_",
+    "WANDB_",
+    "TRITON_",
+    "XDG_",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+)
 
 
 @dataclass(frozen=True)
@@ -28,12 +57,12 @@ class Request:
     processes: int
     per_host: int
     hosts: Sequence[str]
-    hostfile: str | None = None          # a file with exactly these hosts, each once
-    subset: bool = False                 # these are not all of the job's hosts
-    bind: Sequence[str] = ()             # words that say how processes are bound
+    hostfile: str | None = None  # a file with exactly these hosts, each once
+    subset: bool = False  # these are not all of the job's hosts
+    bind: Sequence[str] = ()  # words that say how processes are bound
     env: Mapping[str, str] = field(default_factory=dict)
-    environ: Mapping[str, str] = field(default_factory=dict)     # launch's own
-    more: Sequence[str] = ()             # --launcher-args
+    environ: Mapping[str, str] = field(default_factory=dict)  # launch's own
+    more: Sequence[str] = ()  # --launcher-args
 
 
 def find(name: str | None, environ: Mapping[str, str]) -> str:
@@ -42,15 +71,23 @@ def find(name: str | None, environ: Mapping[str, str]) -> str:
         if shutil.which(each, path=environ.get("PATH")):
             return each
     wanted = f"--mpiexec {name}: there is no such program" if name else "no mpiexec and no mpirun on PATH"
-    raise LaunchError(f"{wanted}, and the ranks on the job's hosts are started by one.\n  Load the site's MPI module, "
-                      "give --mpiexec PATH, or run on this host alone: --scheduler none")
+    raise LaunchError(
+        f"{wanted}, and the ranks on the job's hosts are started by one.\n  Load the site's MPI module, "
+        "give --mpiexec PATH, or run on this host alone: --scheduler none"
+    )
 
 
 def flavour(mpiexec: str) -> tuple[str | None, str]:
     """Which MPI's it is, by what `mpiexec --version` prints, and that line. None: not one that is known."""
     try:
-        done = subprocess.run([mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              errors="replace", timeout=VERSION_TIMEOUT)
+        done = subprocess.run(
+            [mpiexec, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=VERSION_TIMEOUT,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{mpiexec} --version does not run: {error}") from None
     return read_version(done.stdout + "\n" + done.stderr)
@@ -59,8 +96,11 @@ def flavour(mpiexec: str) -> tuple[str | None, str]:
 def read_version(text: str) -> tuple[str | None, str]:
     """The flavour in the text of `mpiexec --version`, and the words that tell it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for kind, pattern in (("openmpi", r"open ?mpi|openrte|prrte"), ("hydra", r"hydra|mpich|intel\(r\) mpi"),
-                          ("pals", r"\bpals\b")):
+    for kind, pattern in (
+        ("openmpi", r"open ?mpi|openrte|prrte"),
+        ("hydra", r"hydra|mpich|intel\(r\) mpi"),
+        ("pals", r"\bpals\b"),
+    ):
         for line in lines:
             if re.search(pattern, line, re.IGNORECASE):
                 number = re.search(r"^version:?\s+(\S+)", "\n".join(lines), re.IGNORECASE | re.MULTILINE)
@@ -111,8 +151,10 @@ def _hosts(request: Request, file_option: str, list_option: str) -> list[str]:
 
 def _check_length(hosts: str) -> None:
     if len(hosts) > LONGEST:
-        raise LaunchError(f"the list of hosts has {len(hosts)} characters, more than fit on a command line. Write each "
-                          "host once into a file and give --hostfile FILE.")
+        raise LaunchError(
+            f"the list of hosts has {len(hosts)} characters, more than fit on a command line. Write each "
+            "host once into a file and give --hostfile FILE."
+        )
 
 
 def open_files() -> int:

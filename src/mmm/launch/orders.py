@@ -21,18 +21,23 @@ class Member:
 
     link: Link
     nonce: str
-    index: int = -1                                          # 0 … processes − 1, once it has said hello
+    index: int = -1  # 0 … processes − 1, once it has said hello
     host: str = ""
     hello: Message = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
-    done: bool = False                                       # its ranks are gone, it has said so
+    done: bool = False  # its ranks are gone, it has said so
 
 
 def orders(plan: ClusterPlan, roll: list[Member]) -> list[tuple[Member, Message]]:
     """What each member is to run. The roll is complete, in the order of the starter's own numbers."""
     shared = dict(plan.shared)
-    common: dict[str, Any] = {"by": plan.by, "device": plan.device, "bind": plan.bind, "prefork": plan.prefork,
-                              "threads": plan.threads}
+    common: dict[str, Any] = {
+        "by": plan.by,
+        "device": plan.device,
+        "bind": plan.bind,
+        "prefork": plan.prefork,
+        "threads": plan.threads,
+    }
     if plan.site is not None and plan.device == plan.site.device and plan.site.device_variable:
         common["device_variable"], common["device_order"] = plan.site.device_variable, plan.site.device_order
     made = []
@@ -52,18 +57,35 @@ def orders(plan: ClusterPlan, roll: list[Member]) -> list[tuple[Member, Message]
         local = member.hello.get("local_rank")
         local = mates.index(member) if local is None else local
         of_rank = {"RANK": str(member.index), "LOCAL_RANK": str(local)}
-        shares = len({m.hello["cpus"] for m in mates}) == 1      # bound to the same cores: they divide them
+        shares = len({m.hello["cpus"] for m in mates}) == 1  # bound to the same cores: they divide them
         cores = max(1, member.hello["cores"] // (len(mates) if shares else 1))
-        made.append((member, {**common, "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))}, "ranks": [of_rank],
-                              "cores": cores}))
+        made.append(
+            (
+                member,
+                {
+                    **common,
+                    "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))},
+                    "ranks": [of_rank],
+                    "cores": cores,
+                },
+            )
+        )
     return made
 
 
 def read_failure(data: dict[str, Any], host: str, now: float) -> Failure:
     """A failure as a host sends it. Its clock is not ours: it says how long ago."""
     report = Report(**data["report"]) if data["report"] else None
-    return Failure(data["rank"], data["exit_code"], now - data["ago"], data["doubt"], report, data["text"],
-                   data["host"] or host, data["final"])
+    return Failure(
+        data["rank"],
+        data["exit_code"],
+        now - data["ago"],
+        data["doubt"],
+        report,
+        data["text"],
+        data["host"] or host,
+        data["final"],
+    )
 
 
 def write_failure(failure: Failure, now: float) -> dict[str, Any]:
@@ -83,7 +105,7 @@ def addresses(plan: ClusterPlan) -> list[str]:
     found = []
     for name in [other.partition(".")[0] + suffix] * bool(suffix) + [other]:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))                         # sends nothing: it asks which of our addresses leads there
+            probe.connect((name, 9))  # sends nothing: it asks which of our addresses leads there
             found.append(probe.getsockname()[0])
     for name in (own.partition(".")[0] + suffix, own):
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ class Output:
     """Two pipes; `last` is when something last came out of one, `time.monotonic()`."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
-        out, self.stdout = os.pipe()                         # the write ends: for the process that is started
+        out, self.stdout = os.pipe()  # the write ends: for the process that is started
         err, self.stderr = os.pipe()
         self.copies = {out: 1, err: 2}
         self.last = time.monotonic()
@@ -60,7 +60,7 @@ def write(fd: int, data: bytes) -> bool:
     """All of `data`. False if the reader has gone."""
     try:
         while data:
-            data = data[os.write(fd, data):]
+            data = data[os.write(fd, data) :]
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             say(f"launch: what ranks print cannot be written: {error.strerror}")

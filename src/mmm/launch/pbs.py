@@ -25,5 +25,11 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     tasks = max(listed.values())
     if tasks > 1:
         why["tasks_per_host"] = f"PBS_NODEFILE names a host up to {tasks} times"
-    return Job("pbs", environ["PBS_JOBID"], tuple(listed), why, tasks_per_host=tasks if tasks > 1 else None,
-               hostfile=path if tasks == 1 else None)
+    return Job(
+        "pbs",
+        environ["PBS_JOBID"],
+        tuple(listed),
+        why,
+        tasks_per_host=tasks if tasks > 1 else None,
+        hostfile=path if tasks == 1 else None,
+    )

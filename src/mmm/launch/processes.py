@@ -10,7 +10,7 @@ from pathlib import Path
 from mmm.launch.wire import MARKER_VARIABLE
 
 PROC = Path("/proc")
-KILL_TIMEOUT = 2.0       # s; a process in an uninterruptible call dies only when that returns
+KILL_TIMEOUT = 2.0  # s; a process in an uninterruptible call dies only when that returns
 
 
 def of_run(session: int, marker: str) -> list[int]:
@@ -44,7 +44,7 @@ def end(session: int, marker: str, grace: float) -> int:
             time.sleep(0.01)
             left = of_run(session, marker)
     deadline = time.monotonic() + KILL_TIMEOUT
-    while left and time.monotonic() < deadline:          # again until none: one may have forked in between
+    while left and time.monotonic() < deadline:  # again until none: one may have forked in between
         send(left, signal.SIGKILL)
         time.sleep(0.005)
         left = of_run(session, marker)

@@ -16,10 +16,10 @@ from mmm.launch.failures import Failure, say, signal_name
 from mmm.launch.output import Output
 from mmm.launch.wire import ENDING
 
-GRACE = 1.0              # s that ranks have between the signal that ends them and SIGKILL
-REPEAT = 0.3             # s within which a second SIGINT is the same Ctrl-C
+GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
+REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C
 
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)     # what schedulers send before a job's end; the program's to handle
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # what schedulers send before a job's end; the program's to handle
 
 
 @dataclass(frozen=True)
@@ -28,27 +28,27 @@ class Limits:
 
     timeout: float | None = None
     signal: int | None = None
-    signal_at: float = 0.0                  # time.time()
-    job_end: float | None = None            # time.time() at which the scheduler ends the job, for words only
+    signal_at: float = 0.0  # time.time()
+    job_end: float | None = None  # time.time() at which the scheduler ends the job, for words only
 
 
 class Run(ABC):
     """What `Supervisor` and `Head` have in common. They say how to start, serve, signal and kill."""
 
     def __init__(self, total: int, limits: Limits | None = None) -> None:
-        self.total = total                                   # ranks
+        self.total = total  # ranks
         self.limits = limits or Limits()
-        self.verdict = ""                                    # why launch ends the ranks, if not because it was told to
+        self.verdict = ""  # why launch ends the ranks, if not because it was told to
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
-        self.exit_code: int | None = None                    # once it is decided
-        self.settled_at: float | None = None                 # when the failures known by then are judged
+        self.exit_code: int | None = None  # once it is decided
+        self.settled_at: float | None = None  # when the failures known by then are judged
         self.kill_at: float | None = None
         self.interrupted_at = -REPEAT
-        self.again = False                                   # a new start may help: no signal, no user's mistake
-        self.ignored: set[int] = set()                       # signals that this process was started to ignore
-        self.signalled = False                               # the signal before the job's end is out
-        self.output: Output | None = None                    # where launch copies what ranks print
+        self.again = False  # a new start may help: no signal, no user's mistake
+        self.ignored: set[int] = set()  # signals that this process was started to ignore
+        self.signalled = False  # the signal before the job's end is out
+        self.output: Output | None = None  # where launch copies what ranks print
         self.selector = selectors.DefaultSelector()
 
     @abstractmethod
@@ -83,8 +83,10 @@ class Run(ABC):
         previous = self.take_signals()
         if self.limits.signal in self.ignored:
             name = signal_name(self.limits.signal)
-            say(f"launch: --signal: {name} is ignored here (a script's `launch … &` ignores SIGINT, nohup SIGHUP), so "
-                "it is by ranks that do not handle it themselves")
+            say(
+                f"launch: --signal: {name} is ignored here (a script's `launch … &` ignores SIGINT, nohup SIGHUP), so "
+                "it is by ranks that do not handle it themselves"
+            )
         try:
             self.start()
             while self.serve():
@@ -141,7 +143,7 @@ class Run(ABC):
     def end(self, number: int, verdict: str = "") -> None:
         """Send the ranks signal `number`, and SIGKILL after the grace. They can read the verdict when it comes."""
         self.verdict, self.kill_at = verdict, time.monotonic() + GRACE
-        if not self.send(number):                # none has started: there is nothing that could end in order
+        if not self.send(number):  # none has started: there is nothing that could end in order
             self.kill()
 
     def idle_at(self) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 from mmm.errors import LaunchError
 
 BUILT_IN = Path(__file__).parent / "sites"
-VARIABLE = "MMM_SITES"                   # files and folders, as in PATH
+VARIABLE = "MMM_SITES"  # files and folders, as in PATH
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,17 @@ class Site:
         return [word.format(**values) for word in words]
 
 
-KINDS: dict[str, type] = {"match": dict, "env": dict, "device_order": list, "bind_args": list, "srun": list,
-                          "srun_by_host": list, "ranks_per_host": int, "cpus_per_host": int, "port": int}
+KINDS: dict[str, type] = {
+    "match": dict,
+    "env": dict,
+    "device_order": list,
+    "bind_args": list,
+    "srun": list,
+    "srun_by_host": list,
+    "ranks_per_host": int,
+    "cpus_per_host": int,
+    "port": int,
+}
 
 
 def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site | None, str]:
@@ -74,8 +83,10 @@ def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site | No
         if name.lower() not in known:
             near = difflib.get_close_matches(name.lower(), known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise LaunchError(f"--site {name}: not known.{hint} There are {', '.join(known)}; {VARIABLE} and "
-                              f"{_users(environ)} add others.")
+            raise LaunchError(
+                f"--site {name}: not known.{hint} There are {', '.join(known)}; {VARIABLE} and "
+                f"{_users(environ)} add others."
+            )
         return known[name.lower()], "--site"
     fits: dict[str, tuple[Site, str]] = {}
     for site in known.values():
@@ -110,12 +121,14 @@ def read(path: Path) -> Site:
         raise LaunchError(f"site file {path} cannot be read: {error}") from None
     names = [f.name for f in fields(Site) if f.name != "file"]
     if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
-        raise LaunchError(f"site file {path}: it has to be one JSON object with a \"name\".")
+        raise LaunchError(f'site file {path}: it has to be one JSON object with a "name".')
     for key, value in data.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
-            raise LaunchError(f"site file {path}: {key!r} is not known."
-                              + (f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(names)}."))
+            raise LaunchError(
+                f"site file {path}: {key!r} is not known."
+                + (f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(names)}.")
+            )
         kind = KINDS.get(key, str)
         inner = [*value] if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
         wanted = int if key == "device_order" else str
@@ -133,8 +146,9 @@ def read(path: Path) -> Site:
         try:
             site.fill(words, 1)
         except (KeyError, IndexError, ValueError, AttributeError):
-            raise LaunchError(f"site file {path}: {words}: only {{per_host}}, {{cpus}} and {{gpus}} can be filled in."
-                              ) from None
+            raise LaunchError(
+                f"site file {path}: {words}: only {{per_host}}, {{cpus}} and {{gpus}} can be filled in."
+            ) from None
     if (site.port or 0) > 65535:
         raise LaunchError(f"site file {path}: port {site.port} is none: they end at 65535.")
     if site.mpi not in (None, "pals", "hydra", "openmpi"):

@@ -29,7 +29,7 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     values["gpus_per_host"] = _first(environ, ("SLURM_GPUS_ON_NODE",), why, "gpus_per_host")
     asked = re.fullmatch(r"(?:.*:)?(\d+)", environ.get("SLURM_GPUS_PER_NODE", ""))
     if values["gpus_per_host"] is None and asked:
-        values["gpus_per_host"] = int(asked[1])              # as typed: 4, a100:4
+        values["gpus_per_host"] = int(asked[1])  # as typed: 4, a100:4
         why["gpus_per_host"] = f"SLURM_GPUS_PER_NODE={asked[0]}"
     values["end_time"] = _first(environ, ("SLURM_JOB_END_TIME",), why, "end_time")
     return found.with_values(**values)

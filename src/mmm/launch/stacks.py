@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-STACK_FILE = "mmm-stack"                 # a rank's memory file, into which its SIGQUIT handler writes its Python stack
-RUNNER = "/mmm/runtime/child.py"         # from here on outwards it is launch's own part
-PATIENCE = 0.5                           # s for the handlers to write
-SHOWN = 6                                # frames of a stack
-WAITING = ("/torch/distributed/", "/torch/nn/parallel/")     # a frame in these files waits for other ranks
+STACK_FILE = "mmm-stack"  # a rank's memory file, into which its SIGQUIT handler writes its Python stack
+RUNNER = "/mmm/runtime/child.py"  # from here on outwards it is launch's own part
+PATIENCE = 0.5  # s for the handlers to write
+SHOWN = 6  # frames of a stack
+WAITING = ("/torch/distributed/", "/torch/nn/parallel/")  # a frame in these files waits for other ranks
 
-Stack = tuple[str, ...]                  # frames, the innermost first: 'File "train.py", line 3 in step'
+Stack = tuple[str, ...]  # frames, the innermost first: 'File "train.py", line 3 in step'
 
 
 def ask(pids: Mapping[int, int]) -> dict[int, Stack]:
@@ -61,11 +61,15 @@ def explain(stacks: Mapping[int, Stack], hosts: Mapping[int, str]) -> str:
     lines = []
     for ranks in [found for group in places.values() if (found := [rank for rank in group if rank in odd])]:
         named = ", ".join(f"rank {rank} on {hosts.get(rank, '?')}" for rank in ranks[:8]) + (" …" if ranks[8:] else "")
-        lines.append(f"launch: {named} {'is' if len(ranks) == 1 else 'are'} not where the others are, but at:\n"
-                     f"{_shown(stacks[ranks[0]])}")
+        lines.append(
+            f"launch: {named} {'is' if len(ranks) == 1 else 'are'} not where the others are, but at:\n"
+            f"{_shown(stacks[ranks[0]])}"
+        )
     example = min(others)
-    lines.append(f"launch: the other {len(others)}, such as rank {example} on {hosts.get(example, '?')}, are at:\n"
-                 f"{_shown(stacks[example])}")
+    lines.append(
+        f"launch: the other {len(others)}, such as rank {example} on {hosts.get(example, '?')}, are at:\n"
+        f"{_shown(stacks[example])}"
+    )
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from mmm.errors import LaunchError
 from mmm.launch.wire import BEGAN_VARIABLE, STARTED_VARIABLE
 
 PROC = Path("/proc")
-AHEAD = 3600.0           # s by which another host's clock may be ahead
+AHEAD = 3600.0  # s by which another host's clock may be ahead
 
 
 def process_start(name: str = "self") -> float | None:
@@ -18,7 +18,7 @@ def process_start(name: str = "self") -> float | None:
     It is the time of the shell's fork: earlier than anything that the process's own code could note.
     """
     try:
-        ticks = int((PROC / name / "stat").read_text().rpartition(")")[2].split()[19])          # since boot
+        ticks = int((PROC / name / "stat").read_text().rpartition(")")[2].split()[19])  # since boot
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None
@@ -53,6 +53,8 @@ def _time(name: str, text: str) -> float:
     except ValueError:
         at = float("nan")
     if not 0 < at < time.time() + AHEAD:
-        raise LaunchError(f"{name}={text} in the environment is not a time in the past, in seconds since 1970: set it "
-                          f"with `export {name}=$(date +%s.%N)`, or unset it")
+        raise LaunchError(
+            f"{name}={text} in the environment is not a time in the past, in seconds since 1970: set it "
+            f"with `export {name}=$(date +%s.%N)`, or unset it"
+        )
     return at

@@ -20,29 +20,29 @@ from mmm.launch.output import Output
 from mmm.launch.run import Limits, Run
 from mmm.launch.wire import Instructions, Report, Status
 
-DRAIN = 1.0              # s for the rest of the output
-LEFTOVER_GRACE = 0.3     # s for processes that outlive their ranks, between SIGTERM and SIGKILL
+DRAIN = 1.0  # s for the rest of the output
+LEFTOVER_GRACE = 0.3  # s for processes that outlive their ranks, between SIGTERM and SIGKILL
 
 
 class Supervisor(Run):
     """This host's ranks. No process of the run is left after `run`."""
 
-    host = ""                                    # said of failures where it is not clear which host is meant
-    shielded = False                             # a scheduler may signal all of the run's processes, the agent too
+    host = ""  # said of failures where it is not clear which host is meant
+    shielded = False  # a scheduler may signal all of the run's processes, the agent too
 
     def __init__(self, plan: LaunchPlan, limits: Limits | None = None) -> None:
         super().__init__(len(plan.ranks), limits)
         self.plan = plan
-        self.pids: dict[int, int] = {}                       # rank → pid, of those started
+        self.pids: dict[int, int] = {}  # rank → pid, of those started
         self.marker = uuid.uuid4().hex
         self.buffer = b""
-        self.verdict_fd: int | None = None                   # why the ranks are ended, once they are
+        self.verdict_fd: int | None = None  # why the ranks are ended, once they are
 
     def clean_up(self) -> None:
         if self.verdict_fd is not None:
             os.close(self.verdict_fd)
         with contextlib.suppress(AttributeError, ProcessLookupError):
-            if self.agent.returncode is None:                # only after an error of launch's own
+            if self.agent.returncode is None:  # only after an error of launch's own
                 os.killpg(self.agent.pid, signal.SIGKILL)
 
     def start(self) -> None:
@@ -61,18 +61,25 @@ class Supervisor(Run):
         if target.is_python and not plan.fork:
             command = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
         inherited = (control_read, status_write, failure_write.fileno())
-        todo = Instructions(*inherited, plan.ranks, plan.fork, command, os.getpid(), self.shielded,
-                            ignored=sorted(self.ignored))
+        todo = Instructions(
+            *inherited, plan.ranks, plan.fork, command, os.getpid(), self.shielded, ignored=sorted(self.ignored)
+        )
         own = {wire.MARKER_VARIABLE: self.marker, wire.AGENT_VARIABLE: todo.dumps()}
-        if hasattr(os, "memfd_create"):          # by its path: ranks may close every file that they have not opened
+        if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
             self.verdict_fd = os.memfd_create("verdict")
             own[wire.VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
         agent = [sys.executable, *target.flags, "-m", "mmm.runtime.prefork", *(target.tail() if plan.fork else [])]
         self.output = Output(self.selector) if self.limits.timeout is not None else None
         out = (self.output.stdout, self.output.stderr) if self.output is not None else (None, None)
-        self.agent = subprocess.Popen(agent, stdin=subprocess.DEVNULL, env={**os.environ, **plan.shared, **own},
-                                      stdout=out[0], stderr=out[1], pass_fds=(*inherited, *self.passed_fds()),
-                                      start_new_session=True)
+        self.agent = subprocess.Popen(
+            agent,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **plan.shared, **own},
+            stdout=out[0],
+            stderr=out[1],
+            pass_fds=(*inherited, *self.passed_fds()),
+            start_new_session=True,
+        )
         os.close(control_read)
         os.close(status_write)
         failure_write.close()
@@ -84,7 +91,7 @@ class Supervisor(Run):
     def serve(self) -> bool:
         """Take in what has happened. False once the agent is gone."""
         ready = self.wait()
-        self.read_reports()                      # before statuses: a report is sent before its rank ends
+        self.read_reports()  # before statuses: a report is sent before its rank ends
         if self.status not in ready:
             return True
         data = os.read(self.status, 1 << 16)
@@ -105,7 +112,7 @@ class Supervisor(Run):
         if status.code is None:
             self.pids[status.rank] = status.pid
             if self.output is not None:
-                self.output.last = time.monotonic()          # what is before the ranks does not count as idle
+                self.output.last = time.monotonic()  # what is before the ranks does not count as idle
             return
         self.ended.add(status.rank)
         if status.code != 0 and not any(f.rank == status.rank for f in self.failures):
@@ -120,7 +127,7 @@ class Supervisor(Run):
 
     def pass_on(self, number: int) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.control, bytes([number]))          # the agent reads it when all ranks have been started
+            os.write(self.control, bytes([number]))  # the agent reads it when all ranks have been started
 
     def stacks(self) -> dict[int, stacks.Stack]:
         """Where the ranks are that have not ended."""
@@ -136,7 +143,7 @@ class Supervisor(Run):
     def kill(self) -> None:
         self.kill_at = None
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.agent.pid, signal.SIGKILL)        # not reaped yet, so the number is still the agent's
+            os.killpg(self.agent.pid, signal.SIGKILL)  # not reaped yet, so the number is still the agent's
 
     def finish(self) -> int:
         """The agent is gone: end what it left, and settle the exit code."""
@@ -165,4 +172,3 @@ class Supervisor(Run):
         processes.send(ranks, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         processes.send(ranks, signal.SIGCONT)
-

@@ -21,8 +21,11 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
     started = "each by it" if plan.by == "rank" else "one process a host, which forks its ranks"
     backend = f", {site.backend}" if site is not None and site.backend and plan.device == site.device else ""
     rows = [
-        ("machine", f"{site.name}: {site.about}" if site is not None else f"not a known site ({platform.machine()})",
-         why["machine"]),
+        (
+            "machine",
+            f"{site.name}: {site.about}" if site is not None else f"not a known site ({platform.machine()})",
+            why["machine"],
+        ),
         ("scheduler", f"{job.scheduler} job {job.job_id}" if job.job_id else "none", why["scheduler"]),
         ("hosts", f"{len(plan.hosts)}: {some}", why["hosts"]),
         ("accelerators", plan.accelerators, why["accelerators"]),
@@ -30,12 +33,20 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
         ("ranks", f"{plan.ranks}, {each}", why["ranks"]),
         ("started by", f"{plan.starter}, {started}", why["starter"]),
         ("cpu binding", plan.binding, why["cpu binding"]),
-        ("meeting point", f"{plan.shared['MASTER_ADDR']}:{plan.shared['MASTER_PORT']}",
-         f"{why['MASTER_ADDR']}; {why['MASTER_PORT']}"),
+        (
+            "meeting point",
+            f"{plan.shared['MASTER_ADDR']}:{plan.shared['MASTER_PORT']}",
+            f"{why['MASTER_ADDR']}; {why['MASTER_PORT']}",
+        ),
     ]
     if explain:
-        rows.append(("threads", str(plan.threads or plan.shared.get("OMP_NUM_THREADS", "counted on each host")),
-                     why["OMP_NUM_THREADS"]))
+        rows.append(
+            (
+                "threads",
+                str(plan.threads or plan.shared.get("OMP_NUM_THREADS", "counted on each host")),
+                why["OMP_NUM_THREADS"],
+            )
+        )
         told = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, "OMP_NUM_THREADS")
         rows += [(name, value, why.get(name, "launch")) for name, value in plan.shared.items() if name not in told]
     if plan.site is not None and plan.site.device_variable and plan.device == plan.site.device:

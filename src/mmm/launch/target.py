@@ -11,8 +11,8 @@ from pathlib import Path
 from mmm.errors import LaunchError
 from mmm.launch import modules
 
-VALUE_FLAGS = "WX"                      # python's own flags that take a value; -m and -c end the flags
-PLAIN_FLAGS = "bBdEIOPqRsSuv"           # those that do not; with any other (-i, -x, -V, -h) python is run as it is
+VALUE_FLAGS = "WX"  # python's own flags that take a value; -m and -c end the flags
+PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -x, -V, -h) python is run as it is
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Target:
     kind: str
     name: str
     args: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()         # python's own: -u, -X dev, …
+    flags: tuple[str, ...] = ()  # python's own: -u, -X dev, …
     command: tuple[str, ...] = ()
 
     @property
@@ -40,8 +40,10 @@ class Target:
 
     def first_path(self) -> str | None:
         """What python puts first on sys.path for it: the current folder for a module, the script's own for a script."""
-        isolated = any(f.startswith("-") and not f.startswith("--") and {"I", "P"} & set(f[1:]) and f[1] not in "WX"
-                       for f in self.flags)
+        isolated = any(
+            f.startswith("-") and not f.startswith("--") and {"I", "P"} & set(f[1:]) and f[1] not in "WX"
+            for f in self.flags
+        )
         if isolated or os.environ.get("PYTHONSAFEPATH") or not self.is_python:
             return None
         if self.kind == "code":
@@ -77,7 +79,7 @@ def from_tail(words: Sequence[str]) -> Target | None:
         if word.startswith("--"):
             return None
         for place, letter in enumerate(word[1:], start=1):
-            value = word[place + 1:]
+            value = word[place + 1 :]
             if letter in "mc":
                 if place > 1:
                     flags.append(word[:place])
@@ -110,8 +112,10 @@ def _check_program(target: Target) -> None:
     name, words = target.name, target.command
     if name == sys.executable:
         if len(words) == 1:
-            raise LaunchError("python was given no module and no script, and ranks have no terminal to read from.\n"
-                              "  Try: launch python3 -m MODULE …   or   launch python3 SCRIPT.py …")
+            raise LaunchError(
+                "python was given no module and no script, and ranks have no terminal to read from.\n"
+                "  Try: launch python3 -m MODULE …   or   launch python3 SCRIPT.py …"
+            )
         return
     if shutil.which(name):
         return
@@ -161,9 +165,9 @@ def _check_module(target: Target) -> None:
         dotted = ".".join(parts[:depth])
         spec = modules.find(dotted, first)
         if spec is None:
-            parent = modules.find(".".join(parts[:depth - 1]), first) if depth > 1 else None
+            parent = modules.find(".".join(parts[: depth - 1]), first) if depth > 1 else None
             if parent is not None and "__path__" in (modules.source(parent) or ""):
-                return                           # it changes where its modules are found: let python decide
+                return  # it changes where its modules are found: let python decide
             raise LaunchError(_no_module(name, dotted, parts[depth - 1], above, parent is not None, path0))
         above = modules.locations(spec)
     if above and modules.find(f"{name}.__main__", first) is None:
@@ -181,5 +185,5 @@ def _no_module(name: str, dotted: str, part: str, above: list[str], inside: bool
         cwd = "the current folder and " if path0 is not None else ""
         where = f"{part!r} is not in {cwd}the {len(sys.path)} places on sys.path"
         near = difflib.get_close_matches(part, modules.names_in([] if path0 is None else [path0]), n=1)
-    guess = ".".join([*dotted.split(".")[:-1], *near, *name.split(".")[dotted.count(".") + 1:]]) if near else ""
+    guess = ".".join([*dotted.split(".")[:-1], *near, *name.split(".")[dotted.count(".") + 1 :]]) if near else ""
     return f"no module named {name!r}: {where}." + (f" Did you mean {guess}?" if guess else "")

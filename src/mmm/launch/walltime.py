@@ -12,13 +12,14 @@ from mmm.errors import LaunchError
 from mmm.launch.job import Job
 from mmm.launch.run import Limits
 
-ASK_TIMEOUT = 20.0                       # s for the scheduler to answer
+ASK_TIMEOUT = 20.0  # s for the scheduler to answer
 
 Ask = Callable[[list[str]], str]
 
 
-def limits(timeout: float | None, wish: str | None, walltime: str | None, job: Job,
-           environ: Mapping[str, str]) -> Limits:
+def limits(
+    timeout: float | None, wish: str | None, walltime: str | None, job: Job, environ: Mapping[str, str]
+) -> Limits:
     """The run's clocks. `wish` is `USR1@60`: that signal, so many seconds before the job's end.
 
     Raises:
@@ -26,8 +27,9 @@ def limits(timeout: float | None, wish: str | None, walltime: str | None, job: J
     """
     if wish is None:
         if walltime is not None:
-            raise LaunchError(f"--walltime {walltime}: it is what --signal counts from, which is not given.\n"
-                              "  Try: --signal USR1@60")
+            raise LaunchError(
+                f"--walltime {walltime}: it is what --signal counts from, which is not given.\n  Try: --signal USR1@60"
+            )
         return Limits(timeout)
     number, before = read_wish(wish)
     if walltime is not None:
@@ -35,8 +37,10 @@ def limits(timeout: float | None, wish: str | None, walltime: str | None, job: J
     else:
         end = job.end_time if job.end_time else ask(job, environ)
     if end is None:
-        raise LaunchError(f"--signal {wish}: when this job ends is not known ({job.scheduler}). Say how long it has "
-                          "from now on: --walltime HH:MM:SS")
+        raise LaunchError(
+            f"--signal {wish}: when this job ends is not known ({job.scheduler}). Say how long it has "
+            "from now on: --walltime HH:MM:SS"
+        )
     return Limits(timeout, number, end - before, end)
 
 
@@ -44,8 +48,9 @@ def read_wish(text: str) -> tuple[int, float]:
     """`USR1@60` → signal number and seconds. Raises `LaunchError`."""
     match = re.fullmatch(r"(?:SIG)?(USR1|USR2|TERM|INT|HUP)@(\d+)", text.upper())
     if match is None:
-        raise LaunchError(f"--signal {text}: write NAME@SECONDS, such as USR1@60; the names are USR1, USR2, TERM, INT, "
-                          "HUP.")
+        raise LaunchError(
+            f"--signal {text}: write NAME@SECONDS, such as USR1@60; the names are USR1, USR2, TERM, INT, HUP."
+        )
     return signal.Signals[f"SIG{match[1]}"], float(match[2])
 
 
@@ -62,7 +67,7 @@ def ask(job: Job, environ: Mapping[str, str], run: Ask | None = None) -> float |
     """When the job ends, `time.time()`, by asking the scheduler; None if it does not say."""
     run = run or _run
     if job.scheduler == "slurm":
-        text = run(["squeue", "--noheader", "--jobs", job.job_id, "--format", "%L"]).strip()   # what is left
+        text = run(["squeue", "--noheader", "--jobs", job.job_id, "--format", "%L"]).strip()  # what is left
         return time.time() + seconds(text) if re.fullmatch(r"[\d:-]+", text) else None
     if job.scheduler == "pbs":
         try:

@@ -1,30 +1,30 @@
 """What `launch` and the processes it starts say to each other: names of variables, and the message forms.
 
-    launch ── control pipe: one byte a signal to pass on; its end means launch is gone ──▶ agent (mmm.runtime.prefork)
-    launch ◀── status pipe: one JSON line a rank that started or ended ───────────────────  agent
-    launch ◀── failure socket: one JSON datagram a failed rank, sent before it exits ─────  ranks
-    launch ── verdict: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
+launch ── control pipe: one byte a signal to pass on; its end means launch is gone ──▶ agent (mmm.runtime.prefork)
+launch ◀── status pipe: one JSON line a rank that started or ended ───────────────────  agent
+launch ◀── failure socket: one JSON datagram a failed rank, sent before it exits ─────  ranks
+launch ── verdict: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
 """
 
 import json
 import signal
 from dataclasses import asdict, dataclass, field
 
-AGENT_VARIABLE = "MMM_LAUNCH_AGENT"      # the agent's instructions, JSON; taken out of the ranks' environment
-FAILURE_VARIABLE = "MMM_FAILURE_FD"      # an exec'd rank's failure socket; taken out before the target runs
+AGENT_VARIABLE = "MMM_LAUNCH_AGENT"  # the agent's instructions, JSON; taken out of the ranks' environment
+FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
 VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"  # path of the file that says why launch ends the run
-MARKER_VARIABLE = "MMM_LAUNCH_ID"        # the same in every process of one launch, and in no other
-DEVICE_VARIABLE = "MMM_DEVICE"           # the device type chosen or detected
-CPUS_VARIABLE = "MMM_CPUS"               # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
-ATTEMPT_VARIABLE = "MMM_ATTEMPT"         # 0, 1, …: how often --retries has started the program again
-ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"    # the same in all attempts of one launch, and in no other launch
-LINE_VARIABLE = "MMM_LAUNCH_LINE"        # the command line as typed, for a run's record
-BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"      # when launch itself was started, seconds since 1970
-STARTED_VARIABLE = "MMM_STARTED_AT"      # the same of the job, where its script says so: then this one counts
-CHILD = "mmm.runtime.child"              # the module that an exec'd Python rank begins with
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)     # each ends a run, launch, and a rank in order
+MARKER_VARIABLE = "MMM_LAUNCH_ID"  # the same in every process of one launch, and in no other
+DEVICE_VARIABLE = "MMM_DEVICE"  # the device type chosen or detected
+CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
+ATTEMPT_VARIABLE = "MMM_ATTEMPT"  # 0, 1, …: how often --retries has started the program again
+ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch, and in no other launch
+LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
+BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"  # when launch itself was started, seconds since 1970
+STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script says so: then this one counts
+CHILD = "mmm.runtime.child"  # the module that an exec'd Python rank begins with
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
 
-MAX_TEXT = 60_000                        # characters of a report kept; a datagram has to fit in the socket's buffer
+MAX_TEXT = 60_000  # characters of a report kept; a datagram has to fit in the socket's buffer
 SOCKET_BUFFER = 1 << 20
 
 
@@ -35,13 +35,13 @@ class Instructions:
     control: int
     status: int
     failure: int
-    ranks: list[dict[str, str]]                            # what differs in each rank's environment
-    fork: bool                                             # fork the ranks from this process, or exec each
-    command: list[str]                                     # with fork=False: what each rank executes
-    launcher: int                                          # launch's own pid
-    shielded: bool = False                                 # SIGTERM comes to every process of the run: not the agent's
-    ignored: list[int] = field(default_factory=list)       # signals that launch was started to ignore
-    skip: list[str] = field(default_factory=list)          # modules not to preload; ["*"]: none at all
+    ranks: list[dict[str, str]]  # what differs in each rank's environment
+    fork: bool  # fork the ranks from this process, or exec each
+    command: list[str]  # with fork=False: what each rank executes
+    launcher: int  # launch's own pid
+    shielded: bool = False  # SIGTERM comes to every process of the run: not the agent's
+    ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
+    skip: list[str] = field(default_factory=list)  # modules not to preload; ["*"]: none at all
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

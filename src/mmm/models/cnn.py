@@ -90,8 +90,10 @@ class CNN(nn.Module):
         if self.conv1 is not None:
             wanted = (self.config.channels, self.config.image_size, self.config.image_size)
             if tuple(x.shape[1:]) != wanted:
-                raise ValueError(f"images of shape {tuple(x.shape[1:])}, but this net is made for {wanted}: change "
-                                 f"channels and image_size, or the images")  # fmt: skip
+                raise ValueError(
+                    f"images of shape {tuple(x.shape[1:])}, but this net is made for {wanted}: change "
+                    f"channels and image_size, or the images"
+                )
             x = F.relu(self.conv1(x))  # (batch, width1, image_size - 2, image_size - 2)
         if self.conv2 is not None:
             x = F.relu(self.conv2(x))  # (batch, width2, image_size - 4, image_size - 4)

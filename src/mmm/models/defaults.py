@@ -51,9 +51,16 @@ def _xavier(fan_in: int, fan_out: int) -> Init:
 def _attention(module: nn.MultiheadAttention) -> Rules:
     dim = module.embed_dim
     added = Init("normal", dim**-0.5)
-    return {"in_proj_weight": _xavier(dim, 3 * dim), "q_proj_weight": _xavier(dim, dim),
-            "k_proj_weight": _xavier(module.kdim, dim), "v_proj_weight": _xavier(module.vdim, dim),
-            "in_proj_bias": ZEROS, "out_proj.bias": ZEROS, "bias_k": added, "bias_v": added}  # fmt: skip
+    return {
+        "in_proj_weight": _xavier(dim, 3 * dim),
+        "q_proj_weight": _xavier(dim, dim),
+        "k_proj_weight": _xavier(module.kdim, dim),
+        "v_proj_weight": _xavier(module.vdim, dim),
+        "in_proj_bias": ZEROS,
+        "out_proj.bias": ZEROS,
+        "bias_k": added,
+        "bias_v": added,
+    }
 
 
 def _transformer(module: nn.Transformer) -> Rules:

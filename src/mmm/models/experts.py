@@ -60,8 +60,9 @@ def work_out(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> T
     """
     parts = x.split(loads(counts, len(x)))  # each (rows of an expert, dim)
     weights = zip(w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(p, a)) * F.linear(p, c), b)
-                      for p, (a, b, c) in zip(parts, weights, strict=True)])  # fmt: skip
+    return torch.cat(
+        [F.linear(F.silu(F.linear(p, a)) * F.linear(p, c), b) for p, (a, b, c) in zip(parts, weights, strict=True)]
+    )
 
 
 class Router(nn.Module):

@@ -14,8 +14,9 @@ RATE = 1e-3  # as `mmm.parallel.expert.balance_experts` has it
 
 def parity_model() -> Transformer:
     """8 experts in each of 2 layers: 4 parts to cut into stages."""
-    config = TransformerConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=96, n_experts=8,
-                               expert_dim=24)  # fmt: skip
+    config = TransformerConfig(
+        dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=96, n_experts=8, expert_dim=24
+    )
     return Transformer(config)
 
 

@@ -70,15 +70,18 @@ class TransformerConfig:
             if self.expert_hidden_dim < 1:
                 found.append(f"expert_dim is {self.expert_dim}: it must be at least 1")
             if not 1 <= self.top_k <= self.n_experts:
-                found.append(f"top_k is {self.top_k}: a token goes to at least 1 and at most all n_experts "
-                             f"{self.n_experts}")  # fmt: skip
+                found.append(
+                    f"top_k is {self.top_k}: a token goes to at least 1 and at most all n_experts {self.n_experts}"
+                )
         if found:
             return found
         if self.dim % self.n_heads:
             found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         elif self.head_dim % 2:
-            found.append(f"head_dim {self.head_dim} (dim {self.dim} / n_heads {self.n_heads}) is odd: rotary positions "
-                         "turn pairs of numbers")  # fmt: skip
+            found.append(
+                f"head_dim {self.head_dim} (dim {self.dim} / n_heads {self.n_heads}) is odd: rotary positions "
+                "turn pairs of numbers"
+            )
         if self.n_heads % self.n_kv_heads:
             found.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
         return found
@@ -93,13 +96,9 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama2-7b": TransformerConfig(
         dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, vocab_size=32_000, ffn_dim=11_008, rope_theta=10_000.0
     ),
-    "llama-8b": TransformerConfig(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128_256, ffn_dim=14_336
-    ),
-    "llama-70b": TransformerConfig(
-        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, vocab_size=128_256, ffn_dim=28_672
-    ),
-}  # fmt: skip
+    "llama-8b": TransformerConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128_256, ffn_dim=14_336),
+    "llama-70b": TransformerConfig(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, vocab_size=128_256, ffn_dim=28_672),
+}
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -85,8 +85,10 @@ class ViTConfig:
         if self.image_size % self.patch_size:
             below = self.image_size // self.patch_size * self.patch_size
             nearest = " or ".join(str(size) for size in (below, below + self.patch_size) if size)
-            found.append(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}: use "
-                         f"image_size {nearest}, or a patch_size that divides {self.image_size}")  # fmt: skip
+            found.append(
+                f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}: use "
+                f"image_size {nearest}, or a patch_size that divides {self.image_size}"
+            )
         if self.dim % self.n_heads:
             found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         return found
@@ -126,8 +128,10 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if tuple(images.shape[1:]) != self.image:
-            raise ValueError(f"images of shape {tuple(images.shape[1:])}, but this ViT is made for {self.image}: "
-                             f"change channels and image_size, or the images")  # fmt: skip
+            raise ValueError(
+                f"images of shape {tuple(images.shape[1:])}, but this ViT is made for {self.image}: "
+                f"change channels and image_size, or the images"
+            )
         batch, channels, size, _ = images.shape
         side, p = size // self.patch_size, self.patch_size
         x = images.reshape(batch, channels, side, p, side, p).permute(0, 2, 4, 1, 3, 5)

@@ -173,8 +173,10 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
 def _put_back(model: nn.Module, kept: Mapping[str, Tensor], device: torch.device) -> None:
     """Buffers as they were, on the compute device (also with offload, which moves parameters): those with values, and
     memory for those without. What several modules share stays shared."""
-    moved = {id(buffer): torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-             for buffer in kept.values()}  # fmt: skip
+    moved = {
+        id(buffer): torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        for buffer in kept.values()
+    }
     for name, buffer in kept.items():
         owner, _, own_name = name.rpartition(".")
         model.get_submodule(owner)._buffers[own_name] = moved[id(buffer)]

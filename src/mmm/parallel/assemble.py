@@ -124,16 +124,27 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
             check_compile(plan, layout)
         microbatches = 1 if how.microbatches is None else how.microbatches
         if not 1 <= microbatches <= batch:
-            raise LayoutError(f"--microbatches {microbatches}: a batch of {batch} a data-parallel coordinate can be "
-                              f"cut into 1 to {batch} parts")  # fmt: skip
+            raise LayoutError(
+                f"--microbatches {microbatches}: a batch of {batch} a data-parallel coordinate can be "
+                f"cut into 1 to {batch} parts"
+            )
         return Division([], [], [], microbatches)
     if how.schedule not in SCHEDULES:
         raise ConfigError(f"--schedule {how.schedule!r} is not one of {', '.join(SCHEDULES)}")
     least = SCHEDULES[how.schedule].microbatches(layout.pp)[0]
     microbatches = least if how.microbatches is None else how.microbatches
     parts = parts_of(model, plan)
-    each = check_pipeline(layout, how.schedule, microbatches, batch, len(parts), how.stages_per_rank, dtype=dtype,
-                          compile=plan if how.compile else None, checkpointing=how.checkpointing)  # fmt: skip
+    each = check_pipeline(
+        layout,
+        how.schedule,
+        microbatches,
+        batch,
+        len(parts),
+        how.stages_per_rank,
+        dtype=dtype,
+        compile=plan if how.compile else None,
+        checkpointing=how.checkpointing,
+    )
     costs = part_costs(model, parts, inputs)
     stages = cut(costs, layout.pp * each)
     division = Division(parts, costs, stages, microbatches)
@@ -186,19 +197,35 @@ class ParallelModel:
             numbers = stages_of(self.at["pp"], layout.pp, how.schedule, each)
         for number in numbers:
             held = take_stage(model, division.parts, division.stages[number]) if division.stages else model
-            self.modules[number] = apply(held, mesh, plan, precision, data_parallel=how.data_parallel,
-                                         cp_style=how.cp_style, checkpointing=how.checkpointing,
-                                         compile=how.compile, loss_chunks=how.loss_chunks, tile=how.tile,
-                                         offload=how.offload)  # fmt: skip
+            self.modules[number] = apply(
+                held,
+                mesh,
+                plan,
+                precision,
+                data_parallel=how.data_parallel,
+                cp_style=how.cp_style,
+                checkpointing=how.checkpointing,
+                compile=how.compile,
+                loss_chunks=how.loss_chunks,
+                tile=how.tile,
+                offload=how.offload,
+            )
             materialize(self.modules[number], device, seed)
         self._report = CompileReport(self.modules.values()) if how.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._value: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
-            self.pipeline = Pipeline(self.modules, len(division.stages), mesh, schedule=how.schedule,
-                                     microbatches=division.microbatches, device=device, lap=lap,
-                                     loss=lambda output, targets: self._value(output, targets))  # fmt: skip
+            self.pipeline = Pipeline(
+                self.modules,
+                len(division.stages),
+                mesh,
+                schedule=how.schedule,
+                microbatches=division.microbatches,
+                device=device,
+                lap=lap,
+                loss=lambda output, targets: self._value(output, targets),
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank, whole or in part, by the names in the whole model."""

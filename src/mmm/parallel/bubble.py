@@ -171,10 +171,19 @@ def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Seq
     # PyTorch makes the lists of all ranks when it makes a schedule. All that it asks of the stages for that is here.
     count = sum(map(len, stages))
     mine = [
-        SimpleNamespace(stage_index=n, num_stages=count, group_size=pp, group_rank=0, has_backward=True,
-                        is_first=n == 0, is_last=n == count - 1, device=torch.device("cpu"), submod=nn.Identity())
+        SimpleNamespace(
+            stage_index=n,
+            num_stages=count,
+            group_size=pp,
+            group_rank=0,
+            has_backward=True,
+            is_first=n == 0,
+            is_last=n == count - 1,
+            device=torch.device("cpu"),
+            submod=nn.Identity(),
+        )
         for n in stages[0]
-    ]  # fmt: skip
+    ]
     made = getattr(schedules, f"Schedule{schedule}")(mine, microbatches, loss_fn=lambda *_: None, scale_grads=False)
     rows = (made.pipeline_order_with_comms[rank] for rank in range(pp))
     return [[taken for action in row for taken in _taken(action)] for row in rows]
@@ -184,8 +193,11 @@ def _taken(action: Any) -> list[Action]:
     """Ours of one of PyTorch's: two for an overlapped forward and backward, one after the other as it runs them; none
     for communication."""
     parts = action.sub_actions or (action,)
-    return [Action(a.stage_index, a.computation_type.value, a.microbatch_index) for a in parts
-            if a.computation_type.value in KINDS]  # fmt: skip
+    return [
+        Action(a.stage_index, a.computation_type.value, a.microbatch_index)
+        for a in parts
+        if a.computation_type.value in KINDS
+    ]
 
 
 def _single(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:

@@ -30,11 +30,19 @@ class CompileReport:
         """Log it, once the modules have run; a warning where nothing was compiled that was to be."""
         graphs, operators = self.made()
         if graphs:
-            get_logger().info("compile: %d modules became %d graph%s of %d operators", self.modules, graphs,
-                              "s" * (graphs > 1), operators)  # fmt: skip
+            get_logger().info(
+                "compile: %d modules became %d graph%s of %d operators",
+                self.modules,
+                graphs,
+                "s" * (graphs > 1),
+                operators,
+            )
         elif self.modules:
-            get_logger().warning("compile: PyTorch has compiled none of the %d modules, and runs them as they are; "
-                                 "TORCH_LOGS=graph_breaks says why", self.modules)  # fmt: skip
+            get_logger().warning(
+                "compile: PyTorch has compiled none of the %d modules, and runs them as they are; "
+                "TORCH_LOGS=graph_breaks says why",
+                self.modules,
+            )
 
 
 def _counters() -> tuple[int, int]:

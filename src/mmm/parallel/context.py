@@ -102,8 +102,10 @@ def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) 
     parts = 2 * layout.cp * layout.tp
     if seq_length % parts:
         cut = f"2 · cp {layout.cp}" + (f" · tp {layout.tp}" if layout.tp > 1 else "")
-        text = (f"seq_length {seq_length} is not divisible by {cut} = {parts} (each rank takes two chunks of the same "
-                f"length)")  # fmt: skip
+        text = (
+            f"seq_length {seq_length} is not divisible by {cut} = {parts} (each rank takes two chunks of the same "
+            f"length)"
+        )
         found.append(Broken("seq_length", text, "seq_length", ("cp",)))
     ranks = layout.cp * layout.tp
     if style == "ulysses" and n_heads % ranks:

@@ -57,10 +57,14 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
         )
     if data_parallel in WHOLE:
         if others := [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]:
-            there, alone = (" · ".join(f"{axis} {size}" for axis, size in sizes) for sizes in (
-                [(axis, getattr(layout, axis)) for axis in others], [(axis, 1) for axis in others]))  # fmt: skip
-            raise LayoutError(f"{data_parallel} keeps the whole model on every rank, which does not go with {there}: "
-                              f"use fsdp, or {alone}")  # fmt: skip
+            there, alone = (
+                " · ".join(f"{axis} {size}" for axis, size in sizes)
+                for sizes in ([(axis, getattr(layout, axis)) for axis in others], [(axis, 1) for axis in others])
+            )
+            raise LayoutError(
+                f"{data_parallel} keeps the whole model on every rank, which does not go with {there}: "
+                f"use fsdp, or {alone}"
+            )
         if layout.dp_replicate > 1 and layout.dp_shard > 1:
             raise LayoutError(
                 f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} "

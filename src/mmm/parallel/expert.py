@@ -78,8 +78,9 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     experts = expert_mesh(mesh)
     if experts is None:
         if layers and has_axis(mesh, "tp"):
-            raise LayoutError(f"tp {mesh['tp'].size()}: a mesh for a model with experts is built by build_mesh(…, "
-                              f"experts=True)")  # fmt: skip
+            raise LayoutError(
+                f"tp {mesh['tp'].size()}: a mesh for a model with experts is built by build_mesh(…, experts=True)"
+            )
         return
     if not has_axis(experts, "ep"):
         return
@@ -109,9 +110,13 @@ def apply_expert_fsdp(
     ranks = experts["expert_dp"].size()
     layers = [module for pattern in plan.experts for module in find(model, pattern)]
     for module in _experts_in(layers):
-        fully_shard(module, mesh=over, mp_policy=mixed_precision(precision, False),
-                    offload_policy=offload_policy(over, offload),
-                    shard_placement_fn=lambda parameter: Shard(_cut_dim(parameter, ranks)))  # fmt: skip
+        fully_shard(
+            module,
+            mesh=over,
+            mp_policy=mixed_precision(precision, False),
+            offload_policy=offload_policy(over, offload),
+            shard_placement_fn=lambda parameter: Shard(_cut_dim(parameter, ranks)),
+        )
 
 
 def _cut_dim(parameter: Tensor, ranks: int) -> int:
@@ -173,9 +178,7 @@ class Exchange(torch.autograd.Function):
 
 
 @torch.no_grad()
-def balance_experts(
-    model: nn.Module | Iterable[nn.Module], mesh: DeviceMesh, rate: float = BALANCE_RATE
-) -> Tensor:
+def balance_experts(model: nn.Module | Iterable[nn.Module], mesh: DeviceMesh, rate: float = BALANCE_RATE) -> Tensor:
     """After a step of the optimizer: make experts that had more tokens than the mean less likely, and the others more.
 
     Each bias moves by ``rate · sign(mean load - load)``. Loads are whole numbers, added up over micro-batches,

@@ -54,12 +54,16 @@ def kv_head_problems(n_kv_heads: int, head_dim: int, tp: int) -> list[Broken]:
     if n_kv_heads % tp == 0:
         return []
     if tp % n_kv_heads:
-        text = (f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes whole "
-                f"key/value heads, or several share one)")  # fmt: skip
+        text = (
+            f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes whole "
+            f"key/value heads, or several share one)"
+        )
         return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]
     if n_kv_heads * head_dim % tp:
         part = tp // n_kv_heads
-        text = (f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {part} of a key/value head, and head_dim "
-                f"{head_dim} is not divisible by {part}")  # fmt: skip
+        text = (
+            f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {part} of a key/value head, and head_dim "
+            f"{head_dim} is not divisible by {part}"
+        )
         return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]
     return []

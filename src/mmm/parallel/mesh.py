@@ -88,8 +88,9 @@ class Layout:
                 )
             return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
-            raise LayoutError(f"the layout {self} has {self.ranks} ranks, and there are {world_size}: "
-                              f"{_line_that_fits(self.ranks)}")  # fmt: skip
+            raise LayoutError(
+                f"the layout {self} has {self.ranks} ranks, and there are {world_size}: {_line_that_fits(self.ranks)}"
+            )
         return self._check_ep()
 
     def _check_ep(self) -> Layout:

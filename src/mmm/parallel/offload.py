@@ -36,11 +36,15 @@ def check_offload(data_parallel: str, dtype: str = "auto") -> None:
         ConfigError: it cannot; with what to use.
     """
     if data_parallel not in OFFLOADED:
-        raise ConfigError(f"--offload with {data_parallel}: every rank updates the whole model, and PyTorch has "
-                          f"nothing that keeps DDP's state on the host; use zero1, zero2 or fsdp")  # fmt: skip
+        raise ConfigError(
+            f"--offload with {data_parallel}: every rank updates the whole model, and PyTorch has "
+            f"nothing that keeps DDP's state on the host; use zero1, zero2 or fsdp"
+        )
     if dtype == "fp16":
-        raise ConfigError("--offload with --dtype fp16: scaling gradients that lie on the host has not been shown to "
-                          "be right; use bf16 or fp32")  # fmt: skip
+        raise ConfigError(
+            "--offload with --dtype fp16: scaling gradients that lie on the host has not been shown to "
+            "be right; use bf16 or fp32"
+        )
 
 
 def on_host(parameter: Tensor) -> Tensor:
@@ -70,6 +74,8 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 def moved_text(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     """`moved`, in words; MB: 10⁶ bytes."""
     mb = {name: f"{value / 1e6:.2f} MB" for name, value in moved(model, optimizer).items()}
-    text = (f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state; a "
-            f"step moves {mb['down']} of gradients down and {mb['up']} of parameters up")  # fmt: skip
+    text = (
+        f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state; a "
+        f"step moves {mb['down']} of gradients down and {mb['up']} of parameters up"
+    )
     return text + (" (one memory: the device is the CPU)" if device.type == "cpu" else "")

@@ -48,7 +48,7 @@ from mmm.parallel.strides import pass_in_order
 Lap = Callable[[str], None]
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,18 @@ def check_pipeline(
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
     if dtype == "fp16":
-        raise ConfigError("--dtype fp16 scales the loss up, by a factor that all stages would have to agree on: use "
-                          "bf16 or fp32")  # fmt: skip
+        raise ConfigError(
+            "--dtype fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or fp32"
+        )
     if schedule not in SCHEDULES:
         raise ConfigError(f"--schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
     if not hasattr(schedules, f"Schedule{schedule}"):
         raise ConfigError(f"--schedule {schedule}: PyTorch {torch.__version__} lacks it; use 1F1B, or a newer PyTorch")
     if not hasattr(schedules._PipelineSchedule, "eval"):
-        raise ConfigError(f"pp {layout.pp}: the pipelines of PyTorch {torch.__version__} train only, and cannot be "
-                          f"evaluated; use a newer PyTorch, or pp 1")  # fmt: skip
+        raise ConfigError(
+            f"pp {layout.pp}: the pipelines of PyTorch {torch.__version__} train only, and cannot be "
+            f"evaluated; use a newer PyTorch, or pp 1"
+        )
     kind, pp, wrong = SCHEDULES[schedule], layout.pp, []
     each = kind.least if stages_per_rank is None else stages_per_rank
     if pp < 2:
@@ -148,13 +151,17 @@ def check_pipeline(
     if compile is not None:
         check_compile(compile, layout)
     if compile is not None and kind.splits:
-        wrong.append(f"--compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a "
-                     f"compiled one; leave --compile out, or use 1F1B or Interleaved1F1B")  # fmt: skip
+        wrong.append(
+            f"--compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a "
+            f"compiled one; leave --compile out, or use 1F1B or Interleaved1F1B"
+        )
     if checkpointing == "selective" and kind.splits:
-        wrong.append(f"--activation_checkpointing selective with {schedule}, which goes through the backward of a "
-                     f"stage twice, for its input and for its weights: what selective checkpointing keeps, PyTorch "
-                     f"gives back once; use full (which then repeats the forward twice), or 1F1B or "
-                     f"Interleaved1F1B")  # fmt: skip
+        wrong.append(
+            f"--activation_checkpointing selective with {schedule}, which goes through the backward of a "
+            f"stage twice, for its input and for its weights: what selective checkpointing keeps, PyTorch "
+            f"gives back once; use full (which then repeats the forward twice), or 1F1B or "
+            f"Interleaved1F1B"
+        )
     if wrong:
         raise LayoutError("; ".join(wrong))
     return each

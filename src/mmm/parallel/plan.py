@@ -82,8 +82,18 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
 
 
-NAMING = ("tensor", "units", "compiled", "compiled_with_tp", "checkpointed", "stages", "attention", "experts", "output",
-          "tiled")  # fmt: skip
+NAMING = (
+    "tensor",
+    "units",
+    "compiled",
+    "compiled_with_tp",
+    "checkpointed",
+    "stages",
+    "attention",
+    "experts",
+    "output",
+    "tiled",
+)
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:
@@ -103,8 +113,11 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
             if name and not optional and not any(matches(name, path) for path in paths):
                 fields.setdefault(name, []).append(field_name)
     of = type(model).__name__
-    return [f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
-            f"{_meant(name, general)}" for name, where in fields.items()]  # fmt: skip
+    return [
+        f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
+        f"{_meant(name, general)}"
+        for name, where in fields.items()
+    ]
 
 
 def _meant(name: str, general: list[str]) -> str:

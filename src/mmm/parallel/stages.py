@@ -51,8 +51,10 @@ def parts_of(model: nn.Module, plan: Plan) -> list[Part]:
     inside = tuple(f"{name}." for part in parts for name in part)
     left = [name for name, _ in model.named_parameters() if not name.startswith(inside)]
     if left:
-        raise LayoutError(f"the plan of this model puts {len(left)} parameters ({left[0]} first) into no pipeline "
-                          f"stage: name their modules in its stages")  # fmt: skip
+        raise LayoutError(
+            f"the plan of this model puts {len(left)} parameters ({left[0]} first) into no pipeline "
+            f"stage: name their modules in its stages"
+        )
     return parts
 
 
@@ -154,9 +156,13 @@ def _why(error: Exception, model: nn.Module, stage: nn.Module, number: int, held
         calls = [name for name in re.findall(r"self\.(\w+)", text) if module._modules.get(name, module) is None]
         if calls:
             name = f"{path}.{calls[0]}".lstrip(".")
-            return (f"{what} has no {name}, which forward calls{where}: a stage is the same class with parts left out, "
-                    f"so have forward skip what is None, as in `x = self.{calls[0]}(x) if self.{calls[0]} is not None "
-                    f"else x` (docs/models.md), or use pp 1")  # fmt: skip
-    return (f"{what} cannot run by itself: {type(error).__name__}: {error}{where}; a stage is "
-            f"the same class with parts left out, and has to take the output of the one before it (docs/models.md); "
-            f"or use pp 1")  # fmt: skip
+            return (
+                f"{what} has no {name}, which forward calls{where}: a stage is the same class with parts left out, "
+                f"so have forward skip what is None, as in `x = self.{calls[0]}(x) if self.{calls[0]} is not None "
+                f"else x` (docs/models.md), or use pp 1"
+            )
+    return (
+        f"{what} cannot run by itself: {type(error).__name__}: {error}{where}; a stage is "
+        f"the same class with parts left out, and has to take the output of the one before it (docs/models.md); "
+        f"or use pp 1"
+    )

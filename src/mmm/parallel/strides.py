@@ -47,8 +47,9 @@ def pass_in_order(stage: nn.Module, first: bool, last: bool) -> None:
 
     def give(module: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
         # A backward that is split detaches in place what a stage gives, which PyTorch cannot do to a view.
-        return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format) if x._is_view()
-                             else in_order(x), output)  # fmt: skip
+        return tree_map_only(
+            Tensor, lambda x: x.clone(memory_format=torch.contiguous_format) if x._is_view() else in_order(x), output
+        )
 
     if not first:
         stage.register_forward_pre_hook(take)

@@ -39,10 +39,12 @@ def tie_again(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
         for name in names[1:]:
             other = model.get_parameter(name)
             if _lies(other) != _lies(first) or other.shape != first.shape:
-                raise LayoutError(f"{_said(names)}, and {what} makes of {names[0]} {_words(first)} and of {name} "
-                                  f"{_words(other)}: give both modules styles that leave the weight alike "
-                                  f"(RowwiseParallel of an Embedding and ColwiseParallel of a Linear both take rows), "
-                                  f"or untie them")  # fmt: skip
+                raise LayoutError(
+                    f"{_said(names)}, and {what} makes of {names[0]} {_words(first)} and of {name} "
+                    f"{_words(other)}: give both modules styles that leave the weight alike "
+                    f"(RowwiseParallel of an Embedding and ColwiseParallel of a Linear both take rows), "
+                    f"or untie them"
+                )
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, first)
 
@@ -64,12 +66,22 @@ def check_stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
         LayoutError: one does: each stage would update a weight of its own.
     """
     for names in find_ties(model):
-        at = [next((number for number, held in enumerate(stages)
-                    if any(name == module or name.startswith(f"{module}.") for module in held)), None)
-              for name in names]  # fmt: skip
+        at = [
+            next(
+                (
+                    number
+                    for number, held in enumerate(stages)
+                    if any(name == module or name.startswith(f"{module}.") for module in held)
+                ),
+                None,
+            )
+            for name in names
+        ]
         if len(set(at)) > 1:
-            raise LayoutError(f"{_said(names)}, and the pipeline has them in stages {' and '.join(map(str, at))}, on "
-                              f"other ranks: use pp 1, or untie them")  # fmt: skip
+            raise LayoutError(
+                f"{_said(names)}, and the pipeline has them in stages {' and '.join(map(str, at))}, on "
+                f"other ranks: use pp 1, or untie them"
+            )
 
 
 def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
@@ -115,5 +127,8 @@ def _lies(parameter: Tensor) -> object:
 
 def _words(parameter: Tensor) -> str:
     shape = "×".join(map(str, parameter.shape))
-    return f"{', '.join(map(str, parameter.placements))} of {shape}" if isinstance(parameter, DTensor) else (
-        f"a plain {shape}")  # fmt: skip
+    return (
+        f"{', '.join(map(str, parameter.placements))} of {shape}"
+        if isinstance(parameter, DTensor)
+        else (f"a plain {shape}")
+    )

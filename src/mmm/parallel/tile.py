@@ -66,8 +66,10 @@ def apply_tiles(model: nn.Module, plan: Plan, tiles: int) -> Plan:
 def check_tiles(tiles: int, checkpointing: str) -> None:
     """Raises ConfigError where checkpointing would keep what the tiles are there to lose."""
     if tiles > 1 and checkpointing == "selective":
-        raise ConfigError(f"tile {tiles} with activation checkpointing 'selective', which keeps what the MLPs' "
-                          f"products give, and so what tiles are there to lose: use 'full' or 'none'")  # fmt: skip
+        raise ConfigError(
+            f"tile {tiles} with activation checkpointing 'selective', which keeps what the MLPs' "
+            f"products give, and so what tiles are there to lose: use 'full' or 'none'"
+        )
 
 
 def tiled(forward: Forward, tiles: int) -> Forward:

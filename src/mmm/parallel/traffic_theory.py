@@ -94,20 +94,38 @@ def expected_traffic(
 
 
 def assembled_traffic(
-    model: nn.Module, plan: Plan, layout: Layout, how: Techniques, division: Division, numbers: Iterable[int], *,
-    batch: int, seq_length: int, precision: Precision,
-) -> dict[str, float]:  # fmt: skip
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    how: Techniques,
+    division: Division,
+    numbers: Iterable[int],
+    *,
+    batch: int,
+    seq_length: int,
+    precision: Precision,
+) -> dict[str, float]:
     """`expected_traffic` of the rank that holds stages `numbers` (``ParallelModel.modules``) of a divided model.
 
     Args:
         model: as `divide` was given it, on the meta device and not cut.
     """
-    held = {number: take_stage(model, division.parts, division.stages[number]) if division.stages else model
-            for number in numbers}  # fmt: skip
+    held = {
+        number: take_stage(model, division.parts, division.stages[number]) if division.stages else model
+        for number in numbers
+    }
     return expected_traffic(
-        held, plan, layout, batch=batch, seq_length=seq_length, precision=precision, data_parallel=how.data_parallel,
-        cp_style=how.cp_style, microbatches=division.microbatches, stages=max(1, len(division.stages)),
-    )  # fmt: skip
+        held,
+        plan,
+        layout,
+        batch=batch,
+        seq_length=seq_length,
+        precision=precision,
+        data_parallel=how.data_parallel,
+        cp_style=how.cp_style,
+        microbatches=division.microbatches,
+        stages=max(1, len(division.stages)),
+    )
 
 
 def _size(dtype: torch.dtype) -> int:
@@ -201,9 +219,7 @@ def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, preci
     raise ValueError(f"no formula for {type(model).__name__} cut over tp")
 
 
-def _context(
-    model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, style: str
-) -> float:
+def _context(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, style: str) -> float:
     if not isinstance(model, Transformer):
         raise ValueError(f"no formula for {type(model).__name__} cut over cp")
     config, n, size = model.config, layout.cp, _size(precision.compute)

@@ -53,8 +53,10 @@ class Options:
     """Repeatable. Default: both where one technique stands alone on up to 4 ranks, else sgd."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
-                      "DualPipeV"] | None = None  # fmt: skip
+    schedule: (
+        Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+        | None
+    ) = None
     """For --layout with pp. Default: 1F1B."""
     stages_per_rank: int | None = None
     """For --layout with pp. Default: the fewest that the schedule takes."""
@@ -92,8 +94,15 @@ class Options:
 
     def techniques(self) -> dict[str, object]:
         """The flags that go with --layout and were given."""
-        names = ("data_parallel", "schedule", "stages_per_rank", "cp_style", "microbatches", "activation_checkpointing",
-                 "data")  # fmt: skip
+        names = (
+            "data_parallel",
+            "schedule",
+            "stages_per_rank",
+            "cp_style",
+            "microbatches",
+            "activation_checkpointing",
+            "data",
+        )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def cases(self) -> list[Case]:
@@ -108,8 +117,12 @@ class Options:
         if self.layout:
             layouts = dict.fromkeys(map(canonical, self.layout))
             found = [self._picked(model, layout) for model in named for layout in layouts]
-            for flag, axes in (("data_parallel", AXES[1:3]), ("schedule", ("pp",)), ("stages_per_rank", ("pp",)),
-                               ("cp_style", ("cp",))):  # fmt: skip
+            for flag, axes in (
+                ("data_parallel", AXES[1:3]),
+                ("schedule", ("pp",)),
+                ("stages_per_rank", ("pp",)),
+                ("cp_style", ("cp",)),
+            ):
                 if flag in self.techniques() and not any(set(axes) & case.sizes.keys() for case in found):
                     raise LayoutError(f"--{flag} {getattr(self, flag)}, and no --layout has {' or '.join(axes)}")
         else:
@@ -139,8 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         with said_once():
-            options = tyro.cli(Options, prog="python3 -m mmm.parity", description=__doc__, args=argv,
-                               use_underscores=True)  # fmt: skip
+            options = tyro.cli(
+                Options, prog="python3 -m mmm.parity", description=__doc__, args=argv, use_underscores=True
+            )
         return compare(options)
     except UserError as error:
         report_user_error(error)
@@ -153,8 +167,10 @@ def main(argv: list[str] | None = None) -> int:
 def compare(options: Options) -> int:
     """Train, compare, report; the exit code."""
     if (me := whoami()).world_size > 1:
-        raise LaunchError(f"this is one of {me.world_size} ranks (of {me.source}), and mmm.parity starts ranks itself: "
-                          f"run it alone, python3 -m mmm.parity")  # fmt: skip
+        raise LaunchError(
+            f"this is one of {me.world_size} ranks (of {me.source}), and mmm.parity starts ranks itself: "
+            f"run it alone, python3 -m mmm.parity"
+        )
     options.check()
     cases = options.cases()
     if options.dry_run:
@@ -193,9 +209,11 @@ def compare(options: Options) -> int:
     print("record: " + " ".join(map(str, written)))
     bad = sum(not row.passed for row in rows)
     layouts = {(row.model, row.layout, row.technique) for row in rows}
-    print(f"{len(rows) - bad} of {len(rows)} trainings on {len(layouts)} layouts passed, "
-          f"in {time.perf_counter() - began:.0f} s; limits: loss {report.LOSS_LIMIT[options.dtype]:.0e}, gradient "
-          f"{report.GRADIENT_LIMIT[options.dtype]:.0e}")  # fmt: skip
+    print(
+        f"{len(rows) - bad} of {len(rows)} trainings on {len(layouts)} layouts passed, "
+        f"in {time.perf_counter() - began:.0f} s; limits: loss {report.LOSS_LIMIT[options.dtype]:.0e}, gradient "
+        f"{report.GRADIENT_LIMIT[options.dtype]:.0e}"
+    )
     if interrupted:
         print(f"interrupted: {len(ready) - len(layouts)} of {len(ready)} layouts were not tried", file=sys.stderr)
         return INTERRUPTED

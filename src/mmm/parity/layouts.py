@@ -79,8 +79,10 @@ def sizes_of(name: str) -> dict[str, int]:
         if word.strip() == "1":
             continue
         if match is None or match[1] not in NAMES:
-            raise LayoutError(f"layout {name!r}: {word.strip()!r} is not an axis with its size; the axes are "
-                              f"{', '.join(NAMES)}, as in pp2.dp2.tp2; 1 is a single rank")  # fmt: skip
+            raise LayoutError(
+                f"layout {name!r}: {word.strip()!r} is not an axis with its size; the axes are "
+                f"{', '.join(NAMES)}, as in pp2.dp2.tp2; 1 is a single rank"
+            )
         if int(match[2]) < 1:
             raise LayoutError(f"layout {name!r}: {match[1]} {match[2]}: an axis has at least 1 rank")
         if match[1] in found:

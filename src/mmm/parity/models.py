@@ -61,10 +61,13 @@ def _load(module: str, name: str, wanted: tuple[str, ...]) -> ModuleType:
             raise
         found = False
     if not found:
-        raise ConfigError(f"--model {name}: there is no {module.replace('.', '/')}.py; the models here are "
-                          f"{', '.join(names())}, and docs/models.md says how to add one")  # fmt: skip
+        raise ConfigError(
+            f"--model {name}: there is no {module.replace('.', '/')}.py; the models here are "
+            f"{', '.join(names())}, and docs/models.md says how to add one"
+        )
     loaded = importlib.import_module(module)
     if lacks := [function for function in wanted if not hasattr(loaded, function)]:
-        raise ConfigError(f"--model {name}: {loaded.__file__} has no {' and no '.join(lacks)}; docs/models.md says "
-                          "what it is for")  # fmt: skip
+        raise ConfigError(
+            f"--model {name}: {loaded.__file__} has no {' and no '.join(lacks)}; docs/models.md says what it is for"
+        )
     return loaded

@@ -55,8 +55,10 @@ def batch(source: ModuleType, training: Training, step: int) -> tuple[Tensor, Te
     inputs, targets = source.parity_batch(training.global_batch, numbers)
     if training.data == "digits":
         if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
-            raise ConfigError(f"--data digits: {source.__name__} takes no square images, but inputs of shape "
-                              f"{tuple(inputs.shape[1:])}; leave it out")  # fmt: skip
+            raise ConfigError(
+                f"--data digits: {source.__name__} takes no square images, but inputs of shape "
+                f"{tuple(inputs.shape[1:])}; leave it out"
+            )
         images = _digits(inputs.shape[-1], inputs.shape[1])
         inputs, targets = images.images(torch.randint(images.samples, targets.shape, generator=numbers).numpy())
     dtype = DTYPES[training.dtype]

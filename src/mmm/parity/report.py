@@ -82,26 +82,41 @@ def judge(case: Case, optimizer: str, training: Training, expected: Reference, c
         (off, rank, name) for rank, curve in enumerate(curves) for name, off in curve.differences.items()
     )
     if not grad_diff <= gradient_limit:
-        wrong.append(f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than "
-                     f"{gradient_limit:.0e}")  # fmt: skip
+        wrong.append(
+            f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than {gradient_limit:.0e}"
+        )
     busiest = max(curves, key=lambda curve: curve.sent or 0)
     return Row(
-        **_about(case, optimizer, training), max_rel_loss_diff=loss_diff, max_grad_diff=grad_diff, passed=not wrong,
-        seconds=max(curve.seconds for curve in curves), reason="; ".join(wrong), losses=curves[0].losses,
-        expected_losses=expected.losses, sent=busiest.sent,
+        **_about(case, optimizer, training),
+        max_rel_loss_diff=loss_diff,
+        max_grad_diff=grad_diff,
+        passed=not wrong,
+        seconds=max(curve.seconds for curve in curves),
+        reason="; ".join(wrong),
+        losses=curves[0].losses,
+        expected_losses=expected.losses,
+        sent=busiest.sent,
         expected=None if busiest.expected is None else round(busiest.expected),
-    )  # fmt: skip
+    )
 
 
 def failed(case: Case, optimizer: str, training: Training, reason: str) -> Row:
     """A layout whose ranks gave no answer."""
-    return Row(**_about(case, optimizer, training), max_rel_loss_diff=None, max_grad_diff=None, passed=False,
-               reason=reason)  # fmt: skip
+    return Row(
+        **_about(case, optimizer, training), max_rel_loss_diff=None, max_grad_diff=None, passed=False, reason=reason
+    )
 
 
 def _about(case: Case, optimizer: str, training: Training) -> dict[str, Any]:
-    return {"layout": case.layout, "ranks": case.ranks, "model": case.model, "technique": case.technique,
-            "optimizer": optimizer, "steps": training.steps, "axes": case.sizes}  # fmt: skip
+    return {
+        "layout": case.layout,
+        "ranks": case.ranks,
+        "model": case.model,
+        "technique": case.technique,
+        "optimizer": optimizer,
+        "steps": training.steps,
+        "axes": case.sizes,
+    }
 
 
 def _relative(got: float, wanted: float) -> float:
@@ -119,15 +134,28 @@ def table(rows: Sequence[Row], width: int = 150) -> str:
     for row in rows:
         sent, least = ("" if count is None else f"{count:,}" for count in (row.sent, row.expected))
         seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
-        columns.add_row(row.model, row.layout, str(row.ranks), row.technique, row.optimizer,
-                        _short(row.max_rel_loss_diff), _short(row.max_grad_diff), sent, least, seconds,
-                        row.result)  # fmt: skip
+        columns.add_row(
+            row.model,
+            row.layout,
+            str(row.ranks),
+            row.technique,
+            row.optimizer,
+            _short(row.max_rel_loss_diff),
+            _short(row.max_grad_diff),
+            sent,
+            least,
+            seconds,
+            row.result,
+        )
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(columns)
     lines = [line.rstrip() for line in capture.get().rstrip().splitlines()]
-    lines += [f"{row.result}: {row.model} {row.layout} {row.technique} {row.optimizer}: {row.reason}"
-              for row in rows if not row.passed]  # fmt: skip
+    lines += [
+        f"{row.result}: {row.model} {row.layout} {row.technique} {row.optimizer}: {row.reason}"
+        for row in rows
+        if not row.passed
+    ]
     return "\n".join(lines)
 
 
@@ -167,14 +195,17 @@ def dataset(rows: Sequence[Row], training: Training, attrs: Mapping[str, Any]) -
         "loss": (("case", "step"), curves("losses"), {"long_name": "training loss"}),
         "reference_loss": (("case", "step"), curves("expected_losses"), {"long_name": "training loss on one device"}),
         "max_rel_loss_diff": ("case", column("max_rel_loss_diff"), {"long_name": "largest relative loss difference"}),
-        "max_grad_diff": ("case", column("max_grad_diff"), {
-            "long_name": "largest gradient difference at step 1, over the gradient's largest element"}),
+        "max_grad_diff": (
+            "case",
+            column("max_grad_diff"),
+            {"long_name": "largest gradient difference at step 1, over the gradient's largest element"},
+        ),
         "passed": ("case", np.array([int(row.passed) for row in rows])),
         "seconds": ("case", column("seconds"), {"long_name": "time of training", "units": "s"}),
         "ranks": ("case", np.array([row.ranks for row in rows])),
         "sent": ("case", column("sent"), {"long_name": "sent in a step by the rank that sends most", "units": "bytes"}),
         "expected": ("case", column("expected"), {"long_name": "least that the layout needs", "units": "bytes"}),
-    }  # fmt: skip
+    }
     names = ("model", "layout", "technique", "optimizer", "reason")
     coordinates: dict[str, Any] = {name: ("case", np.array([getattr(row, name) for row in rows])) for name in names}
     axes = dict.fromkeys(axis for row in rows for axis in row.axes)
@@ -200,8 +231,9 @@ def picture(rows: Sequence[Row], training: Training) -> Any:
     steps = np.arange(1, training.steps + 1)
     width, height = 1.3 + 3.8 * max(len(models), 2), 1.3 + 4.2 * len(optimizers)
     figure = figures.new_figure(width, height)
-    figure.subplots_adjust(left=0.85 / width, right=1 - 0.2 / width, bottom=0.55 / height, top=1 - 0.95 / height,
-                           wspace=0.22, hspace=0.28)  # fmt: skip
+    figure.subplots_adjust(
+        left=0.85 / width, right=1 - 0.2 / width, bottom=0.55 / height, top=1 - 0.95 / height, wspace=0.22, hspace=0.28
+    )
     grid = figure.subplots(2 * len(optimizers), len(models), squeeze=False, sharex=True)
     for column, model in enumerate(models):
         for number, optimizer in enumerate(optimizers):
@@ -218,30 +250,45 @@ def picture(rows: Sequence[Row], training: Training) -> Any:
                 below.plot(steps, np.maximum(off, NO_DIFFERENCE), ".-", ms=3, lw=0.6, alpha=0.5, color=color)
             limit = LOSS_LIMIT[training.dtype]
             below.axhline(limit, color=figures.INK, lw=1, ls="--")
-            below.annotate(f"limit {limit:.0e}", (0.99, limit), xycoords=("axes fraction", "data"), xytext=(0, -10),
-                           textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+            below.annotate(
+                f"limit {limit:.0e}",
+                (0.99, limit),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, -10),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+            )
             below.set_yscale("log")
             below.set_ylim(NO_DIFFERENCE / 2, max(limit * 10, below.get_ylim()[1]))
             if column == 0:
                 above.set_ylabel("loss")
                 below.set_ylabel("relative difference")
             above.tick_params(labelbottom=False)
-    lines = [Line2D([], [], color=figures.PALE, lw=7), Line2D([], [], color=figures.BLUE, lw=0.8),
-             Line2D([], [], color=figures.ORANGE, lw=0.8)]  # fmt: skip
+    lines = [
+        Line2D([], [], color=figures.PALE, lw=7),
+        Line2D([], [], color=figures.BLUE, lw=0.8),
+        Line2D([], [], color=figures.ORANGE, lw=0.8),
+    ]
     names = ["plain PyTorch, one device", "each layout, on top of each other", "a layout that fails"]
-    figure.legend(lines, names, ncols=3, loc="upper left", bbox_to_anchor=(0.75 / width, 1 - 0.36 / height),
-                  borderpad=0)  # fmt: skip
-    figure.text(0.85 / width, 1 - 0.12 / height, "Training loss on every layout, and how far it is from one device",
-                fontsize=13, fontweight="bold", va="top")  # fmt: skip
+    figure.legend(
+        lines, names, ncols=3, loc="upper left", bbox_to_anchor=(0.75 / width, 1 - 0.36 / height), borderpad=0
+    )
+    figure.text(
+        0.85 / width,
+        1 - 0.12 / height,
+        "Training loss on every layout, and how far it is from one device",
+        fontsize=13,
+        fontweight="bold",
+        va="top",
+    )
     for axes in grid[-1]:
         axes.set_xlabel("step (no difference is drawn at 1e-17)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
-def write(
-    rows: Sequence[Row], training: Training, folder: Path, plots: bool, attrs: Mapping[str, Any]
-) -> list[Path]:
+def write(rows: Sequence[Row], training: Training, folder: Path, plots: bool, attrs: Mapping[str, Any]) -> list[Path]:
     """The record of all rows: JSON, dataset and, with `plots`, the picture; the paths that were written."""
     written = [write_json(rows, folder)]
     if rows:

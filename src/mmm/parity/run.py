@@ -63,9 +63,13 @@ def compare(
 
 
 def _compare_one(
-    model: models.Model, each: Ready, training: Training, known: Mapping[str, Reference | RanksFailed], timeout: float,
+    model: models.Model,
+    each: Ready,
+    training: Training,
+    known: Mapping[str, Reference | RanksFailed],
+    timeout: float,
     folder: Path,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     case = each.case
     good: dict[str, Reference] = {}
     try:

@@ -86,9 +86,13 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     elif microbatches is None and case.schedule in SCHEDULES:
         microbatches = max(LEAST_MICROBATCHES, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
     how = Techniques(
-        data_parallel=case.data_parallel, cp_style=case.cp_style, schedule=case.schedule,  # type: ignore[arg-type]
-        microbatches=microbatches, stages_per_rank=case.stages_per_rank, checkpointing=case.checkpointing,
-    )  # fmt: skip
+        data_parallel=case.data_parallel,
+        cp_style=case.cp_style,
+        schedule=case.schedule,  # type: ignore[arg-type]
+        microbatches=microbatches,
+        stages_per_rank=case.stages_per_rank,
+        checkpointing=case.checkpointing,
+    )
     inputs = batch(model.source, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters():
@@ -124,8 +128,18 @@ def _train(
         whole = model.source.parity_model()
     precision = Precision(training.dtype, dtype, dtype)
     own_loss = partial(mean_loss, model.source) if hasattr(model.source, "parity_loss") else None
-    made = ParallelModel(whole, model.plan(), layout, mesh, precision, ready.how, ready.division, device=CPU,
-                         seed=training.seed, loss=own_loss)  # fmt: skip
+    made = ParallelModel(
+        whole,
+        model.plan(),
+        layout,
+        mesh,
+        precision,
+        ready.how,
+        ready.division,
+        device=CPU,
+        seed=training.seed,
+        loss=own_loss,
+    )
     expected = least_traffic(model, ready, training, made, precision)
     update = make_optimizer(optimizer, made.parameters())
     sent = None
@@ -167,9 +181,16 @@ def least_traffic(
     inputs, _ = batch(model.source, training, 0)
     try:
         by_axis = assembled_traffic(
-            whole, model.plan(), ready.layout, ready.how, ready.division, made.modules,
-            batch=training.global_batch // ready.layout.dp, seq_length=inputs.shape[1], precision=precision,
-        )  # fmt: skip
+            whole,
+            model.plan(),
+            ready.layout,
+            ready.how,
+            ready.division,
+            made.modules,
+            batch=training.global_batch // ready.layout.dp,
+            seq_length=inputs.shape[1],
+            precision=precision,
+        )
     except ValueError:  # "no formula for …"
         return None
     return sum(by_axis.values())

@@ -113,8 +113,9 @@ def differences(found: Sequence[tuple[str, Mapping[str, str]]], advice: Mapping[
 def _values(ranks: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
     """Each value, and where it is; the common ones first."""
     common = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    shown = [f"{value} on {_ranks(where)} ({_hosts([hosts[rank] for rank in where])})"
-             for value, where in common[:SHOWN]]  # fmt: skip
+    shown = [
+        f"{value} on {_ranks(where)} ({_hosts([hosts[rank] for rank in where])})" for value, where in common[:SHOWN]
+    ]
     rest = [rank for _, where in common[SHOWN:] for rank in where]
     if rest:
         shown.append(f"{len(common) - SHOWN} other values on {_ranks(sorted(rest))}")

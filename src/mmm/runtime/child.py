@@ -30,7 +30,7 @@ from mmm.launch.wire import ENDING, FAILURE_VARIABLE
 from mmm.runtime import failure, lifeline, startup
 
 INTERRUPTED = 128 + signal.SIGINT
-EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")   # profilers write at exit
+EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")  # profilers write at exit
 OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -47,7 +47,7 @@ def prepare() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, _terminate)):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
-    if hasattr(os, "memfd_create"):              # Linux: launch asks a run that hangs where it is
+    if hasattr(os, "memfd_create"):  # Linux: launch asks a run that hangs where it is
         faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     lifeline.tie_forks()
     # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
@@ -55,7 +55,8 @@ def prepare() -> None:
     os.register_at_fork(
         before=lambda: setattr(held, "mask", signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, held.mask),
-        after_in_child=lambda: _default_signals(held.mask))
+        after_in_child=lambda: _default_signals(held.mask),
+    )
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -67,7 +68,7 @@ def run(target: Target) -> int:
     A process that the target forks may come back here too. It is not the rank: it prints, and reports nothing.
     """
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)       # held back since the rank began
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # held back since the rank began
         _run(target)
         code = 0
     except BaseException as error:
@@ -85,9 +86,9 @@ def _run(target: Target) -> None:
         sys.path.insert(0, first)
     startup.begin()
     if target.kind == "script" and not target.name.endswith(".py"):
-        runpy.run_path(target.name, run_name="__main__")         # a folder, a zip file, compiled code, any other name
+        runpy.run_path(target.name, run_name="__main__")  # a folder, a zip file, compiled code, any other name
         return
-    sys.modules["__main__"] = main = ModuleType("__main__")      # it stays: runpy's own is gone when atexit runs
+    sys.modules["__main__"] = main = ModuleType("__main__")  # it stays: runpy's own is gone when atexit runs
     exec(_code(target, main), vars(main))
 
 
@@ -97,12 +98,12 @@ def _code(target: Target, main: ModuleType) -> CodeType:
     if target.kind == "code":
         return compile(target.name, "<string>", "exec", dont_inherit=True)
     if target.kind == "script":
-        main.__file__ = path = os.path.abspath(target.name)      # as python does, so that it may change its folder
+        main.__file__ = path = os.path.abspath(target.name)  # as python does, so that it may change its folder
         main.__loader__ = SourceFileLoader("__main__", path)
         main.__dict__["__cached__"] = None
         with io.open_code(path) as file:
             return compile(file.read(), path, "exec", dont_inherit=True)
-    spec = importlib.util.find_spec(target.name)                 # imports the packages it is in
+    spec = importlib.util.find_spec(target.name)  # imports the packages it is in
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target.name}.__main__")
     code = getattr(spec.loader, "get_code", lambda name: None)(spec.name) if spec is not None else None
@@ -175,7 +176,7 @@ def finish(code: int) -> NoReturn:
         for name in [name for name in reversed(sys.modules) if _is_users(name)]:
             names = vars(sys.modules[name])
             for each in names.keys() - {"__builtins__"}:
-                names[each] = None               # the collector might close a file before its buffer is written
+                names[each] = None  # the collector might close a file before its buffer is written
         gc.collect()
     except Exception:
         traceback.print_exc()

@@ -71,8 +71,10 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
             f"install a PyTorch built for it"
         )
     if asked == "mps" and rank.world_size > 1:
-        raise DeviceError(f"mps is one device and has no collectives, but there are {rank.world_size} ranks: use "
-                          f"--device cpu, or one rank")  # fmt: skip
+        raise DeviceError(
+            f"mps is one device and has no collectives, but there are {rank.world_size} ranks: use "
+            f"--device cpu, or one rank"
+        )
     if asked in ("cpu", "mps"):
         return torch.device(asked)
     count = getattr(torch, asked).device_count()

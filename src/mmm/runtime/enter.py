@@ -44,7 +44,7 @@ class Entry(Supervisor):
         self.starter = starter
         self.link: Link | None = link
         self.inherit = inherit
-        self.told = 0                                        # failures that launch knows of
+        self.told = 0  # failures that launch knows of
         self.lost = False
         self.host = host_name()
 
@@ -74,7 +74,7 @@ class Entry(Supervisor):
             self.kill()
         elif message.get("signal") in ENDING:
             self.exit_code = 0
-            ignored = message["signal"] in self.ignored      # on this host, by who started its processes
+            ignored = message["signal"] in self.ignored  # on this host, by who started its processes
             self.end(signal.SIGTERM if ignored else message["signal"], message["verdict"])
         elif "where" in message:
             self.tell({"stacks": self.stacks()})
@@ -94,7 +94,7 @@ class Entry(Supervisor):
             self.kill()
 
     def tell_failures(self) -> None:
-        for failure in self.failures[self.told:]:
+        for failure in self.failures[self.told :]:
             self.tell({"failure": orders.write_failure(failure, time.monotonic())})
         self.told = len(self.failures)
 
@@ -121,7 +121,7 @@ class Entry(Supervisor):
 
     def on_signal(self, number: int) -> None:
         if number in PASSED_ON and self.starter == "srun":
-            return                                           # Slurm signals every process, the ranks too
+            return  # Slurm signals every process, the ranks too
         super().on_signal(number)
 
     def interrupted(self, number: int) -> None:
@@ -144,8 +144,10 @@ class Entry(Supervisor):
 def main() -> int:
     words = sys.argv[1:]
     if links.VARIABLE not in os.environ:
-        say(f"launch: error: {links.VARIABLE} is not in the environment of what the launcher has started: it has to "
-            "pass its environment on to all hosts")
+        say(
+            f"launch: error: {links.VARIABLE} is not in the environment of what the launcher has started: it has to "
+            "pass its environment on to all hosts"
+        )
         return 2
     entry = json.loads(os.environ.pop(links.VARIABLE))
     target = read_target(words)
@@ -165,7 +167,7 @@ def main() -> int:
         say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
         return 1
     if "go" not in order:
-        return 1                                             # launch ends before anything has begun
+        return 1  # launch ends before anything has begun
     try:
         plan = make_plan(target, order["go"], hello["host"])
     except UserError as error:
@@ -174,7 +176,7 @@ def main() -> int:
         link.send({"failure": orders.write_failure(failure, time.monotonic())})
         link.send({"bye": True})
         return 0
-    if order["go"]["by"] == "host":                          # an MPI in a rank would take itself for all of the host
+    if order["go"]["by"] == "host":  # an MPI in a rank would take itself for all of the host
         for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
             del os.environ[name]
         inherit = ()
@@ -215,12 +217,16 @@ def check_meeting_point(address: str, port: int, host: str) -> None:
         try:
             probe.bind((address, port))
         except socket.gaierror:
-            raise LaunchError(f"MASTER_ADDR {address} cannot be resolved on {host}, where rank 0 is: set MASTER_ADDR "
-                              "to that host's name or address as all hosts know it.") from None
+            raise LaunchError(
+                f"MASTER_ADDR {address} cannot be resolved on {host}, where rank 0 is: set MASTER_ADDR "
+                "to that host's name or address as all hosts know it."
+            ) from None
         except OSError as error:
-            raise LaunchError(f"rank 0 on {host} cannot listen on {address}:{port}: {error.strerror}.\n  Set "
-                              "MASTER_ADDR to that host's name or address as all hosts know it, and MASTER_PORT to a "
-                              "free port.") from None
+            raise LaunchError(
+                f"rank 0 on {host} cannot listen on {address}:{port}: {error.strerror}.\n  Set "
+                "MASTER_ADDR to that host's name or address as all hosts know it, and MASTER_PORT to a "
+                "free port."
+            ) from None
 
 
 def read_target(words: list[str]) -> Target:

@@ -22,12 +22,12 @@ from mmm.runtime.ranks import whoami
 
 USER_ERROR_EXIT = 2
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
-SEND_TIMEOUT = 1.0                               # s; launch reads all the time, so this is for a launch that hangs
-SHORT = 200                                      # characters of what a wrong command line is told, where it is repeated
-RULE = re.compile(r"\s*(-{3,}|─{3,}|)\s*")        # a line across, or an empty one
+SEND_TIMEOUT = 1.0  # s; launch reads all the time, so this is for a launch that hangs
+SHORT = 200  # characters of what a wrong command line is told, where it is repeated
+RULE = re.compile(r"\s*(-{3,}|─{3,}|)\s*")  # a line across, or an empty one
 
 _channel: socket.socket | None = None
-_owner = 0                                       # the process whose failure is the rank's: not one that it forks
+_owner = 0  # the process whose failure is the rank's: not one that it forks
 
 
 def attach(fd: int) -> None:
@@ -71,7 +71,7 @@ def whereabouts() -> str:
     try:
         if whoami().world_size == 1:
             return ""
-    except UserError:                            # the variables of a rank, but not all of them, or not such as fit
+    except UserError:  # the variables of a rank, but not all of them, or not such as fit
         pass
     return f"[rank {rank()} on {socket.gethostname()}] "
 

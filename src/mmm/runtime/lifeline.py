@@ -11,7 +11,7 @@ import threading
 
 PR_SET_PDEATHSIG = 1
 
-_forking: tuple[int, bool] = (0, False)          # the process about to fork, and whether its main thread does
+_forking: tuple[int, bool] = (0, False)  # the process about to fork, and whether its main thread does
 
 
 def die_with_parent(parent: int) -> None:
@@ -19,7 +19,7 @@ def die_with_parent(parent: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     _prctl(signal.SIGKILL)
-    if os.getppid() != parent:                   # it died before the request was made
+    if os.getppid() != parent:  # it died before the request was made
         os.kill(os.getpid(), signal.SIGKILL)
 
 

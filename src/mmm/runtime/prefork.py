@@ -37,11 +37,22 @@ from mmm.runtime import child, failure, lifeline, startup
 TORCH_LATER = ("torch._dynamo",)
 TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
-NOT_BEFORE_FORK = ("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex",
-                   "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "ray")
+NOT_BEFORE_FORK = (
+    "mpi4py.MPI",
+    "horovod",
+    "cupy",
+    "jaxlib",
+    "tensorflow",
+    "transformer_engine",
+    "deepspeed",
+    "apex",
+    "intel_extension_for_pytorch",
+    "oneccl_bindings_for_pytorch",
+    "ray",
+)
 # A batch system sends these to all processes of a job before it ends. They are for the ranks, not for this process.
 RANKS_ALONE = (signal.SIGUSR1, signal.SIGUSR2)
-PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)       # what Python ignores in its own process; no other program expects it
+PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
 
 
 def main() -> NoReturn:
@@ -50,7 +61,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
     for number in (*RANKS_ALONE, *([signal.SIGTERM] if todo.shielded else [])):
         signal.signal(number, signal.SIG_IGN)
-    lifeline.die_with_parent(todo.launcher)      # until there are ranks, which have to be ended first
+    lifeline.die_with_parent(todo.launcher)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, False)
     if child._has_current_folder():
@@ -59,7 +70,7 @@ def main() -> NoReturn:
     if target is not None:
         preload(target, todo)
     agent = Agent(todo)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)       # each rank takes them once it can end in order
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
     for variables in todo.ranks:
         sys.stdout.flush()
         pid = os.fork()
@@ -70,7 +81,7 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     lifeline.outlive_parent()
     agent.watch()
-    os._exit(0)                                  # nothing here has anything to write, and taking torch down takes 0.4 s
+    os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
 
 
 def preload(target: Target, todo: Instructions) -> None:
@@ -101,7 +112,7 @@ def preload(target: Target, todo: Instructions) -> None:
     if _shadowed(target.first_path()):
         start_anew(todo, "*")
     startup.keep_shared()
-    gc.freeze()                                  # not collected first: that takes longer than what it would free
+    gc.freeze()  # not collected first: that takes longer than what it would free
     gc.enable()
 
 
@@ -116,7 +127,7 @@ def start_anew(todo: Instructions, skip: str) -> NoReturn:
 
 def _flags() -> list[str]:
     words = sys.orig_argv[1:]
-    return words[:words.index("-m")]
+    return words[: words.index("-m")]
 
 
 def _device_open() -> bool:
@@ -143,7 +154,7 @@ def _shadowed(first: str | None) -> list[str]:
 
 def execute(todo: Instructions) -> NoReturn:
     """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
-    if CHILD not in todo.command:                           # which takes them itself; another never would
+    if CHILD not in todo.command:  # which takes them itself; another never would
         for number in PYTHONS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -161,7 +172,7 @@ class Agent:
     def __init__(self, todo: Instructions) -> None:
         self.todo = todo
         self.pid = os.getpid()
-        self.ranks: dict[int, int] = {}                              # pid → rank, of those that live
+        self.ranks: dict[int, int] = {}  # pid → rank, of those that live
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -172,7 +183,7 @@ class Agent:
         self.tell(Status(rank, pid, None, time.monotonic()))
 
     def tell(self, status: Status) -> None:
-        with contextlib.suppress(BrokenPipeError):                   # launch is gone: `watch` sees it too
+        with contextlib.suppress(BrokenPipeError):  # launch is gone: `watch` sees it too
             os.write(self.todo.status, status.dumps())
 
     def become_rank(self, variables: dict[str, str]) -> None:
@@ -190,10 +201,10 @@ class Agent:
             failure.attach(self.todo.failure)
             child.prepare()
             torch = sys.modules.get("torch")
-            if torch is not None and "OMP_NUM_THREADS" in variables:     # torch has read the agent's when it was loaded
+            if torch is not None and "OMP_NUM_THREADS" in variables:  # torch has read the agent's when it was loaded
                 torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
             numpy = sys.modules.get("numpy.random")
-            if numpy is not None:                                    # or all ranks would draw the same "random" numbers
+            if numpy is not None:  # or all ranks would draw the same "random" numbers
                 numpy.seed()
         else:
             os.set_inheritable(self.todo.failure, True)
@@ -213,7 +224,7 @@ class Agent:
                     processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
                     os.killpg(0, signal.SIGKILL)
                 for number in numbers:
-                    for pid in self.ranks:                           # not reaped, so the pid is still theirs
+                    for pid in self.ranks:  # not reaped, so the pid is still theirs
                         os.kill(pid, number)
 
     def reap(self) -> None:

@@ -60,8 +60,10 @@ def process_group(
                     f"MASTER_PORT {rank.port} is already in use on {rank.address}: choose another port "
                     f"(MASTER_PORT=…), or unset it and let `launch` find a free one"
                 ) from None
-            raise LaunchError(f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} "
-                              f"(MASTER_ADDR, MASTER_PORT): {error}") from None  # fmt: skip
+            raise LaunchError(
+                f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} "
+                f"(MASTER_ADDR, MASTER_PORT): {error}"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
     yield

@@ -57,16 +57,37 @@ class _Source:
 # In this order: what was started last, and so stands closest to the process, comes first.
 _SOURCES = (
     _Source("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    _Source("openmpi", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
-            ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    _Source("pals", ("PALS_RANKID",), ("PMI_SIZE", "PALS_SIZE"), ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-            ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")),
-    _Source("mpich", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-            ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+    _Source(
+        "openmpi",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Source(
+        "pals",
+        ("PALS_RANKID",),
+        ("PMI_SIZE", "PALS_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    ),
+    _Source(
+        "mpich",
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
     # A batch script itself has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
-    _Source("slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (),
-            only_if="SLURM_STEP_ID"),
-)  # fmt: skip
+    _Source(
+        "slurm",
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        (),
+        only_if="SLURM_STEP_ID",
+    ),
+)
 
 
 def _read(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:

@@ -19,8 +19,18 @@ if TYPE_CHECKING:
     from mmm.trainer.run import Run, start_run
     from mmm.trainer.save import save_model
 
-__all__ = ["BaseOptions", "BatchOptions", "Run", "RunOptions", "make_optimizer", "parse", "run_main", "save_model",
-           "start_run", "whoami"]  # fmt: skip
+__all__ = [
+    "BaseOptions",
+    "BatchOptions",
+    "Run",
+    "RunOptions",
+    "make_optimizer",
+    "parse",
+    "run_main",
+    "save_model",
+    "start_run",
+    "whoami",
+]
 
 _PLACES = {
     "BaseOptions": "mmm.trainer.options",

@@ -63,8 +63,13 @@ def train(config: Config) -> None:
         task = ImageTask(run, setting.data, setting.batch, setting.global_batch, config.workers)
         decay = step_decay(task.steps_per_epoch, setting.gamma)
         run.log.info("%s: %d steps of %d images", setting.data.name, setting.steps, setting.global_batch)
-        fit(run, parallel, optimizer, task, Fit(steps=setting.steps, max_norm=config.max_norm, schedule=decay,
-                                                by_epoch=True))  # fmt: skip
+        fit(
+            run,
+            parallel,
+            optimizer,
+            task,
+            Fit(steps=setting.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True),
+        )
         if config.save_model:
             save_model(run, parallel)
 

@@ -1,8 +1,8 @@
 """Train a Transformer as a language model, on any layout: pp × dp × cp × tp, and ep for its experts.
 
-    launch python3 -m mmm.trainer.lm --max_iters 10
-    launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
-    launch python3 -m mmm.trainer.lm --max_iters 10 --n_experts 8 --ep 2
+launch python3 -m mmm.trainer.lm --max_iters 10
+launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
+launch python3 -m mmm.trainer.lm --max_iters 10 --n_experts 8 --ep 2
 """
 
 from __future__ import annotations
@@ -52,15 +52,21 @@ def train(config: Config) -> None:
         run.describe(**setting.describe())
         model = place(run, setting.model, setting.plan, how, division)
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        task = TokenTask(run, setting.tokens, setting.validation, setting.batch, setting.global_batch,
-                         config.eval_batches)  # fmt: skip
+        task = TokenTask(
+            run, setting.tokens, setting.validation, setting.batch, setting.global_batch, config.eval_batches
+        )
         run.log.info("%d steps of %d × %d tokens", setting.steps, setting.global_batch, config.seq_length)
         warmup, cut = fitting_warmup(config.warmup, setting.steps)
         if cut:
             run.note(cut)
         schedule = warmup_cosine(setting.steps, warmup)
-        how_long = Fit(steps=setting.steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every,
-                       balance_rate=config.balance())  # fmt: skip
+        how_long = Fit(
+            steps=setting.steps,
+            max_norm=config.max_norm,
+            schedule=schedule,
+            eval_every=config.eval_every,
+            balance_rate=config.balance(),
+        )
         fit(run, model, optimizer, task, how_long)
         if config.save_model:
             save_model(run, model)

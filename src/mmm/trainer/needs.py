@@ -40,5 +40,6 @@ def check_needs(options: Any, layout: Layout) -> None:
         for flag, need in vars(owner).get("NEEDS", {}).items():
             value = getattr(options, flag)
             if value is not None and not need.met(options, layout):
-                raise ConfigError(f"--{flag} {value} without {need.without}: {need.why}; leave --{flag} out, or give "
-                                  f"{need.give}")  # fmt: skip
+                raise ConfigError(
+                    f"--{flag} {value} without {need.without}: {need.why}; leave --{flag} out, or give {need.give}"
+                )

@@ -129,8 +129,9 @@ class LoopOptions(RunOptions):
     def check(self) -> None:
         super().check()
         if not 0 <= self.max_norm < math.inf:
-            raise ConfigError(f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the "
-                              f"gradient as it is")  # fmt: skip
+            raise ConfigError(
+                f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the gradient as it is"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +172,10 @@ class MemoryOptions:
         """
         for name in ("loss_chunks", "tile"):
             if not 1 <= (value := getattr(self, name)) <= tokens:
-                raise ConfigError(f"--{name} {value}: it must be at least 1, and at most the {tokens} tokens of a "
-                                  f"sequence that a rank has")  # fmt: skip
+                raise ConfigError(
+                    f"--{name} {value}: it must be at least 1, and at most the {tokens} tokens of a "
+                    f"sequence that a rank has"
+                )
         if self.offload:
             check_offload("fsdp", dtype)
 

@@ -25,17 +25,37 @@ def place(run: Run, model: nn.Module, plan: Plan, how: Techniques, division: Div
     run.describe(notes=run.notes)
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     if division.stages:
-        run.log.info("%d micro-batches by %s\n%s", division.microbatches, how.schedule,
-                     stage_table(division.names(), division.shares()))  # fmt: skip
+        run.log.info(
+            "%d micro-batches by %s\n%s",
+            division.microbatches,
+            how.schedule,
+            stage_table(division.names(), division.shares()),
+        )
         run.describe(stages=division.names())
-    here = ParallelModel(model, plan, run.layout, mesh, run.precision, how, division, device=run.device,
-                         seed=run.options.seed, lap=run.clock.lap)  # fmt: skip
+    here = ParallelModel(
+        model,
+        plan,
+        run.layout,
+        mesh,
+        run.precision,
+        how,
+        division,
+        device=run.device,
+        seed=run.options.seed,
+        lap=run.clock.lap,
+    )
     run.log.info("%s, %s", how.data_parallel, mesh)
     for number, module in here.modules.items():
         run.log.info("%s%s", f"stage {number}\n" if division.stages else "", sharded_model(module))
     held = gather_floats([float(sum(map(held_parameters, here.modules.values())))], run.device)
     (least,), (most,) = min(held), max(held)
-    run.log.info("a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)", f"{least:,.0f}", f"{most:,.0f}",
-                 f"{whole:,}", 100 * least / whole, 100 * most / whole)  # fmt: skip
+    run.log.info(
+        "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",
+        f"{least:,.0f}",
+        f"{most:,.0f}",
+        f"{whole:,}",
+        100 * least / whole,
+        100 * most / whole,
+    )
     run.describe(techniques=how, microbatches=division.microbatches, parameters=whole, held=[int(n) for (n,) in held])
     return here

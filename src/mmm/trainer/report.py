@@ -84,8 +84,10 @@ def sharded_model(model: nn.Module) -> str:
 
 def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
     """A line a stage: its part of the work, and its modules."""
-    return "\n".join(f"stage {number}, {share:.0%} of the work: {' '.join(held)}"
-                     for number, (held, share) in enumerate(zip(names, shares, strict=True)))  # fmt: skip
+    return "\n".join(
+        f"stage {number}, {share:.0%} of the work: {' '.join(held)}"
+        for number, (held, share) in enumerate(zip(names, shares, strict=True))
+    )
 
 
 def rank_table(ranks: Sequence[dict[str, Any]]) -> str:

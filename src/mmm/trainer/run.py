@@ -175,8 +175,13 @@ def _gather(mine: Any, rank: Rank) -> list[Any]:
 
 def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
     """What every rank says of itself, by rank."""
-    mine = {"rank": rank.rank, "local_rank": rank.local_rank, "host": socket.gethostname(), "pid": os.getpid(),
-            "device": str(device)}  # fmt: skip
+    mine = {
+        "rank": rank.rank,
+        "local_rank": rank.local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(device),
+    }
     return [{**about, **layout.coordinates(about["rank"])} for about in _gather(mine, rank)]
 
 
@@ -251,8 +256,16 @@ def start_run(
         clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
         run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, config=config, startup=times)
         run.describe()
-        log.info("%d ranks (%s), layout %s, %s, %s (%s)\n%s", rank.world_size, rank.source, layout, device.type,
-                 precision.name, precision.reason, rank_table(ranks))  # fmt: skip
+        log.info(
+            "%d ranks (%s), layout %s, %s, %s (%s)\n%s",
+            rank.world_size,
+            rank.source,
+            layout,
+            device.type,
+            precision.name,
+            precision.reason,
+            rank_table(ranks),
+        )
         for note in earlier:
             run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say

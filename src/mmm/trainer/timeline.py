@@ -12,8 +12,12 @@ def panel(title: str, timeline: Timeline) -> Panel:
     rows = []
     for row in timeline.rows:
         stages = sorted({box.action.stage for box in row})
-        rows.append([Span(action.kind, str(action.microbatch), stages.index(action.stage), begin, end)
-                     for action, begin, end in row])  # fmt: skip
+        rows.append(
+            [
+                Span(action.kind, str(action.microbatch), stages.index(action.stage), begin, end)
+                for action, begin, end in row
+            ]
+        )
     return Panel(title, rows)
 
 
@@ -37,8 +41,14 @@ def report_timeline(run: Run, recorded: Recorded, schedule: str, microbatches: i
         panel("Wall clock, last step", recorded.wall),
     ]
     charts = "\n\n".join(timeline_text(p) for p in panels)
-    run.log.info("%s, %d micro-batches: %s\n%s\n\n%s", schedule, microbatches, legend_text(panels[0]), charts,
-                 bubble_table(replayed, recorded.wall, formula))  # fmt: skip
+    run.log.info(
+        "%s, %d micro-batches: %s\n%s\n\n%s",
+        schedule,
+        microbatches,
+        legend_text(panels[0]),
+        charts,
+        bubble_table(replayed, recorded.wall, formula),
+    )
     if run.outdir is not None and run.options.plots:
         title = f"{schedule}, {pp} ranks, {microbatches} micro-batches"
         for file in plot_timeline(panels, title, run.outdir, "pipeline"):

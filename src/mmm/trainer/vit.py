@@ -80,15 +80,21 @@ def train(config: Config) -> None:
     sizes = config.sizes(preset)
     check_vit(sizes, layout)
     if not 1 <= config.tile <= sizes.patches:
-        raise ConfigError(f"--tile {config.tile}: it must be at least 1, and at most the {sizes.patches} patches of an "
-                          f"image")  # fmt: skip
+        raise ConfigError(
+            f"--tile {config.tile}: it must be at least 1, and at most the {sizes.patches} patches of an image"
+        )
     check_tiles(config.tile, config.activation_checkpointing)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, 64 if accelerator else 16)
     if config.summary:
         data, sizes = None, replace(sizes, classes=config.classes or sizes.classes)
     else:
-        check_sdpa(sizes.sdpa_backend, SDPA_BACKENDS, device, choose_precision(config.dtype, device).compute,
-                   (sizes.patches, sizes.head_dim))  # fmt: skip
+        check_sdpa(
+            sizes.sdpa_backend,
+            SDPA_BACKENDS,
+            device,
+            choose_precision(config.dtype, device).compute,
+            (sizes.patches, sizes.head_dim),
+        )
         fake_classes = config.classes or sizes.classes
         data = config.load_images(rank, sizes.image_size, sizes.channels, fake_classes, config.seed)
         if config.classes not in (None, len(data.classes)):
@@ -120,8 +126,13 @@ def train(config: Config) -> None:
         if cut:
             run.note(cut)
         schedule = warmup_cosine(steps, warmup)
-        judged = fit(run, parallel, optimizer, task, Fit(steps=steps, max_norm=config.max_norm, schedule=schedule,
-                                                         eval_every=config.eval_every))  # fmt: skip
+        judged = fit(
+            run,
+            parallel,
+            optimizer,
+            task,
+            Fit(steps=steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every),
+        )
         run.log.info("test accuracy %.2f %% of %d images", judged["test_acc"], data.test.samples)
         if config.save_model:
             save_model(run, parallel)

@@ -112,8 +112,9 @@ class _Published:
 def _idx_files(torchvision_name: str) -> Callable[[], tuple[File, ...]]:
     def listed() -> tuple[File, ...]:
         dataset = getattr(import_torchvision("datasets"), torchvision_name)
-        return tuple(File(name, md5, tuple(f"{mirror}{name}" for mirror in dataset.mirrors))
-                     for name, md5 in dataset.resources)  # fmt: skip
+        return tuple(
+            File(name, md5, tuple(f"{mirror}{name}" for mirror in dataset.mirrors)) for name, md5 in dataset.resources
+        )
 
     return listed
 
@@ -122,14 +123,38 @@ _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 _PUBLISHED = {
     published.name: published
     for published in (
-        _Published("mnist", lambda folder: idx.find(folder, ("mnist", "MNIST/raw", "raw")), idx.read_folder,
-                   _idx_files("MNIST"), tuple("0123456789"), 28, (0.1307,), (0.3081,)),
-        _Published("fashion_mnist", lambda folder: idx.find(folder, ("fashion_mnist", "FashionMNIST/raw", "raw")),
-                   idx.read_folder, _idx_files("FashionMNIST"), _CLOTHES, 28, (0.2860,), (0.3530,)),
-        _Published("cifar10", cifar.find, cifar.read, cifar.files, cifar.CLASSES, 32,
-                   (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        _Published(
+            "mnist",
+            lambda folder: idx.find(folder, ("mnist", "MNIST/raw", "raw")),
+            idx.read_folder,
+            _idx_files("MNIST"),
+            tuple("0123456789"),
+            28,
+            (0.1307,),
+            (0.3081,),
+        ),
+        _Published(
+            "fashion_mnist",
+            lambda folder: idx.find(folder, ("fashion_mnist", "FashionMNIST/raw", "raw")),
+            idx.read_folder,
+            _idx_files("FashionMNIST"),
+            _CLOTHES,
+            28,
+            (0.2860,),
+            (0.3530,),
+        ),
+        _Published(
+            "cifar10",
+            cifar.find,
+            cifar.read,
+            cifar.files,
+            cifar.CLASSES,
+            32,
+            (0.4914, 0.4822, 0.4465),
+            (0.2470, 0.2435, 0.2616),
+        ),
     )
-}  # fmt: skip
+}
 
 
 def _load_published(
@@ -143,8 +168,10 @@ def _load_published(
     name, note = published.name, ""
     place = published.find(folder or cache_folder())
     if place is None and folder is not None:
-        raise DataError(f"--data_dir {folder} does not hold {name}: it needs {_NEEDED[name]}, or leave --data_dir out "
-                        f"to download it")  # fmt: skip
+        raise DataError(
+            f"--data_dir {folder} does not hold {name}: it needs {_NEEDED[name]}, or leave --data_dir out "
+            f"to download it"
+        )
     if place is None:
         home = cache_folder() / name
         try:
@@ -164,10 +191,17 @@ def _load_published(
     train_images, train_labels, test_images, test_labels = published.read(place)
     try:
         train, test = (
-            ImagesInMemory(images.reshape(len(images), -1, *images.shape[-2:]), labels, published.classes,
-                           published.mean, published.std, image_size, channels)
+            ImagesInMemory(
+                images.reshape(len(images), -1, *images.shape[-2:]),
+                labels,
+                published.classes,
+                published.mean,
+                published.std,
+                image_size,
+                channels,
+            )
             for images, labels in ((train_images, train_labels), (test_images, test_labels))
-        )  # fmt: skip
+        )
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
     return ImageData(train, test, name, name, str(place))

@@ -50,8 +50,9 @@ def read(place: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     for name, md5 in wanted.items():
         found = hashlib.md5(contents[name], usedforsecurity=False).hexdigest()
         if found != md5:
-            raise DataError(f"{place}: {name} ({len(contents[name])} bytes) has md5 {found}, not {md5} as published: "
-                            f"fetch it again")  # fmt: skip
+            raise DataError(
+                f"{place}: {name} ({len(contents[name])} bytes) has md5 {found}, not {md5} as published: fetch it again"
+            )
         batches[name] = pickle.loads(contents.pop(name), encoding="latin1")
     arrays = []
     for part in (cifar.train_list, cifar.test_list):

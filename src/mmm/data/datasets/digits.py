@@ -31,7 +31,9 @@ def load(image_size: int = 28, channels: int = 1) -> tuple[ImagesInMemory, Image
     held_out = np.zeros(len(labels), dtype=bool)
     held_out[by_class[::5]] = True
     classes = tuple("0123456789")
-    parts = (ImagesInMemory(pixels[part], labels[part], classes, MEAN, STD, image_size, channels)
-             for part in (~held_out, held_out))  # fmt: skip
+    parts = (
+        ImagesInMemory(pixels[part], labels[part], classes, MEAN, STD, image_size, channels)
+        for part in (~held_out, held_out)
+    )
     train, test = parts
     return train, test

@@ -108,8 +108,10 @@ def _lock(path: Path) -> Iterator[None]:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             if time.monotonic() > deadline:
-                raise DataError(f"another process has been downloading for {WAIT_SECONDS:.0f} s and still holds "
-                                f"{path}: end it, or give the files with --data_dir")  # fmt: skip
+                raise DataError(
+                    f"another process has been downloading for {WAIT_SECONDS:.0f} s and still holds "
+                    f"{path}: end it, or give the files with --data_dir"
+                )
             time.sleep(0.05)
         yield
 

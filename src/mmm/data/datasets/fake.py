@@ -28,8 +28,10 @@ class FakeImages(ImageSet):
 
     def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int, first: int = 0) -> None:
         if samples < 1 or classes < 2 or min(shape) < 1:
-            raise DataError(f"fake images: {samples} samples of shape {shape} in {classes} classes; there must be at "
-                            f"least 1 sample, 2 classes and 1 pixel")  # fmt: skip
+            raise DataError(
+                f"fake images: {samples} samples of shape {shape} in {classes} classes; there must be at "
+                f"least 1 sample, 2 classes and 1 pixel"
+            )
         self.samples, self.shape, self.seed, self.first = samples, shape, seed, first
         self.classes = tuple(str(number) for number in range(classes))
         self.mean: Values = (0.5,) * shape[0]

@@ -109,8 +109,9 @@ def _open(path: Path) -> Any:
         raise DataError(f"{path} is not an image that can be read ({detail}): take it out of the folder") from None
     if image.mode not in MODES:
         image.close()
-        raise DataError(f"{path} has pixels of Pillow's mode {image.mode}, more than 8 bits a channel: convert it to "
-                        f"8 bits")  # fmt: skip
+        raise DataError(
+            f"{path} has pixels of Pillow's mode {image.mode}, more than 8 bits a channel: convert it to 8 bits"
+        )
     return image
 
 
@@ -127,8 +128,10 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
     if train_root.is_dir():
         test_root = next((data_dir / name for name in TEST_NAMES if (data_dir / name).is_dir()), None)
         if test_root is None:
-            raise DataError(f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on, or put "
-                            f"the class folders into {data_dir} itself")  # fmt: skip
+            raise DataError(
+                f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on, or put "
+                f"the class folders into {data_dir} itself"
+            )
         classes, train = _list(train_root)
         test_classes, found = _list(test_root)
         if unknown := sorted(set(test_classes) - set(classes)):
@@ -138,8 +141,10 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
         train_root = test_root = data_dir
         classes, files = _list(data_dir)
         train, test = _split(files, data_dir)
-    parts = [ImageFiles(root, files, classes, image_size, channels)
-             for root, files in ((train_root, train), (test_root, test))]  # fmt: skip
+    parts = [
+        ImageFiles(root, files, classes, image_size, channels)
+        for root, files in ((train_root, train), (test_root, test))
+    ]
     for part in parts:
         part.check_headers()
     return parts[0], parts[1]

@@ -55,8 +55,10 @@ def read_folder(folder: Path) -> Arrays:
     train_images, train_labels, test_images, test_labels = arrays
     for images, labels, part in ((train_images, train_labels, "train"), (test_images, test_labels, "t10k")):
         if len(images) != len(labels):
-            raise DataError(f"{folder}: {part} has {len(images)} images and {len(labels)} labels, which do not belong "
-                            f"together: fetch the files again")  # fmt: skip
+            raise DataError(
+                f"{folder}: {part} has {len(images)} images and {len(labels)} labels, which do not belong "
+                f"together: fetch the files again"
+            )
     return train_images, train_labels, test_images, test_labels
 
 
@@ -81,8 +83,10 @@ def read(path: Path, dims: int) -> np.ndarray:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     magic, header = bytes((0, 0, 8, dims)), 4 + 4 * dims
     if content[:4] != magic:
-        raise DataError(f"{path} begins with {content[:4].hex() or 'nothing'}, not with {magic.hex()} as an IDX file "
-                        f"of {dims} dims does: {again}")  # fmt: skip
+        raise DataError(
+            f"{path} begins with {content[:4].hex() or 'nothing'}, not with {magic.hex()} as an IDX file "
+            f"of {dims} dims does: {again}"
+        )
     if len(content) < header:
         raise DataError(f"{path} has {len(content)} bytes, fewer than the {header} of its header: {again}")
     shape = tuple(int(size) for size in np.frombuffer(content, ">u4", dims, offset=4))

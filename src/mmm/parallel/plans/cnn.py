@@ -56,8 +56,10 @@ def check_cnn(config: CNNConfig, layout: Layout) -> None:
             text = f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same part of fc1)"
             found.append(Broken("hidden", text, axes=("tp",)))
         if config.fc_dropout and layout.tp > 1:
-            text = (f"fc_dropout {config.fc_dropout} with tp {layout.tp}: the ranks of a tp group draw the same "
-                    f"numbers, and would drop the same places of different hidden units")  # fmt: skip
+            text = (
+                f"fc_dropout {config.fc_dropout} with tp {layout.tp}: the ranks of a tp group draw the same "
+                f"numbers, and would drop the same places of different hidden units"
+            )
             found.append(Broken("fc_dropout", text, more="--no-dropout (fc_dropout 0), or tp 1"))
         return found
 

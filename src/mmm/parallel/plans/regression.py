@@ -14,14 +14,18 @@ from mmm.parallel.uncut import Uncut
 def regression_plan() -> Plan:
     """The plan of `mmm.models.regression.Regression`, of any size."""
     return Plan(
-        tensor={"blocks.*.norm": Uncut(), "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(),
-                "head": Uncut()},
+        tensor={
+            "blocks.*.norm": Uncut(),
+            "blocks.*.up": ColwiseParallel(),
+            "blocks.*.down": RowwiseParallel(),
+            "head": Uncut(),
+        },
         units=("blocks.*",),
         checkpointed=("blocks.*",),
         stages=("standardize", "blocks.*", "head"),
         refused={"cp": "the perceptron has no sequence to cut", "ep": "the perceptron has no experts"},
         check=lambda model, layout, inputs, cp_style: check_regression(model, layout),
-    )  # fmt: skip
+    )
 
 
 def check_regression(model: Regression, layout: Layout) -> None:

@@ -19,7 +19,7 @@ class Check(NamedTuple):
     name: str
     call: Callable[[Place], Iterable[Finding]]
     fix: str = ""
-    imports: bool = False        # whether it imports torch, and so may take longer
+    imports: bool = False  # whether it imports torch, and so may take longer
 
 
 CHECKS = (

@@ -17,9 +17,9 @@ from typing import NoReturn
 from mmm.runtime import lifeline
 from mmm.runtime.doctor.finding import Finding
 
-REAP = 1.0               # s to wait for a killed child; one in an uninterruptible call is left to the system
-LEAVE = 0.2              # s for a child to leave by itself
-SHOWN = 300              # characters of an error
+REAP = 1.0  # s to wait for a killed child; one in an uninterruptible call is left to the system
+LEAVE = 0.2  # s for a child to leave by itself
+SHOWN = 300  # characters of an error
 
 
 def isolated(name: str, check: Callable[[], Iterable[Finding]], timeout: float, fix: str = "") -> list[Finding]:
@@ -61,11 +61,11 @@ def _answer(parent: int, fd: int, name: str, check: Callable[[], Iterable[Findin
         silence = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(silence, stream)
-        sys.stdout = sys.stderr = open(os.devnull, "w")      # noqa: SIM115 (these may not have been the ones above)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (these may not have been the ones above)
         try:
             for finding in check():
                 _line(fd, json.dumps(asdict(finding)))
-        except BaseException as error:           # also SystemExit, from what a broken package does at import
+        except BaseException as error:  # also SystemExit, from what a broken package does at import
             _line(fd, json.dumps(asdict(Finding(name, "fail", shown(error), fix))))
         _line(fd, "end")
     finally:
@@ -75,7 +75,7 @@ def _answer(parent: int, fd: int, name: str, check: Callable[[], Iterable[Findin
 def _line(fd: int, text: str) -> None:
     data = memoryview(text.encode() + b"\n")
     while data:
-        data = data[os.write(fd, data):]
+        data = data[os.write(fd, data) :]
 
 
 def _read(fd: int, timeout: float, lines: list[bytes]) -> bool:
@@ -101,13 +101,13 @@ def _end(pid: int, grace: float) -> int:
     while not done and time.monotonic() < begin + grace + REAP:
         done, status = os.waitpid(pid, os.WNOHANG)
         if not done and time.monotonic() >= begin + grace:
-            for kill in (os.killpg, os.kill):    # not reaped, so the number is still the child's
+            for kill in (os.killpg, os.kill):  # not reaped, so the number is still the child's
                 with contextlib.suppress(OSError):
                     kill(pid, signal.SIGKILL)
         if not done:
             time.sleep(0.002)
     with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)           # what it left behind keeps the group's number taken
+        os.killpg(pid, signal.SIGKILL)  # what it left behind keeps the group's number taken
     return os.WTERMSIG(status) if done and os.WIFSIGNALED(status) else 0
 
 

@@ -13,7 +13,7 @@ from mmm.runtime.doctor.child import isolated, shown
 from mmm.runtime.doctor.finding import Finding, Place
 
 OLDEST = (2, 8)
-SLOW_IMPORT = 30.0       # s
+SLOW_IMPORT = 30.0  # s
 SIZE = 256
 BUILDS = {"cpu": "CPU", "cuda": "CUDA", "hip": "ROCm", "xpu": "Intel GPUs"}
 MEET = "two ranks on this host cannot meet: see `host name` and `interfaces`; try export GLOO_SOCKET_IFNAME=lo"
@@ -38,11 +38,15 @@ def check_torch(place: Place) -> Iterator[Finding]:
     if numbers < OLDEST:
         yield Finding("torch", "fail", seen, f"mmm needs torch {'.'.join(map(str, OLDEST))} or newer")
     elif seconds > SLOW_IMPORT:
-        yield Finding("torch", "warn", seen, "a slow file system: copy the environment to node-local disk; `launch` "
-                                             "imports once a host")  # fmt: skip
+        yield Finding(
+            "torch",
+            "warn",
+            seen,
+            "a slow file system: copy the environment to node-local disk; `launch` imports once a host",
+        )
     else:
         yield Finding("torch", "ok", seen)
-    if build != "xpu":                           # an Intel GPU's driver does not survive a fork
+    if build != "xpu":  # an Intel GPU's driver does not survive a fork
         yield from check_devices(place)
         yield from check_all_reduce(place)
 
@@ -51,15 +55,23 @@ def check_devices(place: Place) -> Iterator[Finding]:
     """For each device that torch sees: does it multiply matrices right? And does `launch` count the same ones?"""
     yield from isolated("matmul cpu", lambda: matmul("cpu", 0), place.timeout, REINSTALL)
     found = accelerators.find(place.root, place.environ)
-    counted = isolated("accelerators", lambda: _count(found), place.timeout,
-                       "the driver hangs: look at nvidia-smi, rocm-smi or xpu-smi, and at dmesg")  # fmt: skip
+    counted = isolated(
+        "accelerators",
+        lambda: _count(found),
+        place.timeout,
+        "the driver hangs: look at nvidia-smi, rocm-smi or xpu-smi, and at dmesg",
+    )
     yield from (each for each in counted if each.name != "count")
     for each in counted:
         if each.name == "count":
             kind, index = each.seen.split(":")
             reset = f"device {index} hangs or computes wrongly: ask for it to be reset, or leave it out of the run"
-            yield from isolated(f"matmul {kind}:{index}", lambda k=kind, i=int(index): matmul(k, i),  # type: ignore[misc]
-                                place.timeout, reset)  # fmt: skip
+            yield from isolated(
+                f"matmul {kind}:{index}",
+                lambda k=kind, i=int(index): matmul(k, i),  # type: ignore[misc]
+                place.timeout,
+                reset,
+            )
 
 
 def _count(found: accelerators.Accelerators) -> Iterator[Finding]:
@@ -76,15 +88,23 @@ def _count(found: accelerators.Accelerators) -> Iterator[Finding]:
         if found.device == kind and found.count == count:
             yield Finding("accelerators", "ok", f"{count} {kind}{names}")
         else:
-            yield Finding("accelerators", "warn", f"torch sees {count} {kind}{names}; launch counts {found.count} "
-                          f"({found.why})", f"say how many ranks there are to be: launch -n {count}")  # fmt: skip
+            yield Finding(
+                "accelerators",
+                "warn",
+                f"torch sees {count} {kind}{names}; launch counts {found.count} ({found.why})",
+                f"say how many ranks there are to be: launch -n {count}",
+            )
         for index in range(count):
             yield Finding("count", "ok", f"{kind}:{index}")
         return
     if found.count:
-        yield Finding("accelerators", "fail", f"the machine has {found.count} {found.device} ({found.why}), but torch "
-                      "sees none", "the driver does not go with this torch, or the devices are hidden: look at "
-                      "nvidia-smi, rocm-smi or xpu-smi")  # fmt: skip
+        yield Finding(
+            "accelerators",
+            "fail",
+            f"the machine has {found.count} {found.device} ({found.why}), but torch sees none",
+            "the driver does not go with this torch, or the devices are hidden: look at "
+            "nvidia-smi, rocm-smi or xpu-smi",
+        )
     else:
         yield Finding("accelerators", "ok", f"none: {found.why}")
 
@@ -99,7 +119,7 @@ def matmul(kind: str, index: int, multiply: Callable[[Any, Any], Any] | None = N
 
     numbers = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-4, 5, (SIZE, SIZE), generator=numbers) for _ in range(2))
-    right = a @ b                                # in whole numbers, on the CPU: plain loops, no library's kernel
+    right = a @ b  # in whole numbers, on the CPU: plain loops, no library's kernel
     device = torch.device(kind, index) if kind in ("cuda", "xpu") else torch.device(kind)
     begin = time.monotonic()
     product = (multiply or torch.matmul)(a.to(device, torch.float32), b.to(device, torch.float32)).cpu()
@@ -107,8 +127,12 @@ def matmul(kind: str, index: int, multiply: Callable[[Any, Any], Any] | None = N
     wrong = int((product.to(torch.int64) != right).sum())
     name = f"matmul {kind}" if kind in ("cpu", "mps") else f"matmul {kind}:{index}"
     if wrong:
-        yield Finding(name, "fail", f"{wrong:,} of {SIZE * SIZE:,} numbers of a product are wrong",
-                      "do not compute on it: " + (REINSTALL if kind == "cpu" else "report the device"))  # fmt: skip
+        yield Finding(
+            name,
+            "fail",
+            f"{wrong:,} of {SIZE * SIZE:,} numbers of a product are wrong",
+            "do not compute on it: " + (REINSTALL if kind == "cpu" else "report the device"),
+        )
     else:
         yield Finding(name, "ok", f"right: all {SIZE * SIZE:,} numbers of a {SIZE} × {SIZE} product, {seconds:.2f} s")
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 STATES = ("ok", "warn", "fail")
-WIDTH = 100              # columns
+WIDTH = 100  # columns
 NAME_WIDTH = 15
 
 

@@ -15,8 +15,8 @@ from mmm.errors import LaunchError
 from mmm.launch.job import detect
 from mmm.runtime.doctor.finding import Finding, Place
 
-SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915       # asks for an interface's IPv4 address
-FAST = ("hsn", "ib", "bond")                     # names of the networks between a cluster's nodes
+SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915  # asks for an interface's IPv4 address
+FAST = ("hsn", "ib", "bond")  # names of the networks between a cluster's nodes
 NAMES = {"pbs": "PBS", "slurm": "Slurm"}
 SHOWN = 6
 Lookup = Callable[[str], list[str]]
@@ -45,9 +45,12 @@ def check_job(place: Place, lookup: Lookup = addresses_of) -> Iterator[Finding]:
     yield Finding("scheduler", "ok", f"{NAMES[job.scheduler]}, {len(job.hosts)} hosts: {shown} ({job.why['hosts']})")
     unknown = [host for host in job.hosts if not lookup(host)]
     if unknown:
-        yield Finding("hosts", "fail" if unknown[0] == job.hosts[0] else "warn",
-                      f"{len(unknown)} of {len(job.hosts)} names are not known here: {', '.join(unknown[:SHOWN])}",
-                      "set MASTER_ADDR to an address of the first host that the others can reach")  # fmt: skip
+        yield Finding(
+            "hosts",
+            "fail" if unknown[0] == job.hosts[0] else "warn",
+            f"{len(unknown)} of {len(job.hosts)} names are not known here: {', '.join(unknown[:SHOWN])}",
+            "set MASTER_ADDR to an address of the first host that the others can reach",
+        )
     else:
         yield Finding("hosts", "ok", "every host's name is known here")
 
@@ -56,7 +59,7 @@ def _several_hosts(place: Place) -> bool:
     try:
         return len(detect(place.environ).hosts) > 1
     except LaunchError:
-        return True                              # `check_job` says what is wrong; take the stricter case
+        return True  # `check_job` says what is wrong; take the stricter case
 
 
 def interfaces(root: Path = Path("/")) -> dict[str, str]:
@@ -93,21 +96,31 @@ def check_interfaces(place: Place, found: dict[str, str] | None = None) -> Itera
     wrong = [name for name in (chosen or "").split(",") if name and name not in usable]
     fast = [name for name in outside if name.startswith(FAST)]
     if wrong:
-        yield Finding("interfaces", "fail", f"GLOO_SOCKET_IFNAME={chosen}, and {wrong[0]} has no address here; {seen}",
-                      f"export GLOO_SOCKET_IFNAME={(fast or outside or ['lo'])[0]}, or unset it")  # fmt: skip
+        yield Finding(
+            "interfaces",
+            "fail",
+            f"GLOO_SOCKET_IFNAME={chosen}, and {wrong[0]} has no address here; {seen}",
+            f"export GLOO_SOCKET_IFNAME={(fast or outside or ['lo'])[0]}, or unset it",
+        )
     elif not usable:
         yield Finding("interfaces", "fail", seen, "bring one up: ip link set lo up")
     elif not outside:
         yield Finding("interfaces", "warn" if several else "ok", seen, "no other host can be reached")
     elif several and fast and not chosen:
-        yield Finding("interfaces", "warn", seen, f"{fast[0]} is the fast one between hosts: "
-                      f"export GLOO_SOCKET_IFNAME={fast[0]} NCCL_SOCKET_IFNAME={','.join(fast)}")  # fmt: skip
+        yield Finding(
+            "interfaces",
+            "warn",
+            seen,
+            f"{fast[0]} is the fast one between hosts: "
+            f"export GLOO_SOCKET_IFNAME={fast[0]} NCCL_SOCKET_IFNAME={','.join(fast)}",
+        )
     else:
         yield Finding("interfaces", "ok", seen + (f"; GLOO_SOCKET_IFNAME={chosen}" if chosen else ""))
 
 
-def check_host_name(place: Place, lookup: Lookup = addresses_of, name: str | None = None,
-                    found: dict[str, str] | None = None) -> Iterator[Finding]:  # fmt: skip
+def check_host_name(
+    place: Place, lookup: Lookup = addresses_of, name: str | None = None, found: dict[str, str] | None = None
+) -> Iterator[Finding]:
     """Does this host's name resolve to an address of one of its interfaces that others can reach?
 
     gloo tells the other ranks to come to that address: if it is 127.0.0.1, ranks on other hosts end up at themselves.
@@ -116,10 +129,13 @@ def check_host_name(place: Place, lookup: Lookup = addresses_of, name: str | Non
     found = interfaces(place.root) if found is None else found
     several = _several_hosts(place)
     outside = [each for each, address in found.items() if address and not ipaddress.ip_address(address).is_loopback]
-    cure = (f"export GLOO_SOCKET_IFNAME={outside[0]} on every host, or mend /etc/hosts" if outside
-            else "give the host an address in /etc/hosts or DNS")  # fmt: skip
+    cure = (
+        f"export GLOO_SOCKET_IFNAME={outside[0]} on every host, or mend /etc/hosts"
+        if outside
+        else "give the host an address in /etc/hosts or DNS"
+    )
     if place.environ.get("GLOO_SOCKET_IFNAME"):
-        cure = ""                                # then gloo does not look for the name
+        cure = ""  # then gloo does not look for the name
     addresses = lookup(name)
     status = "warn" if several and cure else "ok"
     alone = "" if several else "fine for ranks on this host; for several hosts: "

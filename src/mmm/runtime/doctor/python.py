@@ -23,8 +23,12 @@ def check_python(place: Place, version: tuple[int, ...] = sys.version_info[:3]) 
     else:
         yield Finding("python", "ok", seen)
     if "PYTHONHOME" in place.environ:
-        yield Finding("PYTHONHOME", "warn", place.environ["PYTHONHOME"],
-                      "another Python's modules may be found first: unset PYTHONHOME")  # fmt: skip
+        yield Finding(
+            "PYTHONHOME",
+            "warn",
+            place.environ["PYTHONHOME"],
+            "another Python's modules may be found first: unset PYTHONHOME",
+        )
 
 
 def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]:
@@ -32,8 +36,12 @@ def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]
     try:
         requires = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "warn", f"{distribution} is not installed here, so what it needs is not known",
-                      "pip install --editable . in its folder")  # fmt: skip
+        yield Finding(
+            "packages",
+            "warn",
+            f"{distribution} is not installed here, so what it needs is not known",
+            "pip install --editable . in its folder",
+        )
         return
     missing, old, there = [], [], []
     optional: dict[str, list[str]] = {}
@@ -51,8 +59,11 @@ def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]
             there.append(f"{name} {found}")
     if missing or old:
         seen = ", ".join([*(f"no {name}" for name in missing), *old])
-        names = " ".join(f"'{line.split(';')[0].strip()}'" for line in requires
-                         if _requirement(line)[0] in [*missing, *(text.split()[0] for text in old)])  # fmt: skip
+        names = " ".join(
+            f"'{line.split(';')[0].strip()}'"
+            for line in requires
+            if _requirement(line)[0] in [*missing, *(text.split()[0] for text in old)]
+        )
         yield Finding("packages", "fail", seen, f"{os.path.basename(sys.executable)} -m pip install {names}")
     else:
         yield Finding("packages", "ok", ", ".join(there))

@@ -37,7 +37,7 @@ def file_system(path: Path, root: Path = Path("/")) -> tuple[str, str]:
             continue
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = point == "/" or where == point or where.startswith(point + "/")
-        if inside and len(point) >= len(best):           # of mounts at one place, the last one counts
+        if inside and len(point) >= len(best):  # of mounts at one place, the last one counts
             best, kind = point, after.split()[0]
     return kind, best
 
@@ -47,9 +47,14 @@ def check_environment(place: Place) -> Iterator[Finding]:
     kind, point = file_system(place.prefix, place.root)
     seen = f"{place.prefix} on {kind}" + (f" ({point})" if point else "")
     if kind in SHARED:
-        yield Finding("venv", "warn", seen, "every rank that imports asks its server for thousands of files: copy the "
-                      "environment to node-local disk, or let one process a host import (`launch`; on a cluster "
-                      "`launch --ranks-by host`)")  # fmt: skip
+        yield Finding(
+            "venv",
+            "warn",
+            seen,
+            "every rank that imports asks its server for thousands of files: copy the "
+            "environment to node-local disk, or let one process a host import (`launch`; on a cluster "
+            "`launch --ranks-by host`)",
+        )
     else:
         yield Finding("venv", "ok", seen)
 
@@ -69,12 +74,17 @@ def check_outdir(place: Place) -> Iterator[Finding]:
             file.flush()
     except OSError as error:
         why = "read-only" if error.errno == errno.EROFS else error.strerror
-        yield Finding("outdir", "fail", f"{seen}: cannot be written: {why}", "give runs an --outdir that can be, on "
-                                                                             "scratch say")  # fmt: skip
+        yield Finding(
+            "outdir", "fail", f"{seen}: cannot be written: {why}", "give runs an --outdir that can be, on scratch say"
+        )
         return
     if kind in MEMORY:
-        yield Finding("outdir", "warn", seen, "files are gone when the node restarts, and count as memory: give an "
-                                              "--outdir on a disk")  # fmt: skip
+        yield Finding(
+            "outdir",
+            "warn",
+            seen,
+            "files are gone when the node restarts, and count as memory: give an --outdir on a disk",
+        )
     elif kind in SHARED and kind not in PARALLEL:
         yield Finding("outdir", "ok", seen, "fine for a record; large checkpoints want a parallel file system")
     else:

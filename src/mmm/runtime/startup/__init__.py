@@ -16,5 +16,4 @@ process that ranks are forked from; the others in each rank.
 from mmm.runtime.startup.process import begin, keep_shared, time_imports
 from mmm.runtime.startup.times import MARKS, Times, as_record, parts, ready, span, table
 
-__all__ = ["MARKS", "Times", "as_record", "begin", "keep_shared", "parts", "ready", "span", "table",
-           "time_imports"]
+__all__ = ["MARKS", "Times", "as_record", "begin", "keep_shared", "parts", "ready", "span", "table", "time_imports"]

@@ -22,18 +22,18 @@ class ImportTimer:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._inside: list[str] = []             # packages whose modules are being executed, innermost last
+        self._inside: list[str] = []  # packages whose modules are being executed, innermost last
         self._since = 0.0
         self._thread = threading.get_ident()
 
     def start(self) -> None:
         if self not in sys.meta_path:
             self._thread = threading.get_ident()
-            sys.meta_path.insert(0, self)        # type: ignore[arg-type]
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)           # type: ignore[arg-type]
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -44,7 +44,7 @@ class ImportTimer:
             return None
         if threading.get_ident() != self._thread or self not in sys.meta_path:
             return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:    # type: ignore[arg-type]
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # type: ignore[arg-type]
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 self._time(spec, package)
@@ -58,15 +58,15 @@ class ImportTimer:
             return
 
         def timed(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)            # the loader is as it was, for whoever asks it for a source
+            vars(loader).pop("exec_module", None)  # the loader is as it was, for whoever asks it for a source
             self._enter(package)
             try:
                 execute(module)
             finally:
                 self._leave()
 
-        with contextlib.suppress(AttributeError, TypeError):     # a loader that takes no attributes is not timed
-            loader.exec_module = timed                           # type: ignore[method-assign]
+        with contextlib.suppress(AttributeError, TypeError):  # a loader that takes no attributes is not timed
+            loader.exec_module = timed  # type: ignore[method-assign]
 
     def _enter(self, package: str) -> None:
         self._charge()

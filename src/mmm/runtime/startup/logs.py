@@ -62,18 +62,22 @@ def read_log(path: Path, model: str | None = None, ranks: int | None = None) -> 
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     jobs = [number for number, line in enumerate(lines) if JOB.search(line)]
     if not jobs:
-        raise DataError(f"{path}: none of its {len(lines)} lines is `Job started at: YYYY-MM-DD-HHMMSS on HOST`, which "
-                        f"a job script would write (for a run of mmm's own, give its folder)")  # fmt: skip
+        raise DataError(
+            f"{path}: none of its {len(lines)} lines is `Job started at: YYYY-MM-DD-HHMMSS on HOST`, which "
+            f"a job script would write (for a run of mmm's own, give its folder)"
+        )
     found = []
     for place, number in enumerate(jobs):
         end = jobs[place + 1] if place + 1 < len(jobs) else len(lines)
         stop = _first_step(path, lines[number:end])
         if stop is not None:
-            text = "\n".join([*lines[number:end], *lines[:jobs[0]]])     # its own lines first, then those above all
+            text = "\n".join([*lines[number:end], *lines[: jobs[0]]])  # its own lines first, then those above all
             found.append(Start(model or _model(text), ranks or _ranks(path, text), _job(path, lines[number]), stop))
     if not found:
-        raise DataError(f"{path}: a job began ({_job(path, lines[jobs[0]])}), but no line after it holds both a time "
-                        f"(HH:MM:SS) and a step (`iter=0`, `step: 1`, …): it may have ended before")  # fmt: skip
+        raise DataError(
+            f"{path}: a job began ({_job(path, lines[jobs[0]])}), but no line after it holds both a time "
+            f"(HH:MM:SS) and a step (`iter=0`, `step: 1`, …): it may have ended before"
+        )
     return Log(found, len(jobs) - len(found))
 
 
@@ -109,7 +113,7 @@ def _stamp(line: str, start: datetime) -> datetime | None:
                     return datetime(date[0], date[1], date[2], hour, minute, second)
                 stop = start.replace(hour=hour, minute=minute, second=second)
             except ValueError:
-                continue                                 # digits that are no time
+                continue  # digits that are no time
             return stop if stop >= start else stop + timedelta(days=1)
     return None
 
@@ -123,5 +127,7 @@ def _ranks(path: Path, text: str) -> int:
     for pattern in RANKS:
         if match := pattern.search(text):
             return int(match[1])
-    raise DataError(f"{path}: it does not say how many ranks there were (looked for `world_size=N`, `NGPUS=N`, "
-                    f"`N ranks`): give --ranks N")  # fmt: skip
+    raise DataError(
+        f"{path}: it does not say how many ranks there were (looked for `world_size=N`, `NGPUS=N`, "
+        f"`N ranks`): give --ranks N"
+    )

@@ -15,8 +15,17 @@ from mmm.errors import LaunchError
 
 WAYS = ("forked", "spawned", "torchrun", "mpiexec")
 # Of another launcher: a program started here is no rank of it.
-FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MMM_STARTED_AT",
-           "MMM_LAUNCH_BEGAN", "MMM_LAUNCH_ID")  # fmt: skip
+FOREIGN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MMM_STARTED_AT",
+    "MMM_LAUNCH_BEGAN",
+    "MMM_LAUNCH_ID",
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,9 @@ def run(command: Sequence[str], folder: str, extra: Mapping[str, str] | None = N
     environ = {name: value for name, value in os.environ.items() if name not in FOREIGN} | dict(extra or {})
     with tempfile.TemporaryFile("w+") as output:
         at, begin = time.time(), time.perf_counter()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                   cwd=folder, env=environ)  # fmt: skip
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environ
+        )
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - begin
         process.returncode = os.waitstatus_to_exitcode(status)

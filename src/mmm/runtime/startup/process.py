@@ -9,11 +9,11 @@ import time
 from mmm.launch import started as launch_started
 from mmm.runtime.startup.imports import ImportTimer
 
-MEASURED = ("mmm.examples", "mmm.trainer")       # rooms whose programs measure their start; in others no timer stays on
+MEASURED = ("mmm.examples", "mmm.trainer")  # rooms whose programs measure their start; in others no timer stays on
 
 timer = ImportTimer()
-shared: dict[str, float] = {}                    # package: seconds, of the process that this one was forked from
-_loaded = time.time()                            # for systems that do not say when a process was started
+shared: dict[str, float] = {}  # package: seconds, of the process that this one was forked from
+_loaded = time.time()  # for systems that do not say when a process was started
 _began: float | None = None
 
 

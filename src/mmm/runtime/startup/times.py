@@ -14,7 +14,7 @@ from mmm.runtime.startup import process
 
 MARKS = ("started", "began", "ready", "group", "model", "first_step")
 NAN = math.nan
-SHOWN = 0.05                                     # s; packages that took less are summed up
+SHOWN = 0.05  # s; packages that took less are summed up
 SINCE = {"launch": "`launch`", "process": "the start of the process", "MMM_STARTED_AT": "MMM_STARTED_AT"}
 
 
@@ -103,13 +103,17 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     ranks = len(totals)
     among = f", median of {ranks} ranks; rank {slow} on {hosts[slow]}: {max(totals):.2f} s" if ranks > 1 else ""
     since = SINCE.get(record["started_from"], record["started_from"])
-    lines = [f"start-up: {median(totals):.2f} s from {since} to {last}{among}",
-             f"  {'part':<22}{'median s':>10}" + ("" if ranks == 1 else f"{'slowest s':>11}{'rank':>6}")]  # fmt: skip
+    lines = [
+        f"start-up: {median(totals):.2f} s from {since} to {last}{among}",
+        f"  {'part':<22}{'median s':>10}" + ("" if ranks == 1 else f"{'slowest s':>11}{'rank':>6}"),
+    ]
     for name, values in by_part.items():
         worst = values.index(max(values))
-        lines.append(f"  {name:<22}{median(values):>10.2f}"
-                     + ("" if ranks == 1 else f"{values[worst]:>11.2f}{worst:>6}")
-                     + (f"   {_packages(record)}" if name == "imports" else ""))  # fmt: skip
+        lines.append(
+            f"  {name:<22}{median(values):>10.2f}"
+            + ("" if ranks == 1 else f"{values[worst]:>11.2f}{worst:>6}")
+            + (f"   {_packages(record)}" if name == "imports" else "")
+        )
     return "\n".join(line.rstrip() for line in lines)
 
 
