@@ -27,12 +27,8 @@ def nvidia(tmp_path):
 @pytest.fixture
 def amd(tmp_path):
     for node, simds in enumerate((0, 304, 304)):  # node 0 is the CPU
-        make(
-            tmp_path,
-            **{
-                f"sys__class__kfd__kfd__topology__nodes__{node}__properties": f"cpu_cores_count 0\nsimd_count {simds}\nmem_banks_count 1\n"
-            },
-        )
+        name = f"sys__class__kfd__kfd__topology__nodes__{node}__properties"
+        make(tmp_path, **{name: f"cpu_cores_count 0\nsimd_count {simds}\nmem_banks_count 1\n"})
     return tmp_path
 
 
