@@ -15,7 +15,7 @@ from mmm.parallel import (
     check_data_parallel,
     clip_grad_norm,
     cross_entropy,
-    held_elements,
+    local_elements,
     materialize,
     sync_gradients,
 )
@@ -54,7 +54,7 @@ def held(rank, techniques):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         cross_entropy(model(torch.randn(1, 1, 28, 28)), torch.tensor([rank.rank]), 4).backward()
         optimizer.step()
-        found[technique] = held_elements(model, optimizer) | {"count": parameter_count(model)}
+        found[technique] = local_elements(model, optimizer) | {"count": parameter_count(model)}
     return found
 
 

@@ -14,7 +14,7 @@ sigmoids of at least float32, and the weights of a token's choices add up to 1 (
 itself: a constant 1 would teach the router nothing).
 
 Experts are kept busy alike without a second loss: `expert_bias` moves the *choice*, and not the weights, and is moved
-after each step against the load (`mmm.parallel.expert.balance_experts`). What that needs is counted here.
+after each step against the load (`mmm.parallel.expert.apply.balance_experts`). What that needs is counted here.
 
 Plain PyTorch: this file knows nothing of meshes. ``Experts.work`` is the one place where tokens meet experts: where
 each rank holds some of the experts, this is what is replaced.

@@ -9,7 +9,7 @@ from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer, TransformerConfig, parity_batch
 
 __all__ = ["parity_after_step", "parity_batch", "parity_model"]
-RATE = 1e-3  # as `mmm.parallel.expert.balance_experts` has it
+RATE = 1e-3  # as `mmm.parallel.expert.apply.balance_experts` has it
 
 
 def parity_model() -> Transformer:

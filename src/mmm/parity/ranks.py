@@ -120,8 +120,8 @@ def _collect(ends: dict[int, connection.Connection], pids: dict[int, int], timeo
                     lost = any(sign in value[1] for sign in CONSEQUENCES)
                     failures.append((int(lost), rank, *value))
         if failures:
-            settle = SETTLE_DOUBTFUL if all(doubt for doubt, *_ in failures) else SETTLE
-            deadline = min(deadline, time.monotonic() + settle)
+            resolve = SETTLE_DOUBTFUL if all(doubt for doubt, *_ in failures) else SETTLE
+            deadline = min(deadline, time.monotonic() + resolve)
     if failures:
         _, rank, reason, details = min(failures, key=lambda failure: failure[0])  # of equals the first
         raise RanksFailed(f"rank {rank}: {' '.join(reason.split())}", details)

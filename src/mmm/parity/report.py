@@ -296,7 +296,7 @@ def write(rows: Sequence[Row], training: Training, folder: Path, plots: bool, at
         written.append(folder / DATASET)
     with figures.style():
         if plots and (figure := picture(rows, training)) is not None:
-            for ending, how in (("png", {}), ("svg", {"metadata": {"Date": None}})):
-                figure.savefig(folder / f"{PICTURE}.{ending}", **how)
+            for ending, techniques in (("png", {}), ("svg", {"metadata": {"Date": None}})):
+                figure.savefig(folder / f"{PICTURE}.{ending}", **techniques)
                 written.append(folder / f"{PICTURE}.{ending}")
     return written

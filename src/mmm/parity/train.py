@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.analysis.traffic import count_traffic
+from mmm.analysis.traffic_formulas import assembled_traffic
 from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
 from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
-from mmm.parallel.pipeline import SCHEDULES
+from mmm.parallel.pipeline.pipeline import SCHEDULES
 from mmm.parallel.plan import unmatched
-from mmm.parallel.traffic import count_traffic
-from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.parity.layouts import Case
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
@@ -43,8 +43,8 @@ class Ready:
 
     case: Case
     layout: Layout
-    how: Techniques
-    division: Division
+    techniques: Techniques
+    partition: Partition
     experts: bool
 
 
@@ -54,8 +54,8 @@ class Curve:
 
     Attributes:
         differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
-        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.parallel.traffic`);
-            None with one step. expected: what the layout needs at least (`mmm.parallel.traffic_theory`); None where
+        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.analysis.traffic`);
+            None with one step. expected: what the layout needs at least (`mmm.analysis.traffic_formulas`); None where
             there is no formula.
     """
 
@@ -85,7 +85,7 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
         microbatches = min(LEAST_MICROBATCHES, training.global_batch // layout.dp)
     elif microbatches is None and case.schedule in SCHEDULES:
         microbatches = max(LEAST_MICROBATCHES, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
-    how = Techniques(
+    techniques = Techniques(
         data_parallel=case.data_parallel,
         cp_style=case.cp_style,
         schedule=case.schedule,  # type: ignore[arg-type]
@@ -97,8 +97,8 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters():
         whole = model.source.parity_model()
-    division = divide(whole, model.plan(), layout, how, meta)
-    return Ready(case, layout, how, division, has_experts(whole))
+    partition = partition_model(whole, model.plan(), layout, techniques, meta)
+    return Ready(case, layout, techniques, partition, has_experts(whole))
 
 
 def plan_problems(model: Model) -> list[str]:
@@ -134,8 +134,8 @@ def _train(
         layout,
         mesh,
         precision,
-        ready.how,
-        ready.division,
+        ready.techniques,
+        ready.partition,
         device=CPU,
         seed=training.seed,
         loss=own_loss,
@@ -174,7 +174,7 @@ def least_traffic(
 
     There is none for experts, whose tokens go where the numbers say, nor for layers whose forward is repeated.
     """
-    if ready.experts or ready.how.checkpointing != "none":
+    if ready.experts or ready.techniques.checkpointing != "none":
         return None
     with meta_parameters():
         whole = model.source.parity_model()
@@ -184,8 +184,8 @@ def least_traffic(
             whole,
             model.plan(),
             ready.layout,
-            ready.how,
-            ready.division,
+            ready.techniques,
+            ready.partition,
             made.modules,
             batch=training.global_batch // ready.layout.dp,
             seq_length=inputs.shape[1],

@@ -13,33 +13,33 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 from mmm.errors import LayoutError
 from mmm.models.gpt import GPTConfig
 from mmm.parallel.advice import Broken, advise
-from mmm.parallel.context import context_problems
+from mmm.parallel.context.apply import context_problems
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
-from mmm.parallel.uncut import Uncut
+from mmm.parallel.tensor.replicated import Replicated
 
 
 def gpt_plan() -> Plan:
     """The plan of `mmm.models.gpt.GPT`, of any size."""
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
-        "places": Uncut(),
-        "blocks.*.norm1": Uncut(),
+        "places": Replicated(),
+        "blocks.*.norm1": Replicated(),
         # One entrance for the three: their gradients are added here before they are added over tp.
         "blocks.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
         "blocks.*.attention.query": ColwiseParallel(),
         "blocks.*.attention.key": ColwiseParallel(),
         "blocks.*.attention.value": ColwiseParallel(),
         "blocks.*.attention.out": RowwiseParallel(),
-        "blocks.*.norm2": Uncut(),
+        "blocks.*.norm2": Replicated(),
         "blocks.*.up": ColwiseParallel(),
         "blocks.*.down": RowwiseParallel(),
-        "norm": Uncut(),
+        "norm": Replicated(),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     return Plan(
         tensor=styles,
-        units=("tokens", "blocks.*", ("norm", "head")),  # first and last become one: they share a weight
+        fsdp_units=("tokens", "blocks.*", ("norm", "head")),  # first and last become one: they share a weight
         checkpointed=("blocks.*",),
         compiled=("blocks.*",),
         attention=("blocks.*.attention",),

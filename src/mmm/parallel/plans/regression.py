@@ -8,19 +8,19 @@ from mmm.errors import LayoutError
 from mmm.models.regression import Regression
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
-from mmm.parallel.uncut import Uncut
+from mmm.parallel.tensor.replicated import Replicated
 
 
 def regression_plan() -> Plan:
     """The plan of `mmm.models.regression.Regression`, of any size."""
     return Plan(
         tensor={
-            "blocks.*.norm": Uncut(),
+            "blocks.*.norm": Replicated(),
             "blocks.*.up": ColwiseParallel(),
             "blocks.*.down": RowwiseParallel(),
-            "head": Uncut(),
+            "head": Replicated(),
         },
-        units=("blocks.*",),
+        fsdp_units=("blocks.*",),
         checkpointed=("blocks.*",),
         stages=("standardize", "blocks.*", "head"),
         refused={"cp": "the perceptron has no sequence to cut", "ep": "the perceptron has no experts"},

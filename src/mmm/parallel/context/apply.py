@@ -8,8 +8,8 @@ and each rank takes one from the head and its counterpart from the tail; cp = 4:
     rank     0    1    2    3  │  3    2    1    0         of a rank: 1 + 15 = 3 + 13 = 5 + 11 = 7 + 9
              └────┴────┴────┴──┴──┴────┴────┴────┘
 
-Two styles bring the tokens of all ranks together in attention: ``ring`` (`mmm.parallel.ring`) sends keys and values
-round, ``ulysses`` (`mmm.parallel.ulysses`) cuts heads instead of the sequence for as long as attention lasts.
+Two styles bring the tokens of all ranks together in attention: ``ring`` (`mmm.parallel.context.ring`) sends keys and
+values round, ``ulysses`` (`mmm.parallel.context.ulysses`) shards heads instead of the sequence during attention.
 
 All ranks of a cp group hold the same parameters and have different tokens, so that to gradients cp is one more data
 parallel axis: FSDP cuts parameters, and adds up gradients, over dp_shard × cp together (``dp_shard_cp``).
@@ -29,10 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.parallel.advice import Broken
+from mmm.parallel.context.ring import RingAttention
+from mmm.parallel.context.ulysses import UlyssesAttention
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, find
-from mmm.parallel.ring import RingAttention
-from mmm.parallel.ulysses import UlyssesAttention
 
 STYLES = ("ring", "ulysses")
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from mmm.models.weights import parameter_count
-from mmm.parallel.data import WHOLE
+from mmm.parallel.data.apply import WHOLE
 from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline import stages_of
-from mmm.parallel.stages import Part
+from mmm.parallel.pipeline.pipeline import stages_of
+from mmm.parallel.pipeline.stages import Part
 
 STATE = {"adamw": 2, "sgd": 0}
 
@@ -60,7 +60,7 @@ def stage_parameters(
     """Parameters of the stages of each pp coordinate; of the whole model where there are none.
 
     Args:
-        model: on the meta device. parts, stages: of `mmm.parallel.stages`.
+        model: on the meta device. parts, stages: of `mmm.parallel.pipeline.stages`.
     """
     if not stages:
         return (parameter_count(model),)

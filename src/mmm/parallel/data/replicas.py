@@ -14,7 +14,7 @@ from typing_extensions import Self
 from mmm.runtime.device import Precision
 
 
-class Copies(nn.Module, ABC):
+class Replicas(nn.Module, ABC):
     """A wrapper around a model that every rank of `mesh` (one-dimensional) holds whole.
 
     It is made around a model on the meta device; ``parallel.materialize`` gives that memory and weights, and then calls

@@ -38,12 +38,12 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.apply import check_compile
-from mmm.parallel.bubble import Action, Recorder
-from mmm.parallel.fsdp import widen_gradients
+from mmm.parallel.data.fsdp import widen_gradients
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
+from mmm.parallel.pipeline.recorder import Action, Recorder
+from mmm.parallel.pipeline.strides import pass_in_order
 from mmm.parallel.plan import Plan
-from mmm.parallel.strides import pass_in_order
 
 Lap = Callable[[str], None]
 ScheduleName = Literal[

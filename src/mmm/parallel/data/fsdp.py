@@ -2,7 +2,7 @@
 
 A unit's parameters are gathered just for its forward and its backward. With ``dp_replicate`` as well (HSDP) there are
 copies of that, kept equal by all-reduce: the gathering stays within a group, ideally on one host. With offload, what is
-cut lives in the host's memory (`mmm.parallel.offload`).
+cut lives in the host's memory (`mmm.parallel.memory.offload`).
 
 Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard``.
 """
@@ -46,7 +46,7 @@ def offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False) -> None:
-    """``fully_shard`` each unit of `units_of`, then the model itself, in place.
+    """``fully_shard`` each unit of `fsdp_units_of`, then the model itself, in place.
 
     Args:
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
@@ -55,7 +55,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     where = offload_policy(mesh, offload)
     # PyTorch warns of any unit whose output is a view, because writing into it would be wrong. No model here does.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    for group in units_of(model, plan):
+    for group in fsdp_units_of(model, plan):
         together = group if len(group) > 1 else group[0]
         fully_shard(together, mesh=mesh, mp_policy=mixed_precision(precision, False), offload_policy=where)
     fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True), offload_policy=where)
@@ -66,10 +66,10 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     _OFFLOADED[model] = offload
 
 
-def units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
+def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
     """The modules of each unit of the plan; units that share a parameter are one."""
     groups: list[list[nn.Module]] = []
-    for unit in plan.units:
+    for unit in plan.fsdp_units:
         patterns = (unit,) if isinstance(unit, str) else unit
         modules = [module for pattern in patterns for module in find(model, pattern)]
         groups += [modules] if isinstance(unit, tuple) else [[module] for module in modules]

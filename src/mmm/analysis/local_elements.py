@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.parallel.copies import Copies
+from mmm.parallel.data.replicas import Replicas
 
 
-def held_elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def local_elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Numbers that this rank keeps in memory: ``parameters``, ``gradients`` and ``optimizer_state``.
 
     To be called between backward and ``zero_grad``, after a step (an optimizer makes its state in the first one).
     Counts memory, each piece once: with the rows that are added where ranks do not divide a tensor, and, where a part
     keeps a whole tensor alive, the whole. What is gathered or made for a moment only is not in it.
     """
-    whole = model.module if isinstance(model, Copies) else model
+    whole = model.module if isinstance(model, Replicas) else model
     parameters = list(whole.parameters())
     gradients = [p.grad for p in (*parameters, *model.parameters()) if p.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mmm.parallel.copies import Copies
+from mmm.parallel.data.replicas import Replicas
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -27,7 +27,7 @@ class ScaleGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class DDP(Copies):
+class DDP(Replicas):
     """`DistributedDataParallel` whose gradients are the sum over the ranks, not the mean.
 
     DDP divides the sum by the number of ranks N. The gradient that enters the model from the loss is therefore

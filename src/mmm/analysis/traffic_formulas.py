@@ -40,14 +40,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from mmm.analysis.collective_bytes import factor
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
-from mmm.parallel.assemble import Division, Techniques
-from mmm.parallel.collective_bytes import factor
+from mmm.parallel.assemble import Partition, Techniques
 from mmm.parallel.mesh import Layout
+from mmm.parallel.pipeline.stages import take_stage
 from mmm.parallel.plan import Plan, matches
-from mmm.parallel.stages import take_stage
 from mmm.runtime.device import Precision
 
 LOSS = 8  # bytes of the number that a pipeline's ranks share
@@ -97,8 +97,8 @@ def assembled_traffic(
     model: nn.Module,
     plan: Plan,
     layout: Layout,
-    how: Techniques,
-    division: Division,
+    techniques: Techniques,
+    partition: Partition,
     numbers: Iterable[int],
     *,
     batch: int,
@@ -108,10 +108,10 @@ def assembled_traffic(
     """`expected_traffic` of the rank that holds stages `numbers` (``ParallelModel.modules``) of a divided model.
 
     Args:
-        model: as `divide` was given it, on the meta device and not cut.
+        model: as `partition_model` was given it, on the meta device and not cut.
     """
     held = {
-        number: take_stage(model, division.parts, division.stages[number]) if division.stages else model
+        number: take_stage(model, partition.parts, partition.stages[number]) if partition.stages else model
         for number in numbers
     }
     return expected_traffic(
@@ -121,10 +121,10 @@ def assembled_traffic(
         batch=batch,
         seq_length=seq_length,
         precision=precision,
-        data_parallel=how.data_parallel,
-        cp_style=how.cp_style,
-        microbatches=division.microbatches,
-        stages=max(1, len(division.stages)),
+        data_parallel=techniques.data_parallel,
+        cp_style=techniques.cp_style,
+        microbatches=partition.microbatches,
+        stages=max(1, len(partition.stages)),
     )
 
 
@@ -153,7 +153,7 @@ def _data_parallel(
 ) -> dict[str, float]:
     shapes = [shape for stage in held.values() for shape in held_shapes(stage, plan, layout.tp)]
     names = [name for stage in held.values() for name, _ in stage.named_parameters()]
-    units = [pattern for unit in plan.units for pattern in ((unit,) if isinstance(unit, str) else unit)]
+    units = [pattern for unit in plan.fsdp_units for pattern in ((unit,) if isinstance(unit, str) else unit)]
 
     def root(name: str) -> bool:
         """Whether a parameter is in no unit of the plan, and so goes with the root."""

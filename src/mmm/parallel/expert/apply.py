@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from mmm.errors import LayoutError
 from mmm.models.experts import Experts, MixtureOfExperts, loads, work_out
 from mmm.parallel.advice import Broken
-from mmm.parallel.fsdp import mixed_precision, offload_policy
+from mmm.parallel.data.fsdp import mixed_precision, offload_policy
 from mmm.parallel.mesh import Layout, expert_mesh, has_axis
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.device import Precision

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError
-from mmm.parallel.copies import Copies
+from mmm.parallel.data.replicas import Replicas
 
 OFFLOADED = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 
@@ -64,7 +64,7 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
     state = [on_host(value) for value in values if isinstance(value, Tensor)]
     up = kept
-    if not isinstance(model, Copies):
+    if not isinstance(model, Replicas):
         units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
         again = {id(p): p for unit in units for p in unit.parameters()}
         up += sum(on_host(p).nbytes for p in again.values())

@@ -21,7 +21,7 @@ clipping, GradScaler and learning-rate schedules; its state has the shape of FSD
 parameters, and ``module`` is the model.
 
 With offload the parts, their gradients and so the optimizer's state and its step are on the host; the step's result
-goes up to the device, and is then gathered (`mmm.parallel.offload`).
+goes up to the device, and is then gathered (`mmm.parallel.memory.offload`).
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 """
@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mmm.parallel.copies import Copies
+from mmm.parallel.data.replicas import Replicas
 from mmm.runtime.device import Precision
 
 # PyTorch 2.13 has new names for these two, and warns of the old ones.
@@ -113,7 +113,7 @@ class Part:
         return all_gather(self.memory, self.memory[self.slot].clone(), group=self.group, async_op=True)
 
 
-class Zero(Copies):
+class Zero(Replicas):
     """ZeRO-2, or with `keep_gradients` ZeRO-1.
 
     One collective a parameter, overlapped with backward. With several backwards a step the parts add up; those that do

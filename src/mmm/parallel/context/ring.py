@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.parallel.block_attention import block_backward, block_forward, merge
+from mmm.parallel.context.block_attention import block_backward, block_forward, merge
 
 
 class RingAttention:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
-class Uncut(ParallelStyle):
+class Replicated(ParallelStyle):
     """Replicate a module's parameters over tp; takes and gives the whole tensor, the same on each rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -31,7 +31,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter, thread_time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -40,35 +39,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from mmm.runtime.device import synchronize
+from mmm.parallel.pipeline.recorder import Action, ActionSpan, Recorder
 
 KINDS = "FBIW"
-
-
-class Action(NamedTuple):
-    """kind: F, B, I or W."""
-
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-class Box(NamedTuple):
-    """An action, and when: in seconds."""
-
-    action: Action
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
     """What each rank does when; `rows` by coordinate on pp, each in order."""
 
-    rows: Sequence[Sequence[Box]]
+    rows: Sequence[Sequence[ActionSpan]]
 
     @property
     def span(self) -> float:
@@ -100,7 +80,7 @@ def replay(lists: Sequence[Sequence[Action]], seconds: Mapping[Action, float] | 
         raise ValueError(f"actions are there more than once: {', '.join(twice)}")
     last = max(action.stage for action in everything)
     there: dict[Action, float] = {}
-    rows: list[list[Box]] = [[] for _ in lists]
+    rows: list[list[ActionSpan]] = [[] for _ in lists]
     while any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
         before = len(there)
         for row, actions in zip(rows, lists, strict=True):
@@ -111,7 +91,7 @@ def replay(lists: Sequence[Sequence[Action]], seconds: Mapping[Action, float] | 
                 if len(ready) < len(arrived):
                     break
                 begin = max([row[-1].end if row else 0.0, *ready])
-                row.append(Box(action, begin, begin + takes(action)))
+                row.append(ActionSpan(action, begin, begin + takes(action)))
                 there[action] = row[-1].end
         if len(there) == before:
             raise ValueError(f"the schedule does not go on: {_stuck(rows, lists, there, last)}")
@@ -130,7 +110,7 @@ def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
 
 
 def _stuck(
-    rows: Sequence[Sequence[Box]], lists: Sequence[Sequence[Action]], there: Mapping[Action, float], last: int
+    rows: Sequence[Sequence[ActionSpan]], lists: Sequence[Sequence[Action]], there: Mapping[Action, float], last: int
 ) -> str:
     waiting = []
     for rank, (row, actions) in enumerate(zip(rows, lists, strict=True)):
@@ -210,50 +190,6 @@ def _single(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action
     return actions
 
 
-class Recorder:
-    """The actions of a rank as they happen, for `Pipeline.record_to`.
-
-    The seconds of an action are CPU time of the thread that runs it, so that ranks that share cores do not lengthen
-    each other's; on an accelerator, where that says nothing, the time until it has done its work.
-
-    Args:
-        group: of the pp axis.
-
-    Attributes:
-        steps: of each step, the boxes, by this host's clock, and the seconds of each action.
-        zero: when all ranks began the last step, by the same clock.
-    """
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.device, self.group = device, group
-        self.steps: list[tuple[list[Box], dict[Action, float]]] = []
-        self.zero = 0.0
-
-    def start(self) -> None:
-        """A step begins, on all ranks together. A collective."""
-        dist.barrier(self.group)
-        self.zero = perf_counter()
-        self.steps.append(([], {}))
-
-    def note(self, action: Action, work: Callable[[], Any]) -> Any:
-        """Do the work, and note it."""
-        boxes, seconds = self.steps[-1]
-        begin, cpu = perf_counter(), thread_time()
-        result = work()
-        synchronize(self.device)
-        end = perf_counter()
-        took = thread_time() - cpu if self.device.type == "cpu" else end - begin
-        first = boxes.pop().begin if boxes and boxes[-1].action == action else begin
-        boxes.append(Box(action, first, end))
-        seconds[action] = seconds.get(action, 0.0) + took
-        return result
-
-    def go_on(self, work: Callable[[], Any]) -> Any:
-        """Do work that belongs to the last action: the loss, after a forward."""
-        boxes, _ = self.steps[-1]
-        return self.note(boxes[-1].action, work) if boxes else work()  # else PyTorch is working out shapes
-
-
 class Recorded(NamedTuple):
     """What all ranks of a pipeline did: the order, the median seconds of each action, the last step by the clock."""
 
@@ -272,10 +208,10 @@ def gather(recorder: Recorder) -> Recorded:
     dist.all_gather_object(everyone, (socket.gethostname(), recorder.zero, recorder.steps), group=recorder.group)
     one_clock = len({host for host, _, _ in everyone}) == 1
     first = min(zero for _, zero, _ in everyone)
-    rows: list[list[Box]] = []
+    rows: list[list[ActionSpan]] = []
     seconds: dict[Action, float] = {}
     for _, own, steps in everyone:
         zero = first if one_clock else own
-        rows.append([Box(action, begin - zero, end - zero) for action, begin, end in steps[-1][0]])
+        rows.append([ActionSpan(action, begin - zero, end - zero) for action, begin, end in steps[-1][0]])
         seconds |= {action: median(taken[action] for _, taken in steps) for action in steps[-1][1]}
     return Recorded([[box.action for box in row] for row in rows], seconds, Timeline(rows))

@@ -27,13 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.parallel.copies import Copies
-from mmm.parallel.ddp import DDP
-from mmm.parallel.expert import apply_expert_fsdp
-from mmm.parallel.fsdp import apply_fsdp
+from mmm.parallel.data.ddp import DDP
+from mmm.parallel.data.fsdp import apply_fsdp
+from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.data.zero import Zero
+from mmm.parallel.expert.apply import apply_expert_fsdp
 from mmm.parallel.mesh import Layout, dp_shard_cp, expert_mesh, has_axis
 from mmm.parallel.plan import Plan
-from mmm.parallel.zero import Zero
 from mmm.runtime.device import Precision
 
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
@@ -109,7 +109,7 @@ def sync_gradients(model: nn.Module, now: bool) -> None:
 
     Saves communication and costs memory: until then each rank keeps the whole gradients of its own samples.
     """
-    if isinstance(model, Copies):
+    if isinstance(model, Replicas):
         model.sync_gradients(now)
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)

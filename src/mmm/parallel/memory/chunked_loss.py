@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import ConfigError
-from mmm.parallel.ddp import DDP, ScaleGradient
+from mmm.parallel.data.ddp import DDP, ScaleGradient
 from mmm.parallel.loss import cross_entropy
 from mmm.parallel.plan import Plan, find
 
