@@ -26,12 +26,12 @@ import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.memory.offload import moved_text
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model

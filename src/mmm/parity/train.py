@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.analysis.traffic import count_traffic
@@ -20,10 +19,12 @@ from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
-from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
-from mmm.parallel.pipeline.pipeline import SCHEDULES
+from mmm.parallel.mesh import Layout, Mesh, build_mesh
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import Partition, partition_model
+from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.plan import unmatched
+from mmm.parallel.techniques import Techniques
 from mmm.parity.layouts import Case
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
@@ -120,7 +121,7 @@ def train(
 
 
 def _train(
-    rank: Rank, model: Model, ready: Ready, training: Training, mesh: DeviceMesh, optimizer: str, reference: Reference
+    rank: Rank, model: Model, ready: Ready, training: Training, mesh: Mesh, optimizer: str, reference: Reference
 ) -> Curve:
     began = time.perf_counter()
     layout, dtype = ready.layout, DTYPES[training.dtype]
@@ -131,7 +132,6 @@ def _train(
     made = ParallelModel(
         whole,
         model.plan(),
-        layout,
         mesh,
         precision,
         ready.techniques,
@@ -151,7 +151,7 @@ def _train(
         inputs, targets = batch(model.source, training, step)
         some = (inputs[first : first + size], targets[first : first + size], targets.numel())
         if step == 1:  # the first step of a pipeline, or of DDP, sends more than the others
-            with count_traffic(*filter(None, (mesh, expert_mesh(mesh)))) as traffic:
+            with count_traffic(mesh) as traffic:
                 share = made.step(*some)
                 update.step()
             sent = traffic.sent

@@ -12,8 +12,8 @@ from mmm.runtime.startup import begin
 begin(first=False)  # before a program's own imports, which are timed
 
 if TYPE_CHECKING:
-    from mmm.runtime.failure import run_main
     from mmm.runtime.ranks import whoami
+    from mmm.trainer.flags import run_main
     from mmm.trainer.optimizer import make_optimizer
     from mmm.trainer.options import BaseOptions, BatchOptions, RunOptions, parse
     from mmm.trainer.run import Run, start_run
@@ -39,7 +39,7 @@ _PLACES = {
     "RunOptions": "mmm.trainer.options",
     "make_optimizer": "mmm.trainer.optimizer",
     "parse": "mmm.trainer.options",
-    "run_main": "mmm.runtime.failure",
+    "run_main": "mmm.trainer.flags",
     "save_model": "mmm.trainer.save",
     "start_run": "mmm.trainer.run",
     "whoami": "mmm.runtime.ranks",

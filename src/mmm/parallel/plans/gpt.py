@@ -1,5 +1,5 @@
-"""How the GPT is cut over tp: in each block columns, then rows; the vocabulary by rows, in the embedding and in the
-output matrix, which are one tied weight and so have to be cut alike. What is between is whole on every rank.
+"""How the GPT is sharded over tp: in each block columns, then rows; the vocabulary by rows, in the embedding and in the
+output matrix, which are one tied weight and so have to be sharded alike. All other modules are replicated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from mmm.errors import LayoutError
 from mmm.models.gpt import GPTConfig
-from mmm.parallel.advice import Broken, advise
+from mmm.parallel.advice import Broken, check_sizes
 from mmm.parallel.context.apply import context_problems
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
@@ -25,7 +25,7 @@ def gpt_plan() -> Plan:
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "places": Replicated(),
         "blocks.*.norm1": Replicated(),
-        # One entrance for the three: their gradients are added here before they are added over tp.
+        # One input for query, key and value: their gradients are summed here before they are reduced over tp.
         "blocks.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
         "blocks.*.attention.query": ColwiseParallel(),
         "blocks.*.attention.key": ColwiseParallel(),
@@ -52,7 +52,7 @@ def gpt_plan() -> Plan:
 
 
 def check_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style: str) -> None:
-    """Whether a GPT of these sizes can be cut as the layout says; needs no process group.
+    """Whether a GPT of these sizes fits a layout; needs no process group.
 
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
@@ -70,5 +70,4 @@ def check_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style: str) 
         return found
 
     given = {"n_heads": config.n_heads, "vocab_size": config.vocab_size, "seq_length": seq_length}
-    if text := advise(find, given, layout):
-        raise LayoutError(text)
+    check_sizes(find, given, layout)

@@ -1,4 +1,4 @@
-"""How the Transformer with routed experts is cut: as `transformer` says."""
+"""The plan of the Transformer with routed experts, under the name by which the proof finds it: `transformer`'s."""
 
 from mmm.parallel.plans.transformer import transformer_plan as moe_plan
 

@@ -1,4 +1,4 @@
-"""How the residual perceptron is cut over tp: up by columns, down by rows; the rest is whole."""
+"""How the residual perceptron is sharded over tp: up by columns, down by rows; the rest is replicated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def regression_plan() -> Plan:
         fsdp_units=("blocks.*",),
         checkpointed=("blocks.*",),
         stages=("standardize", "blocks.*", "head"),
-        refused={"cp": "the perceptron has no sequence to cut", "ep": "the perceptron has no experts"},
+        refused={"cp": "the perceptron has no sequence to shard", "ep": "the perceptron has no experts"},
         check=lambda model, layout, inputs, cp_style: check_regression(model, layout),
     )
 
