@@ -78,7 +78,7 @@ def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, nam
 def _attempt(name: str, draw: Callable[[], list[Path]]) -> list[Path]:
     try:
         return draw()
-    except Exception as error:  # whatever a plotting library raises: the data is on disk already
+    except Exception as error:  # anything a plotting library raises: the data is on disk already
         log.warning("plot %s failed: %s: %s", name, type(error).__name__, error)
         return []
 
@@ -103,7 +103,7 @@ def _picture(draw: "Callable[[], Figure | None]", folder: Path, name: str) -> li
 
 
 def _list(folder: Path, written: list[Path]) -> list[Path]:
-    """Keep which plots are ours: `prepare` with overwrite removes these and no other."""
+    """Add to the list of plots drawn here: `prepare` with overwrite removes these and no others."""
     path = folder / PLOT_LIST
     known = set(json.loads(path.read_text())) if path.exists() else set()
     known |= {str(file.relative_to(folder)) for file in written}
