@@ -78,7 +78,7 @@ def test_a_rank_is_bound(launcher, how):
         ("--ranks-by host", "ranks on this host alone are started by launch itself"),
         ("--mpi hydra", "--mpi hydra: ranks on"),
         ("--env A", "--env A: write NAME=VALUE"),
-        ("--env RANK=1", "RANK is what launch works out: use -n and -ppn"),
+        ("--env RANK=1", "RANK is what launch sets: use -n and -ppn"),
         ("--timeout 0", "--timeout 0: it has to be a number of seconds"),
         ("--retries -1", "--retries -1: it has to be"),
         ("--signal USR1", "--signal USR1: write NAME@SECONDS"),
@@ -103,7 +103,7 @@ def test_options_that_cannot_be(tmp_path, monkeypatch, capsys, options, says):
 
 def test_walltimes():
     assert [walltime.seconds(text) for text in ("90", "1:30", "1:00:00", "2-00:00:01")] == [90, 90, 3600, 172801]
-    assert walltime.read_wish("SIGUSR1@60") == (signal.SIGUSR1, 60)
+    assert walltime.read_signal("SIGUSR1@60") == (signal.SIGUSR1, 60)
     assert walltime.limits(None, "TERM@30", None, Job(end_time=1000.0), {}).signal_at == 970
 
 

@@ -90,6 +90,6 @@ def test_missing_modules_and_broken_sources_are_left_to_the_target(project):
 
 def test_our_own_modules_are_listed_except_the_target():
     found = names(Target("module", "mmm.launch.host.child"))
-    assert "mmm.runtime" in found
-    assert "mmm.launch" in found
+    assert "mmm.launch.host" in found
+    assert "mmm.launch.job.target" in found
     assert "mmm.launch.host.child" not in found

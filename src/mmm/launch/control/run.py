@@ -105,7 +105,7 @@ class Run(ABC):
         return [self.decide_at, self.kill_at, self.idle_at(), self.signal_due()]
 
     def decide(self, now: float) -> None:
-        """Find the cause once later failures have had time to arrive; kill those whose grace is over; look at the clocks."""
+        """Find the cause once later failures had time to arrive; kill those whose grace is over; look at the clocks."""
         if self.exit_code is None and self.failures:
             doubtful = all(f.doubt for f in self.failures)
             if self.decide_at is None:

@@ -198,5 +198,5 @@ def _variable(text: str) -> tuple[str, str]:
         raise LaunchError(f"--env {text}: write NAME=VALUE.")
     if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         hint = "set it in launch's own environment" if name.startswith("MASTER") else "use -n and -ppn"
-        raise LaunchError(f"--env {text}: {name} is what launch computes: {hint}.")
+        raise LaunchError(f"--env {text}: {name} is what launch sets: {hint}.")
     return name, value
