@@ -17,9 +17,9 @@ from collections.abc import Callable
 from multiprocessing import Pipe, connection
 from typing import Any, NoReturn
 
+from mmm.contract import CONSEQUENCES
 from mmm.errors import UserError
-from mmm.launch.failures import CONSEQUENCES
-from mmm.runtime import lifeline
+from mmm.launch.host import lifeline
 from mmm.runtime.ranks import Rank
 
 HELD = {signal.SIGINT}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from mmm.launch import accelerators
+from mmm.launch.job import accelerators
 from mmm.runtime.doctor import compute, network, python, storage
 from mmm.runtime.doctor.child import isolated
 from mmm.runtime.doctor.finding import Finding, Place

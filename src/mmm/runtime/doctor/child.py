@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import NoReturn
 
-from mmm.runtime import lifeline
+from mmm.launch.host import lifeline
 from mmm.runtime.doctor.finding import Finding
 
 REAP = 1.0  # s to wait for a killed child; one in an uninterruptible call is left to the system

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mmm.launch import accelerators
+from mmm.launch.job import accelerators
 from mmm.runtime.doctor.child import isolated, shown
 from mmm.runtime.doctor.finding import Finding, Place
 

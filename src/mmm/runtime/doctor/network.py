@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mmm.errors import LaunchError
-from mmm.launch.job import detect
+from mmm.launch.job.scheduler import detect
 from mmm.runtime.doctor.finding import Finding, Place
 
 SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915  # asks for an interface's IPv4 address
