@@ -10,7 +10,19 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "mmm"
 # From the top down; a room may import what stands below it. cli stands beside them all.
-ROOMS = ("examples", "trainer", "parity", "parallel", "models", "data", "history", "runtime", "launch", "errors")
+ROOMS = (
+    "examples",
+    "trainer",
+    "parity",
+    "parallel",
+    "models",
+    "data",
+    "history",
+    "testing",
+    "runtime",
+    "launch",
+    "errors",
+)
 ALLOWED_SIDEWAYS = {("examples", "cli")}  # `python -m mmm.examples` is `mmm examples`
 
 
