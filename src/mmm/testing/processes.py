@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from mmm.runtime import lifeline
 
 REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
+LEAVE = 0.2  # s for a process that has closed its pipe to end by itself
 HELD = {signal.SIGINT}
 
 

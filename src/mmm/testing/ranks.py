@@ -15,9 +15,8 @@ from typing import Any
 from mmm.errors import UserError
 from mmm.launch.failures import CONSEQUENCES
 from mmm.runtime.ranks import Rank
-from mmm.testing.processes import Child, Children, ended
+from mmm.testing.processes import LEAVE, Child, Children, ended
 
-LEAVE = 0.2  # s for a rank that has closed its pipe to end by itself
 GRACE = 0.1  # s to wait, after a first failure, for one that came before it
 GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
 
@@ -81,10 +80,10 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
             break
         if interrupt in ready:
             raise RanksFailed(f"interrupted: {interrupt.recv()}")  # type: ignore[union-attr]
-        for end in ready:
-            number = waiting.pop(end)  # type: ignore[arg-type]
+        for end, number in [(end, number) for end, number in waiting.items() if end in ready]:
+            del waiting[end]
             try:
-                fine, value = pickle.loads(end.recv_bytes())  # type: ignore[union-attr]
+                fine, value = pickle.loads(end.recv_bytes())
             except (EOFError, OSError):
                 code = ranks[number].stop(LEAVE)
                 # gloo may abort where another rank has gone
