@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from mmm.cli.doctor import compute, network, python, storage
+from mmm.cli.doctor.finding import Finding, Place
+from mmm.cli.doctor.isolated import isolated
 from mmm.launch.job import accelerators
-from mmm.runtime.doctor import compute, network, python, storage
-from mmm.runtime.doctor.child import isolated
-from mmm.runtime.doctor.finding import Finding, Place
 
 STUCK = "a file server does not answer: look at its mount (`mount`, `df`), or ask the centre"
 

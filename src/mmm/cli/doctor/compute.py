@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mmm.cli.doctor.finding import Finding, Place
+from mmm.cli.doctor.isolated import isolated, shown
 from mmm.launch.job import accelerators
-from mmm.runtime.doctor.child import isolated, shown
-from mmm.runtime.doctor.finding import Finding, Place
+from mmm.runtime.ranks import Rank
+from mmm.testing import fork_ranks
 
 OLDEST = (2, 8)
 SLOW_IMPORT = 30.0  # s
@@ -150,38 +151,28 @@ def check_all_reduce(place: Place) -> Iterator[Finding]:
 
 
 def _two_ranks(kind: str, name: str, timeout: float) -> Iterator[Finding]:
-    """Ranks 0 (here) and 1 (forked) add up 1 and 2."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pid = os.fork()
-    rank = 0 if pid else 1
-    try:
-        total, backend, seconds = _all_reduce(kind, rank, port, timeout)
-    finally:
-        if rank == 1:
-            os._exit(0)
+    """Two forked ranks add up 1 and 2."""
+    (total, backend, seconds), _ = fork_ranks(_all_reduce, 2, kind, timeout, timeout=timeout)
     if total == 3:
         yield Finding(name, "ok", f"{backend}: right, 2 ranks, {seconds:.2f} s from start to result")
     else:
         yield Finding(name, "fail", f"{backend}: 1 + 2 is {total:g}", "do not train here: report it")
 
 
-def _all_reduce(kind: str, rank: int, port: int, timeout: float) -> tuple[float, str, float]:
+def _all_reduce(rank: Rank, kind: str, timeout: float) -> tuple[float, str, float]:
     """The sum over both ranks of 1 + rank, the backend, and the seconds it took. A collective."""
     import torch
     import torch.distributed as dist
 
     from mmm.runtime.device import backend_for
     from mmm.runtime.process_group import process_group
-    from mmm.runtime.ranks import Rank
 
-    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank.rank)
     if kind != "cpu":
         getattr(torch, kind).set_device(device)
     begin = time.monotonic()
-    with process_group(Rank(rank, 2, rank, 2, "doctor", "127.0.0.1", port), device, timeout):
-        total = torch.ones((), device=device) * (1 + rank)
+    with process_group(rank, device, timeout):
+        total = torch.ones((), device=device) * (1 + rank.rank)
         dist.all_reduce(total)
         result = float(total)
     return result, backend_for(device), time.monotonic() - begin

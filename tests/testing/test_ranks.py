@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmm.errors import LayoutError
-from mmm.parity.ranks import RanksFailed, run
+from mmm.testing import RanksFailed, fork_ranks
 
 
 def place(rank, word):
@@ -16,7 +16,7 @@ def place(rank, word):
 
 
 def test_what_each_rank_returns():
-    assert run(place, 3, "word", timeout=60) == [(rank, 3, "word", os.getpid()) for rank in range(3)]
+    assert fork_ranks(place, 3, "word", timeout=60) == [(rank, 3, "word", os.getpid()) for rank in range(3)]
 
 
 def fail(rank, do):
@@ -54,7 +54,7 @@ def leave():
 def test_the_cause_is_named(do, reason):
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        run(fail, 3, do, timeout=60)
+        fork_ranks(fail, 3, do, timeout=60)
     assert str(caught.value) == reason
     assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
     if "Zero" in reason:
@@ -69,6 +69,6 @@ def hang(rank, folder):
 
 def test_ranks_that_hang_are_ended(tmp_path):
     with pytest.raises(RanksFailed, match=r"no answer in 1 s from ranks 1, 2 of 3"):
-        run(hang, 3, tmp_path, timeout=1)
+        fork_ranks(hang, 3, tmp_path, timeout=1)
     for path in tmp_path.iterdir():
         assert not Path("/proc", path.read_text()).exists()

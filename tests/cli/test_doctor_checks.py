@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mmm.runtime.doctor import Place, as_json, checks, compute, examine, lines, network, python, storage, summary
-from mmm.runtime.doctor.child import isolated
-from mmm.runtime.doctor.finding import Finding
+from mmm.cli.doctor import checks, compute, network, python, storage
+from mmm.cli.doctor.checks import examine
+from mmm.cli.doctor.finding import Finding, Place, as_json, lines, summary
+from mmm.cli.doctor.isolated import isolated
 
 
 def one(findings):
@@ -345,5 +346,5 @@ def test_lines_fit_and_are_counted():
 
 
 def test_nothing_of_it_imports_torch():
-    code = "import sys, mmm.cli.doctor, mmm.runtime.doctor; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, mmm.cli.doctor; print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

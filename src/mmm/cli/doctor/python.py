@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
-from mmm.runtime.doctor.finding import Finding, Place
+from mmm.cli.doctor.finding import Finding, Place
 
 OLDEST = (3, 10)
 

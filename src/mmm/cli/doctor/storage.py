@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmm.runtime.doctor.finding import Finding, Place
+from mmm.cli.doctor.finding import Finding, Place
 
 # A thousand ranks that import from one of these ask one server for ten thousand files each.
 PARALLEL = ("lustre", "gpfs", "beegfs", "panfs", "ceph", "daos", "fuse.daos", "fuse.dfuse", "wekafs", "pvfs2")

@@ -1,4 +1,8 @@
-"""``mmm doctor``: is this machine, and this installation, fit to run? Imports no torch itself."""
+"""``mmm doctor``: is this machine, and this installation, fit to run? Each check says what it saw, and how to fix it.
+
+Every check runs in a child process with a time limit: a dead file server, a stuck accelerator or a collective that
+hangs becomes a finding. Nothing here imports torch but the child whose check it is.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from mmm.cli.doctor.checks import examine
+from mmm.cli.doctor.finding import Place, as_json, lines, summary
 from mmm.errors import ConfigError
 
 
@@ -29,22 +35,16 @@ def main(argv: list[str]) -> int:
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout}: it must be greater than 0")
 
-    from mmm.runtime import doctor
-
-    place = doctor.Place(outdir=args.outdir, timeout=args.timeout, import_timeout=4 * args.timeout)
+    place = Place(outdir=args.outdir, timeout=args.timeout, import_timeout=4 * args.timeout)
     findings = []
-    for finding in doctor.examine(place):
+    for finding in examine(place):
         findings.append(finding)
         if not args.json:
-            _print(doctor.lines(finding))
-    _print(doctor.as_json(findings) if args.json else f"\n{doctor.summary(findings)}")
+            _print(lines(finding))
+    _print(as_json(findings) if args.json else f"\n{summary(findings)}")
     return int(any(each.status == "fail" for each in findings))
 
 
 def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)  # an ASCII terminal gets question marks
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
