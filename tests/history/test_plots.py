@@ -12,7 +12,7 @@ from mmm.history import History, load, plot_all, terminal_plot
 from mmm.history import figures as drawing
 from mmm.history.series import limits, metrics, outside, series, slowest
 
-RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "coordinates": {"tp": r % 2}} for r in range(4)]
+RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
 
 
 @pytest.fixture(scope="module")
