@@ -60,7 +60,7 @@ PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own pro
 
 
 def main() -> NoReturn:
-    """The agent's whole life, and that of each rank it forks."""
+    """The fork server's whole life, and that of each rank it forks."""
     todo = Instructions.loads(os.environ.pop(FORK_SERVER_VARIABLE))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
     for number in (*RANKS_ALONE, *([signal.SIGTERM] if todo.shielded else [])):
@@ -73,18 +73,18 @@ def main() -> NoReturn:
     target = targets.from_tail([*child._interpreter_flags(), *sys.argv[1:]]) if todo.fork else None
     if target is not None:
         preload(target, todo)
-    agent = Agent(todo)
+    server = ForkServer(todo)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
     for variables in todo.ranks:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            agent.become_rank(variables)
+            server.become_rank(variables)
             execute(todo) if target is None else child.finish(child.run(target))
-        agent.started(int(variables["RANK"]), pid)
+        server.started(int(variables["RANK"]), pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     lifeline.outlive_parent()
-    agent.watch()
+    server.watch()
     os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
 
 
@@ -123,7 +123,7 @@ def preload(target: Target, todo: Instructions) -> None:
 
 
 def start_anew(todo: Instructions, skip: str) -> NoReturn:
-    """Replace this process by a new agent that does not preload module `skip`."""
+    """Replace this process by a new fork server that does not preload module `skip`."""
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, True)
     skip = "*" if len(todo.skip) >= 3 else skip
@@ -172,7 +172,7 @@ def execute(todo: Instructions) -> NoReturn:
         os._exit(126)
 
 
-class Agent:
+class ForkServer:
     """Knows the ranks, and watches over them until the last is gone."""
 
     def __init__(self, todo: Instructions) -> None:
@@ -193,7 +193,7 @@ class Agent:
             os.write(self.todo.status, status.dumps())
 
     def become_rank(self, variables: dict[str, str]) -> None:
-        """In the forked child: drop everything of the agent's, take the rank's own environment."""
+        """In the forked child: drop everything of the fork server's, take the rank's own environment."""
         lifeline.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, *RANKS_ALONE):
@@ -207,7 +207,9 @@ class Agent:
             contract.attach(self.todo.failure)
             child.prepare()
             torch = sys.modules.get("torch")
-            if torch is not None and "OMP_NUM_THREADS" in variables:  # torch has read the agent's when it was loaded
+            if (
+                torch is not None and "OMP_NUM_THREADS" in variables
+            ):  # torch has read the fork server's when it was loaded
                 torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
             numpy = sys.modules.get("numpy.random")
             if numpy is not None:  # or all ranks would draw the same "random" numbers
