@@ -102,18 +102,18 @@ def test_techniques_in_words():
 
 def test_models_are_found_by_their_files():
     assert {"transformer", "moe", "gpt", "regression", "vit", "cnn"} <= set(models.names())
-    assert "weights" not in models.names()
-    with pytest.raises(ConfigError, match=r"there is no mmm/models/resnet\.py; the models here are cnn, "):
+    assert "plans" not in models.names()
+    with pytest.raises(ConfigError, match=r"there is no mmm/parity/fixtures/resnet\.py; the models here are cnn, "):
         models.find("resnet")
     with pytest.raises(ConfigError, match=r"there is no nowhere/models/mlp\.py"):
         models.find("nowhere.mlp")
     with pytest.raises(ConfigError, match=r"weights\.py has no parity_model and no parity_batch"):
-        models.find("weights")
+        models.find("mmm.weights")
 
 
 def test_the_reference_knows_no_mesh():
     """Neither the reference nor anything of mmm that it imports, at whatever depth, imports parallel/."""
-    todo, seen = {"mmm.parity.reference", *(f"mmm.models.{name}" for name in models.names())}, set()
+    todo, seen = {"mmm.parity.reference", *(f"mmm.parity.fixtures.{name}" for name in models.names())}, set()
     while todo:
         name = todo.pop()
         seen.add(name)
