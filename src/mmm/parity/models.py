@@ -6,9 +6,9 @@
                              is more to a step than the optimizer's, parity_after_step(model), on one device
     parallel/plans/NAME.py   NAME_plan(), how it is sharded
 
-``package.NAME`` means ``package/models/NAME.py`` and ``package/parallel/plans/NAME.py``. A plain ``NAME`` means mmm's own
-``parity/fixtures/NAME.py``, and its plan in ``parallel/plans``, or beside the fixture where the proof alone needs it.
-docs/models.md is the recipe.
+``package.NAME`` means ``package/models/NAME.py`` and ``package/parallel/plans/NAME.py``. A plain ``NAME`` means mmm's
+own ``parity/fixtures/NAME.py``, and its plan in ``parallel/plans``, or in ``parity/fixtures/plans`` where the proof
+alone needs it. docs/models.md is the recipe.
 """
 
 from __future__ import annotations
