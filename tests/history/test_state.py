@@ -17,7 +17,7 @@ from support.launcher import Launcher
 WRITER = """
 import signal, sys, time
 from mmm.history import History, write_config
-from mmm.runtime import child
+from mmm.launch.host import child
 outdir, ends = sys.argv[1:]
 if ends == "ranks":
     child.prepare()

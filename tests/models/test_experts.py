@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mmm.models import weights
 from mmm.models.experts import MixtureOfExperts, to_host_list
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel.checkpoint import apply_checkpointing
+from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.plans.transformer import transformer_plan
 
 SMALL = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=32, expert_dim=24, n_experts=6)

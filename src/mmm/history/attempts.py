@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mmm.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 from mmm.errors import RecordError
 from mmm.history.ending import ENDED, KILLED, Ending, config_ending, read_config
 from mmm.history.record import CONFIG, JOURNAL, own_files, reason
-from mmm.launch.wire import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 
 
 class Attempt(NamedTuple):

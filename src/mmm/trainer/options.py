@@ -16,7 +16,7 @@ from mmm.data import Corpus, RandomTokens, TextTokens, Tokens, read_text_files, 
 from mmm.data.text import BYTES
 from mmm.errors import ConfigError
 from mmm.models.transformer import PRESETS, TransformerConfig
-from mmm.parallel.offload import check_offload
+from mmm.parallel.memory.offload import check_offload
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import LONGEST, command_line
 from mmm.trainer.needs import EXPERTS, Need
