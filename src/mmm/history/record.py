@@ -50,10 +50,10 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False) -> 
     folder = Path(outdir).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
-    held = [name for name in _RECORD if os.path.lexists(folder / name)]
-    if held and not overwrite:
+    there = [name for name in _RECORD if os.path.lexists(folder / name)]
+    if there and not overwrite:
         raise RecordError(
-            f"--outdir {folder} already holds a run's record ({', '.join(held)}). "
+            f"--outdir {folder} already holds a run's record ({', '.join(there)}). "
             "Give another --outdir, leave it out (each run then gets a folder of its own), or pass --overwrite."
         )
     _make(folder)
