@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.analysis.traffic import count_traffic
+from mmm.analysis.traffic_formulas import assembled_traffic
 from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
 from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
-from mmm.parallel.pipeline import SCHEDULES
+from mmm.parallel.pipeline.pipeline import SCHEDULES
 from mmm.parallel.plan import unmatched
-from mmm.parallel.traffic import count_traffic
-from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
@@ -44,7 +44,7 @@ class PreparedCase:
     case: ParityCase
     layout: Layout
     techniques: Techniques
-    division: Division
+    partition: Partition
     experts: bool
 
 
@@ -54,8 +54,8 @@ class Curve:
 
     Attributes:
         differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
-        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.parallel.traffic`);
-            None with one step. expected: what the layout needs at least (`mmm.parallel.traffic_theory`); None where
+        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.analysis.traffic`);
+            None with one step. expected: what the layout needs at least (`mmm.analysis.traffic_formulas`); None where
             there is no formula.
     """
 
@@ -97,8 +97,8 @@ def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters():
         module = model.source.parity_model()
-    division = divide(module, model.plan(), layout, techniques, meta)
-    return PreparedCase(case, layout, techniques, division, has_experts(module))
+    partition = partition_model(module, model.plan(), layout, techniques, meta)
+    return PreparedCase(case, layout, techniques, partition, has_experts(module))
 
 
 def plan_problems(model: Model) -> list[str]:
@@ -146,7 +146,7 @@ def _train(
         mesh,
         precision,
         ready.techniques,
-        ready.division,
+        ready.partition,
         device=CPU,
         seed=training.seed,
         loss=own_loss,
@@ -197,7 +197,7 @@ def least_traffic(
             model.plan(),
             ready.layout,
             ready.techniques,
-            ready.division,
+            ready.partition,
             parallel_model.modules,
             batch=training.global_batch // ready.layout.dp,
             seq_length=inputs.shape[1],

@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from mmm.runtime import lifeline
+from mmm.launch.host import lifeline
 
 REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
 LEAVE = 0.2  # s for a process that has closed its pipe to end by itself

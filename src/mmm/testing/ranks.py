@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mmm.errors import UserError
-from mmm.launch.failures import CONSEQUENCES
+from mmm.launch.control.failures import CONSEQUENCES
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import LEAVE, Child, Children, ended
 
