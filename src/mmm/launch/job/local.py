@@ -50,7 +50,8 @@ def plan(
     found = found or accelerators.find(build=build, environ=environ)
     why: dict[str, str] = {}
     notes: list[str] = []
-    device, why[DEVICE_VARIABLE] = _device(device, environ, found)
+    found_why = f"found {found.why}" if found.device else ""
+    device, why[DEVICE_VARIABLE] = given_device(device, environ) or (found.device, found_why)
     if nproc is not None:
         count, why["ranks"] = nproc, "-n"
     elif device == "cpu" or (device is None and not found.device):
@@ -76,9 +77,8 @@ def plan(
         why["OMP_NUM_THREADS"] = f"{cores} cores, {count} ranks"
     if device:
         shared[DEVICE_VARIABLE] = device
-    if build in ("cuda", "hip"):
-        shared["PYTORCH_NVML_BASED_CUDA_CHECK"] = environ.get("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
+    shared |= torch_variables(build, environ)
+    why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
     fork, why["start"] = start_how(target, prefork, device, build)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return LaunchPlan(target, shared, ranks, device, fork, why, tuple(notes))
@@ -137,12 +137,18 @@ def describe(plan: LaunchPlan, preloads: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _device(device: str | None, environ: Mapping[str, str], found: accelerators.Accelerators) -> tuple[str | None, str]:
+def given_device(device: str | None, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """The device type that the user has chosen, and how; None if there is no choice."""
     if device:
         return device, "--device"
-    if environ.get(DEVICE_VARIABLE):
-        return environ[DEVICE_VARIABLE], "set in the environment"
-    return found.device, f"found {found.why}" if found.device else ""
+    chosen = environ.get(DEVICE_VARIABLE)
+    return (chosen, "set in the environment") if chosen else None
+
+
+def torch_variables(build: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What torch has to find when it is imported: asking it for devices must not open one before the fork."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    return {name: environ.get(name, "1")} if build in ("cuda", "hip") else {}
 
 
 def start_how(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
@@ -159,17 +165,27 @@ def start_how(target: Target, prefork: bool, device: str | None, build: str | No
     return True, f"prefork: {FORKABLE}"
 
 
-def _port(environ: Mapping[str, str]) -> tuple[str, str]:
+def given_port(environ: Mapping[str, str]) -> str | None:
+    """MASTER_PORT of the environment. Raises `LaunchError` if that is no port."""
     given = environ.get("MASTER_PORT")
-    if not given:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return str(probe.getsockname()[1]), "a free port"
-    if not (given.isdigit() and 0 < int(given) < 65536):
+    if given and not (given.isdigit() and 0 < int(given) < 65536):
         raise LaunchError(
             f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
-            "  unset MASTER_PORT and a free one is picked."
+            "  unset MASTER_PORT and one is picked."
         )
+    return given
+
+
+def free_port(address: str) -> str:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return str(probe.getsockname()[1])
+
+
+def _port(environ: Mapping[str, str]) -> tuple[str, str]:
+    given = given_port(environ)
+    if not given:
+        return free_port("127.0.0.1"), "a free port"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -72,8 +72,8 @@ KINDS: dict[str, type] = {
 }
 
 
-def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site | None, str]:
-    """The site named `name`, or the one whose `match` this environment fits, and why; (None, why) if there is none.
+def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site, str]:
+    """The site named `name`, or the one whose `match` this environment fits, and why; `Site("")` if there is none.
 
     Raises:
         LaunchError: no such site, two that fit, or a site's file that is wrong.
@@ -96,7 +96,7 @@ def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site | No
     if len(fits) > 1:
         both = " and ".join(f"{site.name} ({why})" for site, why in fits.values())
         raise LaunchError(f"this environment fits {both}: say which with --site NAME.")
-    return next(iter(fits.values())) if fits else (None, "no known site's variables in the environment")
+    return next(iter(fits.values())) if fits else (Site(""), "no known site's variables in the environment")
 
 
 def load(environ: Mapping[str, str]) -> dict[str, Site]:
