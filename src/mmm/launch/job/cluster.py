@@ -10,16 +10,14 @@ In this order, each stated in `ClusterPlan.why`:
     MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity
 """
 
-import getpass
 import os
 import sys
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmm.contract import DEVICE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, binding, hosts, local, mpi, scheduler, sites, slurm
+from mmm.launch.job import accelerators, binding, hosts, local, mpi, scheduler, sites, slurm, variables
 from mmm.launch.job.accelerators import Accelerators
 from mmm.launch.job.mpi import Request
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions
@@ -27,7 +25,6 @@ from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 from mmm.launch.job.target import Target
 
-FIRST_PORT, PORTS = 20_000, 12_000  # below those that systems give to outgoing connections
 NO_REASON = "nothing says more"
 
 
@@ -108,8 +105,8 @@ def plan(
     if len(used) < len(listed):
         notes.append(f"{len(used)} of {len(listed)} hosts are used")
     bind, words, binding_words, why["cpu binding"] = _binding(options, site, launcher, per_host)
-    shared = _variables(options, site, job, used, ranks, device, environ, build, why)
-    threads, why["OMP_NUM_THREADS"] = _threads(options, job, environ)
+    shared = variables.of_cluster(options, site, job, used, ranks, device, environ, build, why)
+    threads, why["OMP_NUM_THREADS"] = variables.threads(options, job, environ)
 
     all_of_job = tuple(used) == tuple(job.hosts)
     all_listed = len(used) == len(listed) and set(listed.values()) == {1}
@@ -196,7 +193,7 @@ def _device(
     options: LaunchOptions, site: Site, environ: Mapping[str, str], found: Accelerators | None
 ) -> tuple[str | None, str]:
     """The device type, and why. `found`: on this host, if it is one of them."""
-    if given := local.given_device(options.device, environ):
+    if given := variables.given_device(options.device, environ):
         return given
     if site.device:
         return site.device, site.name
@@ -304,70 +301,6 @@ def _binding(
     if launcher == "srun" and site.srun:
         return None, [], f"by srun: {' '.join(site.fill(site.srun, per_host))}", site.name
     return None, [], f"left to {launcher}", "not asked for"
-
-
-def _variables(
-    options: LaunchOptions,
-    site: Site,
-    job: Job,
-    used: list[str],
-    ranks: int,
-    device: str | None,
-    environ: Mapping[str, str],
-    build: str | None,
-    why: dict[str, str],
-) -> dict[str, str]:
-    """Variables of every rank. Adds where they come from to `why`."""
-    shared = {"WORLD_SIZE": str(ranks)}
-    shared["MASTER_ADDR"], why["MASTER_ADDR"] = _address(environ, site, used)
-    shared["MASTER_PORT"], why["MASTER_PORT"] = _port(environ, job, site, used, options.attempt)
-    for name, value in site.env.items():
-        if name in environ:
-            why[name] = "set in the environment"
-        else:
-            shared[name], why[name] = value, site.name
-    if device:
-        shared[DEVICE_VARIABLE] = device
-    shared |= local.torch_variables(accelerators.torch_build() if build is None else build, environ)
-    why |= dict.fromkeys(options.env, "--env")
-    return shared | options.env
-
-
-def _address(environ: Mapping[str, str], site: Site, used: list[str]) -> tuple[str, str]:
-    if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"], "set in the environment"
-    if len(used) == 1:
-        return "127.0.0.1", "all ranks are on one host"
-    suffix = site.host_suffix
-    name = used[0] if used[0].endswith(suffix) else used[0].partition(".")[0] + suffix
-    return name, "the first host" + (f", with {site.name}'s suffix" if suffix else "")
-
-
-def _port(environ: Mapping[str, str], job: Job, site: Site, used: list[str], attempt: int) -> tuple[str, str]:
-    if given := local.given_port(environ):
-        return given, "set in the environment"
-    if site.port:
-        return str(site.port + attempt), site.name
-    if hosts.is_here(used[0]):
-        return local.free_port(""), "a free port of this host"
-    if job.job_id:
-        identity, why = f"{job.scheduler} {job.job_id} {attempt}", f"from {job.scheduler} job {job.job_id}"
-    else:
-        identity = f"{getpass.getuser()} {','.join(used)} {os.getpid()} {attempt}"
-        why = "from user, hosts and launch's pid"
-    return str(FIRST_PORT + zlib.crc32(identity.encode()) % PORTS), why
-
-
-def _threads(options: LaunchOptions, job: Job, environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """OMP_NUM_THREADS where it is given as a number, and where it comes from."""
-    given = environ.get("OMP_NUM_THREADS", "")
-    if "OMP_NUM_THREADS" in options.env:
-        return None, "--env"
-    if job.scheduler == "pbs" and given:
-        return None, f"cores of the rank; the {given} in the environment is PBS's, of the job's first chunk"
-    if given.isdigit() and int(given) > 0:
-        return int(given), "set in the environment"
-    return None, "cores of the rank, counted on its host"
 
 
 def _line(launcher: str, mpiexec: str, request: Request, site: Site, by_host: bool) -> list[str]:

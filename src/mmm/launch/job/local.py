@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmm.contract import DEVICE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators
+from mmm.launch.job import accelerators, variables
 from mmm.launch.job.target import Target
 
 DEFAULT_CPU_RANKS = 4
@@ -51,7 +51,7 @@ def plan(
     why: dict[str, str] = {}
     notes: list[str] = []
     found_why = f"found {found.why}" if found.device else ""
-    device, why[DEVICE_VARIABLE] = given_device(device, environ) or (found.device, found_why)
+    device, why[DEVICE_VARIABLE] = variables.given_device(device, environ) or (found.device, found_why)
     if nproc is not None:
         count, why["ranks"] = nproc, "-n"
     elif device == "cpu" or (device is None and not found.device):
@@ -77,7 +77,7 @@ def plan(
         why["OMP_NUM_THREADS"] = f"{cores} cores, {count} ranks"
     if device:
         shared[DEVICE_VARIABLE] = device
-    shared |= torch_variables(build, environ)
+    shared |= variables.torch_variables(build, environ)
     why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
     fork, why["start"] = start_how(target, prefork, device, build)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
@@ -131,24 +131,10 @@ def describe(plan: LaunchPlan, preloads: list[str]) -> str:
     for name, value in plan.shared.items():
         note = why.get(name)
         lines.append(f"  {name}={value}" + (f"   ({note})" if note else ""))
-    for variables in plan.ranks:
-        lines.append(f"rank {variables['RANK']}:")
-        lines += [f"  {name}={value}" for name, value in variables.items()]
+    for rank in plan.ranks:
+        lines.append(f"rank {rank['RANK']}:")
+        lines += [f"  {name}={value}" for name, value in rank.items()]
     return "\n".join(lines)
-
-
-def given_device(device: str | None, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The device type that the user has chosen, and how; None if there is no choice."""
-    if device:
-        return device, "--device"
-    chosen = environ.get(DEVICE_VARIABLE)
-    return (chosen, "set in the environment") if chosen else None
-
-
-def torch_variables(build: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What torch has to find when it is imported: asking it for devices must not open one before the fork."""
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    return {name: environ.get(name, "1")} if build in ("cuda", "hip") else {}
 
 
 def start_how(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
@@ -165,27 +151,10 @@ def start_how(target: Target, prefork: bool, device: str | None, build: str | No
     return True, f"prefork: {FORKABLE}"
 
 
-def given_port(environ: Mapping[str, str]) -> str | None:
-    """MASTER_PORT of the environment. Raises `LaunchError` if that is no port."""
-    given = environ.get("MASTER_PORT")
-    if given and not (given.isdigit() and 0 < int(given) < 65536):
-        raise LaunchError(
-            f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
-            "  unset MASTER_PORT and one is picked."
-        )
-    return given
-
-
-def free_port(address: str) -> str:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return str(probe.getsockname()[1])
-
-
 def _port(environ: Mapping[str, str]) -> tuple[str, str]:
-    given = given_port(environ)
+    given = variables.given_port(environ)
     if not given:
-        return free_port("127.0.0.1"), "a free port"
+        return variables.free_port("127.0.0.1"), "a free port"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
