@@ -16,12 +16,13 @@ from statistics import mean, pstdev
 import torch
 import torch.distributed as dist
 
+from mmm.analysis.bubble import Recorded, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.bubble import Recorded, Recorder, bubble_formula, gather, replay
-from mmm.parallel.pipeline import SCHEDULES, Pipeline, check_pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, check_pipeline, stages_of
+from mmm.parallel.pipeline.recorder import Recorder
+from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.stages import cut, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import process_group

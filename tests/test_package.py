@@ -21,10 +21,6 @@ BESIDE = "cli"  # may name every room, and none names it
 # What still breaks the rule: (file, module). It only gets shorter.
 STILL = {
     ("examples/__main__.py", "mmm.cli.examples"),  # `python -m mmm.examples` is `mmm examples`
-    ("runtime/doctor/child.py", "mmm.launch.host.lifeline"),
-    ("runtime/doctor/checks.py", "mmm.launch.job.accelerators"),
-    ("runtime/doctor/compute.py", "mmm.launch.job.accelerators"),
-    ("runtime/doctor/network.py", "mmm.launch.job.scheduler"),
 }
 # A module's name in a help text or a message, which people read and no code does.
 FOR_PEOPLE = {

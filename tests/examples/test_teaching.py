@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import mmm.history
+from mmm.analysis.collective_bytes import factor
 from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
 from mmm.examples.tensor_plans import Case
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.collective_bytes import factor
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
 from mmm.runtime.log import get_logger
 from mmm.trainer.run import Run
-from mmm.trainer.text import settle
+from mmm.trainer.text import resolve
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 SIZES = {"seq_length": 16, "max_iters": 3, "global_batch_size": 8, "dtype": "fp64"}
@@ -75,12 +75,12 @@ def test_hsdp(alone, tmp_path):
 def stages(rank):
     """Every stage of `zero.train`, without a folder: what is held, and the losses."""
     options, layout = zero.Config(**SIZES, preset="debug"), Layout().fit(rank.world_size)
-    setting = settle(options, layout, default_batch=2)
+    resolved = resolve(options, layout, default_batch=2)
     about = [{"rank": r, "host": "here"} for r in range(rank.world_size)]
     run = Run(options, rank, layout, CPU, choose_precision("fp64", CPU), StepClock(CPU), get_logger(), None, about)
     mesh = build_mesh(layout, "cpu", 30)
-    found = [zero.train_stage(run, mesh, setting, stage) for stage in range(4)]
-    return found, parameter_count(setting.model)
+    found = [zero.train_stage(run, mesh, resolved, stage) for stage in range(4)]
+    return found, parameter_count(resolved.model)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])

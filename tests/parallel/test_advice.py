@@ -11,8 +11,8 @@ from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import PRESETS, ViTConfig
 from mmm.parallel import Layout
 from mmm.parallel.advice import nearest, smaller
-from mmm.parallel.data import check_data_parallel
-from mmm.parallel.pipeline import check_pipeline
+from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.pipeline.pipeline import check_pipeline
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.parallel.plans.transformer import check_transformer
 from mmm.parallel.plans.vit import check_vit

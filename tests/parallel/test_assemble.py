@@ -7,7 +7,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
@@ -37,28 +37,28 @@ def batch(model: str, layout: Layout, coordinate: int, step: int):
     return images, classes, vision.GLOBAL_BATCH
 
 
-def divided(model: str, layout: Layout, how: Techniques):
+def divided(model: str, layout: Layout, techniques: Techniques):
     whole, plan = on_meta(model), PLANS[model]()
     inputs = batch(model, layout, 0, 0)[0]
     inputs = inputs.to("meta", torch.int64 if model == "transformer" else torch.float32)
-    return whole, plan, divide(whole, plan, layout, how, inputs)
+    return whole, plan, partition_model(whole, plan, layout, techniques, inputs)
 
 
-def train(rank, model: str, layout: Layout, how: Techniques):
+def train(rank, model: str, layout: Layout, techniques: Techniques):
     """Losses of each step, the gradients of the first that are here, and the loss of an evaluation before step 1."""
-    whole, plan, division = divided(model, layout, how)
+    whole, plan, partition = divided(model, layout, techniques)
     mesh = build_mesh(layout, "cpu", 30)
-    made = ParallelModel(whole, plan, layout, mesh, FP64, how, division, device=CPU, seed=reference.SEED)
+    made = ParallelModel(whole, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=reference.SEED)
     rate = (reference.RATE if model == "transformer" else vision.RATE)["sgd"]
     optimizer = torch.optim.SGD(made.parameters(), lr=rate)
-    losses, first, judged = [], {}, 0.0
+    losses, first, evaluated = [], {}, 0.0
     for step in range(STEPS):
         some = batch(model, layout, layout.dp_coordinate(rank.rank), step)
         if step == 1:
-            judged = made.evaluate(*some).item()
+            evaluated = made.evaluate(*some).item()
         share = made.step(*some).item()
         if step == 1:
-            assert share == pytest.approx(judged, rel=1e-12)
+            assert share == pytest.approx(evaluated, rel=1e-12)
         if step == 0:
             for name, parameter in made.named_parameters():
                 gradient = parameter.grad
@@ -99,13 +99,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "how"), CASES, ids=lambda value: str(getattr(value, "schedule", value)))
-def test_products_of_axes(pool, model, layout, how):
+def _case_id(value):
+    return str(getattr(value, "schedule", value))
+
+
+@pytest.mark.parametrize(("model", "layout", "techniques"), CASES, ids=_case_id)
+def test_products_of_axes(pool, model, layout, techniques):
     if model == "transformer":
         losses, gradients = reference.train("sgd", torch.float64, 10)
     else:
         losses, _, gradients = vision.train(model, "sgd")
-    ranks = pool.run(train, layout.ranks, model, layout, how)
+    ranks = pool.run(train, layout.ranks, model, layout, techniques)
     assert set().union(*(first for _, first in ranks)) == gradients.keys()
     for got, first in ranks:
         assert got == pytest.approx(losses[:STEPS], rel=1e-9)
@@ -115,7 +119,7 @@ def test_products_of_axes(pool, model, layout, how):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "how", "message"),
+    ("model", "layout", "techniques", "message"),
     [
         ("cnn", Layout(cp=2, dp_shard=1), Techniques(), "cp 2: an image has no sequence to cut; use cp 1"),
         ("vit", Layout(cp=2, dp_shard=1), Techniques(), "use cp 1"),
@@ -125,9 +129,9 @@ def test_products_of_axes(pool, model, layout, how):
         ("vit of one layer", Layout(pp=4, dp_shard=1), Techniques(), "4 stages, and the model has 3 parts"),
     ],
 )
-def test_refused_before_any_process_group(model, layout, how, message):
+def test_refused_before_any_process_group(model, layout, techniques, message):
     with pytest.raises(LayoutError, match=message):
-        divided(model, layout, how)
+        divided(model, layout, techniques)
 
 
 def test_unknown_schedule():
@@ -138,15 +142,15 @@ def test_unknown_schedule():
 def uneven_loads(rank, measured):
     """The imbalance of loads that are set by hand, one layer a stage, and whether pp was asked for it."""
     config = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=3, expert_dim=24)
-    layout, how, plan = Layout(pp=2, dp_shard=1), Techniques(), transformer_plan()
+    layout, techniques, plan = Layout(pp=2, dp_shard=1), Techniques(), transformer_plan()
     with torch.device("meta"):
         model, sample = Transformer(config), torch.zeros(4, reference.SEQ, dtype=torch.int64)
-    division = divide(model, plan, layout, how, sample)
+    partition = partition_model(model, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", 30, experts=True)
-    made = ParallelModel(model, plan, layout, mesh, FP64, how, division, device=CPU, seed=0)
+    made = ParallelModel(model, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
     for stage in made.modules.values():
         for number, layer in stage.layers.items():
-            layer.moe.counts = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
+            layer.moe.tokens_per_expert = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
     reduced = []
     original = torch.distributed.all_reduce
     torch.distributed.all_reduce = lambda *given, **named: (reduced.append(1), original(*given, **named))[1]

@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 
+from mmm.analysis.bubble import action_lists, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.bubble import Action, Recorder, action_lists, bubble_formula, gather, replay
-from mmm.parallel.pipeline import SCHEDULES, Pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, stages_of
+from mmm.parallel.pipeline.recorder import Action, Recorder
+from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.stages import cut, parts_of, take_stage
 from mmm.runtime.device import Precision
 from support import reference
 

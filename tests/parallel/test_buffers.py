@@ -11,10 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.weights import Init
 from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
-from mmm.parallel.fsdp import is_offloaded
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.data.fsdp import is_offloaded
 from mmm.parallel.plan import Plan
-from mmm.parallel.uncut import Uncut
+from mmm.parallel.tensor.replicated import Replicated
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")
@@ -67,14 +67,14 @@ class Net(nn.Module):
 def plan() -> Plan:
     return Plan(
         tensor={
-            "first.0": Uncut(),
-            "first.1": Uncut(),
-            "blocks.*.norm": Uncut(),
+            "first.0": Replicated(),
+            "first.1": Replicated(),
+            "blocks.*.norm": Replicated(),
             "blocks.*.up": ColwiseParallel(),
             "blocks.*.down": RowwiseParallel(),
-            "last": Uncut(),
+            "last": Replicated(),
         },
-        units=("blocks.*",),
+        fsdp_units=("blocks.*",),
         stages=("first", "blocks.*", "last"),
     )
 
@@ -84,10 +84,10 @@ def buffers(rank, layout, techniques):
     with meta_parameters():
         net = Net()
     net.eval()
-    how = Techniques(**techniques)
-    division = divide(net, plan(), layout, how, torch.empty(4, 8, device="meta"))
+    techniques = Techniques(**techniques)
+    partition = partition_model(net, plan(), layout, techniques, torch.empty(4, 8, device="meta"))
     mesh = build_mesh(layout, "cpu", 30)
-    made = ParallelModel(net, plan(), layout, mesh, FP64, how, division, device=CPU, seed=0)
+    made = ParallelModel(net, plan(), layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
     made.step(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4)
     found, ids = {}, {}
     for module in made.modules.values():
@@ -192,7 +192,7 @@ def test_a_parameter_without_a_rule_is_refused_before_ranks_meet():
     with meta_parameters():
         net = Bare()
     with pytest.raises(ConfigError, match="parameter token of Bare starts: give Bare a method init_rule"):
-        divide(net, plan(), Layout(dp_shard=2), Techniques(), torch.empty(4, 8, device="meta"))
+        partition_model(net, plan(), Layout(dp_shard=2), Techniques(), torch.empty(4, 8, device="meta"))
 
 
 class Rigid(Net):
@@ -224,6 +224,6 @@ def test_a_forward_that_skips_nothing_is_refused_under_pp(kind, words):
     with meta_parameters():
         net = kind()
     with pytest.raises(LayoutError, match=re.escape(words)) as caught:
-        divide(net, plan(), Layout(pp=2, dp_shard=1), Techniques(), torch.empty(4, 8, device="meta"))
+        partition_model(net, plan(), Layout(pp=2, dp_shard=1), Techniques(), torch.empty(4, 8, device="meta"))
     assert "test_buffers.py:" in str(caught.value)
     assert "or use pp 1" in str(caught.value)

@@ -9,7 +9,7 @@ from mmm.errors import ConfigError
 from mmm.models import weights
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.checkpoint import apply_checkpointing
+from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision

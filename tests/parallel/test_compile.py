@@ -15,7 +15,7 @@ from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.compiled import CompileReport
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
@@ -80,7 +80,10 @@ def losses_and_graphs(rank, model, layout, techniques):
     original = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self: original(self, backend="eager")
     try:
-        plan, how = (vit_plan() if model == "vit" else transformer_plan()), Techniques(compile=True, **techniques)
+        plan, techniques = (
+            (vit_plan() if model == "vit" else transformer_plan()),
+            Techniques(compile=True, **techniques),
+        )
         with torch.device("meta"):
             whole = vision.build("vit") if model == "vit" else Transformer(MODELS[model])
         batches = [batch_of(model, step) for step in range(2)]
@@ -93,8 +96,8 @@ def losses_and_graphs(rank, model, layout, techniques):
             layout,
             mesh,
             Precision("fp64", torch.float64, torch.float64),
-            how,
-            divide(whole, plan, layout, how, sample),
+            techniques,
+            partition_model(whole, plan, layout, techniques, sample),
             device=torch.device("cpu"),
             seed=0,
         )
@@ -174,7 +177,7 @@ def test_checkpointed_experts_are_refused(mode):
         model, sample = Transformer(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
     for layout in (ONE, Layout(pp=2, dp_shard=1)):
         with pytest.raises(ConfigError, match=rf"--compile .* '{mode}' of layers with experts: .* compile nothing"):
-            divide(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)
+            partition_model(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)
 
 
 def test_nothing_compiled_is_said(caplog):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
-import mmm.parallel.data
+import mmm.parallel.data.apply
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNNConfig
@@ -23,13 +23,13 @@ from mmm.parallel import (
     local_value,
     materialize,
 )
-from mmm.parallel.block_attention import block_backward, block_forward, merge, written_out, written_out_backward
-from mmm.parallel.context import STYLES, apply_context_parallel, cut_batch, positions_of
+from mmm.parallel.context.apply import STYLES, apply_context_parallel, cut_batch, positions_of
+from mmm.parallel.context.block_attention import block_backward, block_forward, merge, written_out, written_out_backward
+from mmm.parallel.context.ring import RingAttention
+from mmm.parallel.context.ulysses import UlyssesAttention
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit
-from mmm.parallel.ring import RingAttention
-from mmm.parallel.ulysses import UlyssesAttention
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -213,12 +213,12 @@ def test_with_activation_checkpointing(pool, checkpointing, style):
 
 def over_dp_alone(rank, layout):
     """A planted bug: gradients are added up over dp_shard, and not over cp."""
-    original = mmm.parallel.data.dp_mesh
-    mmm.parallel.data.dp_mesh = lambda mesh: mesh["dp_shard"]
+    original = mmm.parallel.data.apply.dp_mesh
+    mmm.parallel.data.apply.dp_mesh = lambda mesh: mesh["dp_shard"]
     try:
         return train(rank, layout, "ring", 1)
     finally:
-        mmm.parallel.data.dp_mesh = original
+        mmm.parallel.data.apply.dp_mesh = original
 
 
 def equal_stretches(rank, layout):

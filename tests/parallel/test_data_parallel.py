@@ -5,6 +5,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from mmm.analysis.local_elements import local_elements
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNN
 from mmm.models.weights import canonical_name, parameter_count
@@ -15,7 +16,6 @@ from mmm.parallel import (
     check_data_parallel,
     clip_grad_norm,
     cross_entropy,
-    held_elements,
     materialize,
     sync_gradients,
 )
@@ -54,7 +54,7 @@ def held(rank, techniques):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         cross_entropy(model(torch.randn(1, 1, 28, 28)), torch.tensor([rank.rank]), 4).backward()
         optimizer.step()
-        found[technique] = held_elements(model, optimizer) | {"count": parameter_count(model)}
+        found[technique] = local_elements(model, optimizer) | {"count": parameter_count(model)}
     return found
 
 

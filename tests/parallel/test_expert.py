@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import mmm.models.experts
-import mmm.parallel.expert
+import mmm.parallel.expert.apply
 import mmm.parallel.mesh
 from mmm.errors import LayoutError
 from mmm.models import weights
@@ -30,14 +30,14 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context import cut_batch
-from mmm.parallel.data import check_data_parallel
-from mmm.parallel.expert import apply_expert_parallel
+from mmm.parallel.context.apply import cut_batch
+from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.expert.apply import apply_expert_parallel
 from mmm.parallel.mesh import expert_mesh, layout_of
-from mmm.parallel.pipeline import Pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import Pipeline, stages_of
+from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
-from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -315,10 +315,10 @@ def averaged(rank, layout):
     """The experts' gradients are averaged over the ranks that hold them."""
     original = torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor
 
-    def divide(self, factor):
+    def partition_model(self, factor):
         original(self, 2.0 if isinstance(self, mmm.models.experts.Experts) else factor)
 
-    torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = divide
+    torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = partition_model
     try:
         return train(rank, layout, steps=1)
     finally:
@@ -342,22 +342,22 @@ def over_dp_alone(rank, layout):
 
 def counted_on_dp_alone(rank, layout):
     """Loads are not added up over cp."""
-    original = mmm.parallel.expert.has_axis
-    mmm.parallel.expert.has_axis = lambda mesh, axis: axis != "cp" and original(mesh, axis)
+    original = mmm.parallel.expert.apply.has_axis
+    mmm.parallel.expert.apply.has_axis = lambda mesh, axis: axis != "cp" and original(mesh, axis)
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.has_axis = original
+        mmm.parallel.expert.apply.has_axis = original
 
 
 def not_back_in_order(rank, layout):
     """Tokens come back sorted by expert and not as they were sent."""
-    original = mmm.parallel.expert.work_out
-    mmm.parallel.expert.work_out = lambda x, *rest: original(x, *rest).flip(0)
+    original = mmm.parallel.expert.apply.expert_forward
+    mmm.parallel.expert.apply.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.work_out = original
+        mmm.parallel.expert.apply.expert_forward = original
 
 
 @pytest.mark.parametrize(

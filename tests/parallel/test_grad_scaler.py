@@ -12,7 +12,7 @@ from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
 from mmm.parallel.apply import local_box, local_part
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
@@ -78,9 +78,9 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
         whole = build(model)
     size = len(batch(model, 0)[0]) // layout.dp
     sample = batch(model, 0)[0][:size].to("meta", None if model == "experts" else torch.float32)
-    division = divide(whole, plan, layout, techniques, sample)
+    partition = partition_model(whole, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", 30, experts=model == "experts")
-    made = ParallelModel(whole, plan, layout, mesh, precision, techniques, division, device=CPU, seed=0)
+    made = ParallelModel(whole, plan, layout, mesh, precision, techniques, partition, device=CPU, seed=0)
     optimizer, scaler = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False), GradScaler("cpu", scale)
     (planted,) = (p for name, p in made.named_parameters() if name == PLANTED[model])
     losses, scales, skipped, norms = [], [], [], []

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import mmm.parallel.zero
+import mmm.parallel.data.zero
 from mmm.errors import ConfigError
 from mmm.examples import zero
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
-from mmm.parallel.offload import check_offload, moved, moved_text
+from mmm.parallel.memory.offload import check_offload, moved, moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from support import anywhere, reference
@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 F64 = torch.float64
 
 
-def train(rank, layout, pieces, how):
-    return anywhere.train(rank, layout, pieces, **how)
+def train(rank, layout, pieces, techniques):
+    return anywhere.train(rank, layout, pieces, **techniques)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def train(rank, layout, pieces, how):
 )
 def test_same_as_without(pool, layout, pieces):
     batch = 6 if layout.ranks == 3 else 8
-    how = {"accumulate": 2, "steps": 3, "optimizer": "adamw", "global_batch": batch}
-    ranks = pool.run(train, layout.ranks, layout, {**pieces, "offload": True}, how)
+    techniques = {"accumulate": 2, "steps": 3, "optimizer": "adamw", "global_batch": batch}
+    ranks = pool.run(train, layout.ranks, layout, {**pieces, "offload": True}, techniques)
     anywhere.assert_same(ranks, reference.train("adamw", F64, 3, reference.CONFIG, batch))
 
 
@@ -75,17 +75,17 @@ def test_what_is_kept_and_moved(pool, technique, times):
 
 def forgotten(rank):
     """A planted bug: what was updated on the host never reaches the device."""
-    original = mmm.parallel.zero.Part.gather
+    original = mmm.parallel.data.zero.Part.gather
 
     def gather(self):
         self.host = None
         return original(self)
 
-    mmm.parallel.zero.Part.gather = gather
+    mmm.parallel.data.zero.Part.gather = gather
     try:
         return anywhere.train(rank, Layout(dp_shard=2), {"data_parallel": "zero2", "offload": True})
     finally:
-        mmm.parallel.zero.Part.gather = original
+        mmm.parallel.data.zero.Part.gather = original
 
 
 def test_a_planted_bug_is_caught(pool):

@@ -6,19 +6,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import mmm.parallel.chunked_loss
-import mmm.parallel.tile
+import mmm.parallel.memory.chunked_loss
+import mmm.parallel.memory.tiling
 from mmm.errors import ConfigError
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
 from mmm.parallel.apply import apply, materialize
-from mmm.parallel.chunked_loss import apply_chunked_loss
+from mmm.parallel.memory.chunked_loss import apply_chunked_loss
+from mmm.parallel.memory.tiling import apply_tiles
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.tile import apply_tiles
 from mmm.runtime.device import Precision
 from mmm.runtime.peak import Peak
 from mmm.trainer.options import MemoryOptions
@@ -104,15 +104,15 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "how"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
+    ("layout", "techniques"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
 )
-def test_same_as_whole(pool, layout, how):
-    ranks = pool.run(train, layout.ranks, layout, {"loss_chunks": 3, "tile": 3}, how)
+def test_same_as_whole(pool, layout, techniques):
+    ranks = pool.run(train, layout.ranks, layout, {"loss_chunks": 3, "tile": 3}, techniques)
     anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
 
-def train(rank, layout, pieces, how):
-    return anywhere.train(rank, layout, pieces, **how)
+def train(rank, layout, pieces, techniques):
+    return anywhere.train(rank, layout, pieces, **techniques)
 
 
 @pytest.mark.long
@@ -147,9 +147,11 @@ def test_a_vocabulary_that_tp_does_not_divide(pool):
 @pytest.mark.parametrize("technique", ["fsdp", "zero2"])
 def test_half_precision(pool, technique):
     """bf16 products, as close to float64 as without pieces."""
-    how = {"dtype": torch.float32, "compute": torch.bfloat16, "steps": 1}
-    whole = pool.run(train, 2, Layout(dp_shard=2), {"data_parallel": technique}, how)[0]
-    pieces = pool.run(train, 2, Layout(dp_shard=2), {"data_parallel": technique, "loss_chunks": 3, "tile": 3}, how)[0]
+    techniques = {"dtype": torch.float32, "compute": torch.bfloat16, "steps": 1}
+    whole = pool.run(train, 2, Layout(dp_shard=2), {"data_parallel": technique}, techniques)[0]
+    pieces = pool.run(
+        train, 2, Layout(dp_shard=2), {"data_parallel": technique, "loss_chunks": 3, "tile": 3}, techniques
+    )[0]
     (loss,), gradients = reference.train("sgd", F64, 1)
     assert pieces[0] == pytest.approx([loss], rel=1e-3)
     for name, gradient in gradients.items():
@@ -214,27 +216,27 @@ def vit_gradients(rank, layout, tiles):
 
 def averaged(rank, layout):
     """The gradient of the output matrix is that of DDP's mean, where it is a sum."""
-    original = mmm.parallel.chunked_loss.ScaleGradient
-    mmm.parallel.chunked_loss.ScaleGradient = type("Same", (), {"apply": staticmethod(lambda x, factor: x)})
+    original = mmm.parallel.memory.chunked_loss.ScaleGradient
+    mmm.parallel.memory.chunked_loss.ScaleGradient = type("Same", (), {"apply": staticmethod(lambda x, factor: x)})
     try:
         return anywhere.train(rank, layout, {"loss_chunks": 3, "data_parallel": "ddp"})
     finally:
-        mmm.parallel.chunked_loss.ScaleGradient = original
+        mmm.parallel.memory.chunked_loss.ScaleGradient = original
 
 
 def own_part_alone(rank, layout):
     """Each rank of tp leaves the other ranks' logits out of the sum of exponentials."""
-    original = mmm.parallel.chunked_loss.Vocabulary.reduce
-    mmm.parallel.chunked_loss.Vocabulary.reduce = lambda self, tensor, op=None: None
+    original = mmm.parallel.memory.chunked_loss.Vocabulary.reduce
+    mmm.parallel.memory.chunked_loss.Vocabulary.reduce = lambda self, tensor, op=None: None
     try:
         return anywhere.train(rank, layout, {"loss_chunks": 3})
     finally:
-        mmm.parallel.chunked_loss.Vocabulary.reduce = original
+        mmm.parallel.memory.chunked_loss.Vocabulary.reduce = original
 
 
 def stretches_of_the_whole(rank, layout):
     """Tiles of the whole sequence, which leave each rank of tp with pieces of others' tokens."""
-    original = mmm.parallel.tile.tiled
+    original = mmm.parallel.memory.tiling.tiled
 
     def wrong(forward, tiles):
         def in_tiles(x):
@@ -243,11 +245,11 @@ def stretches_of_the_whole(rank, layout):
 
         return in_tiles
 
-    mmm.parallel.tile.tiled = wrong
+    mmm.parallel.memory.tiling.tiled = wrong
     try:
         return anywhere.train(rank, layout, {"tile": 2})
     finally:
-        mmm.parallel.tile.tiled = original
+        mmm.parallel.memory.tiling.tiled = original
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_planted_bugs_are_caught(pool, planted, layout):
         (lambda: MemoryOptions(tile=65).check_memory(64, "fp32"), "--tile 65: .* at most the 64 tokens of a sequence"),
         (lambda: MemoryOptions(loss_chunks=0).check_memory(64, "fp32"), "--loss_chunks 0: it must be at least 1"),
         (lambda: MemoryOptions(offload=True).check_memory(64, "fp16"), "--offload with --dtype fp16"),
-        (lambda: mmm.parallel.tile.check_tiles(2, "selective"), "use 'full' or 'none'"),
+        (lambda: mmm.parallel.memory.tiling.check_tiles(2, "selective"), "use 'full' or 'none'"),
     ],
 )
 def test_refused(refused, words):

@@ -12,12 +12,12 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
-from mmm.parallel.pipeline import SCHEDULES, Pipeline, check_pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision
@@ -77,12 +77,12 @@ def train_one(rank, model: str, layout: Layout, schedule: str, microbatches: int
     rate, limit = (reference.RATE, math.inf) if model in TEXT else (vision.RATE, vision.MAX_NORM[model])
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=rate["sgd"])
     size = size_of(model, layout)
-    losses, norms, first, judged = [], [], {}, []
+    losses, norms, first, evaluated = [], [], {}, []
     for step in range(steps):
         inputs, targets, _, whole = batch(model, step, layout.dp_coordinate(rank.rank) * size, size)
         with loss_parallel():
             if step == 1 and schedule in ("1F1B", "ZBVZeroBubble"):
-                judged = [pipeline.evaluate(inputs, targets, **whole).item() for _ in range(2)]
+                evaluated = [pipeline.evaluate(inputs, targets, **whole).item() for _ in range(2)]
             share = pipeline.step(inputs, targets, **whole).item()
         if step == 0:
             first = {canonical_name(name): p.grad.full_tensor().clone() for name, p in pipeline.named_parameters()}
@@ -90,7 +90,7 @@ def train_one(rank, model: str, layout: Layout, schedule: str, microbatches: int
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
-            assert judged == [pytest.approx(share, rel=1e-12)] * len(judged)
+            assert evaluated == [pytest.approx(share, rel=1e-12)] * len(evaluated)
         shares = gather_floats([share], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     return losses, norms, first
@@ -217,7 +217,7 @@ def test_stages_are_the_model(model):
 
 def test_a_plan_that_forgets_parameters():
     with pytest.raises(LayoutError, match=r"2 parameters \(fc2\.weight first\) into no pipeline stage"):
-        parts_of(build("cnn"), Plan(tensor={}, units=(), stages=("conv1", "conv2", "fc1")))
+        parts_of(build("cnn"), Plan(tensor={}, fsdp_units=(), stages=("conv1", "conv2", "fc1")))
 
 
 def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None, **flags) -> str:

@@ -6,9 +6,9 @@ import torch
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
-from mmm.parallel.expert import balance_experts
-from mmm.parallel.pipeline import SCHEDULES
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.expert.apply import balance_experts
+from mmm.parallel.pipeline.pipeline import SCHEDULES
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
@@ -36,12 +36,20 @@ def train(rank, model, memory):
     return {schedule: train_one(rank, MODELS[model], techniques(schedule, **memory)) for schedule in SPLIT}
 
 
-def train_one(rank, config, how):
+def train_one(rank, config, techniques):
     mesh, plan = build_mesh(LAYOUT, "cpu", 30, experts=config.n_experts > 0), transformer_plan()
     with torch.device("meta"):
         model, sample = Transformer(config), torch.zeros(reference.GLOBAL_BATCH, reference.SEQ, dtype=torch.int64)
     made = ParallelModel(
-        model, plan, LAYOUT, mesh, FP64, how, divide(model, plan, LAYOUT, how, sample), device=CPU, seed=reference.SEED
+        model,
+        plan,
+        LAYOUT,
+        mesh,
+        FP64,
+        techniques,
+        partition_model(model, plan, LAYOUT, techniques, sample),
+        device=CPU,
+        seed=reference.SEED,
     )
     optimizer, losses = torch.optim.SGD(made.parameters(), lr=reference.RATE["sgd"], foreach=False), []
     for step in range(3):
@@ -87,7 +95,7 @@ def test_selective_checkpointing_is_refused_where_backward_is_split(schedule):
     with torch.device("meta"):
         model, sample = Transformer(reference.CONFIG), torch.zeros(8, reference.SEQ, dtype=torch.int64)
     with pytest.raises(LayoutError, match=rf"selective with {schedule}, .* use full .* or 1F1B"):
-        divide(model, transformer_plan(), LAYOUT, techniques(schedule, checkpointing="selective"), sample)
+        partition_model(model, transformer_plan(), LAYOUT, techniques(schedule, checkpointing="selective"), sample)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +111,16 @@ def test_selective_checkpointing(pool, schedule):
 def first_gradients(rank, schedule):
     """Of one step of the ViT in bf16 mixed precision, as one micro-batch where the schedule takes that."""
     layout, plan = Layout(pp=2, dp_shard=2), vit_plan()
-    how = Techniques(schedule=schedule)
+    techniques = Techniques(schedule=schedule)
     images, classes = vision.batch("vit", 0)
     size = len(images) // layout.dp
     first = layout.dp_coordinate(rank.rank) * size
     images, classes = images[first : first + size].float(), classes[first : first + size]
     with torch.device("meta"):
         model = vision.build("vit")
-    division = divide(model, plan, layout, how, images.to("meta"))
+    partition = partition_model(model, plan, layout, techniques, images.to("meta"))
     made = ParallelModel(
-        model, plan, layout, build_mesh(layout, "cpu", 30), BF16, how, division, device=CPU, seed=vision.SEED
+        model, plan, layout, build_mesh(layout, "cpu", 30), BF16, techniques, partition, device=CPU, seed=vision.SEED
     )
     made.step(images, classes, vision.GLOBAL_BATCH)
     return {name: parameter.grad.full_tensor() for name, parameter in made.named_parameters()}

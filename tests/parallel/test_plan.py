@@ -12,13 +12,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.plan import NAMING, Plan, unmatched
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.uncut import Uncut
+from mmm.parallel.tensor.replicated import Replicated
 from mmm.parity import models
 from mmm.runtime.device import Precision
-from mmm.trainer.place import place
+from mmm.trainer.parallelize import parallelize
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -35,22 +35,24 @@ class Net(nn.Module):
         return x
 
 
-RIGHT = Plan(tensor={"blocks.*.0": Uncut(), "blocks.*.1": Uncut()}, units=("blocks.*",), stages=("blocks.*",))
-WRONG = replace(RIGHT, units=("block.*",), tensor={**RIGHT.tensor, "head": ColwiseParallel()})
+RIGHT = Plan(
+    tensor={"blocks.*.0": Replicated(), "blocks.*.1": Replicated()}, fsdp_units=("blocks.*",), stages=("blocks.*",)
+)
+WRONG = replace(RIGHT, fsdp_units=("block.*",), tensor={**RIGHT.tensor, "head": ColwiseParallel()})
 WORDS = [
     "the plan names 'head' (tensor), and Net has no such module: it is passed over",
-    "the plan names 'block.*' (units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
+    "the plan names 'block.*' (fsdp_units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
 ]
 
 
 def test_every_field_that_names_modules_is_looked_at():
     assert unmatched(RIGHT, Net()) == []
     assert unmatched(WRONG, Net()) == WORDS
-    single = {"tensor": {"x": Uncut()}, "output": "x"}
+    single = {"tensor": {"x": Replicated()}, "output": "x"}
     for name in NAMING:
         (text,) = unmatched(replace(RIGHT, **{name: single.get(name, ("x",))}), Net())
         assert f"'x' ({name})" in text
-    for name in ("units", "stages"):
+    for name in ("fsdp_units", "stages"):
         (text,) = unmatched(replace(RIGHT, **{name: ("blocks.*", ("blocks.0", "x"))}), Net())
         assert f"'x' ({name})" in text
     other = {"sequence", "refused", "check", "optional"}
@@ -85,8 +87,8 @@ def warnings(rank, layout, plan, directly):
         if directly:
             apply(net, mesh, plan, FP64)
         else:
-            division = divide(net, plan, layout, Techniques(), torch.empty(4, 4, device="meta"))
-            ParallelModel(net, plan, layout, mesh, FP64, Techniques(), division, device=CPU, seed=0)
+            partition = partition_model(net, plan, layout, Techniques(), torch.empty(4, 4, device="meta"))
+            ParallelModel(net, plan, layout, mesh, FP64, Techniques(), partition, device=CPU, seed=0)
     finally:
         logger.removeHandler(handler)
     return [text for text in records if text.startswith("the plan names")]
@@ -119,8 +121,8 @@ def notes(rank):
         clock=SimpleNamespace(lap=None),
         describe=lambda **facts: kept.update(facts),
     )
-    division = divide(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
-    place(run, net, WRONG, Techniques(), division)
+    partition = partition_model(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
+    parallelize(run, net, WRONG, Techniques(), partition)
     return json.dumps(kept["notes"])
 
 

@@ -10,10 +10,10 @@ from mmm.data.image_batches import ImageBatches
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.pipeline.strides import in_order
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.strides import in_order
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ class ChannelsLast(nn.Module):
 
 PLANS = {
     "cnn": cnn_plan(),
-    "channels last": Plan(tensor={}, units=("first", "second"), stages=("first", "second", "third", "last")),
+    "channels last": Plan(tensor={}, fsdp_units=("first", "second"), stages=("first", "second", "third", "last")),
 }
 
 
@@ -83,15 +83,15 @@ def train(rank, model, layout, schedules):
     for schedule in schedules:
         with torch.device("meta"):
             whole, sample = build(model), torch.zeros(BATCH, 1, 28, 28)
-        how = Techniques(schedule=schedule, microbatches=8 if layout.pp == 4 else 4)
+        techniques = Techniques(schedule=schedule, microbatches=8 if layout.pp == 4 else 4)
         made = ParallelModel(
             whole,
             plan,
             layout,
             mesh,
             FP64,
-            how,
-            divide(whole, plan, layout, how, sample),
+            techniques,
+            partition_model(whole, plan, layout, techniques, sample),
             device=CPU,
             seed=0,
             loss=cross_entropy,

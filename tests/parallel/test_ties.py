@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from mmm.errors import LayoutError
-from mmm.models import gpt, weights
+from mmm.models import weights
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
-from mmm.parallel.copies import Copies
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.plan import Plan
-from mmm.parallel.plans.gpt import gpt_plan
+from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
-from mmm.parallel.uncut import Uncut
+from mmm.parity.fixtures import gpt
+from mmm.parity.fixtures.plans.gpt import gpt_plan
 from mmm.parity.reference import Training, batch
 from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision
@@ -53,13 +54,13 @@ def plain():
 def train(rank, layout, techniques, gradients, tied=True):
     with meta_parameters():
         model = gpt.parity_model()
-    plan, how = gpt_plan(), Techniques(**techniques)
+    plan, techniques = gpt_plan(), Techniques(**techniques)
     inputs, _ = batch(gpt, Training(), 0)
-    division = divide(model, plan, layout, how, inputs[: len(inputs) // layout.dp].to("meta"))
+    partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
     mesh = build_mesh(layout, "cpu", 60)
-    made = ParallelModel(model, plan, layout, mesh, FP64, how, division, device=CPU, seed=0)
+    made = ParallelModel(model, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
     (module,) = made.modules.values()
-    inner = module.module if isinstance(module, Copies) else module
+    inner = module.module if isinstance(module, Replicas) else module
     losses, norms, differences = [], [], {}
     optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -156,8 +157,8 @@ class Ties(nn.Module):
 
 
 PLAN = Plan(
-    tensor={"inside": Uncut(), "blocks.*.0": Uncut(), "root": Uncut()},
-    units=("inside", "blocks.*"),
+    tensor={"inside": Replicated(), "blocks.*.0": Replicated(), "root": Replicated()},
+    fsdp_units=("inside", "blocks.*"),
     stages=("inside", "blocks.*", "root"),
 )
 
@@ -201,7 +202,7 @@ def test_a_tie_over_stages_is_refused():
         match=r"tokens\.weight and head\.weight are one tied weight, and the pipeline has "
         r"them in stages 0 and 1, on other ranks: use pp 1",
     ):
-        divide(model, gpt_plan(), Layout(pp=2, dp_shard=1), Techniques(), inputs)
+        partition_model(model, gpt_plan(), Layout(pp=2, dp_shard=1), Techniques(), inputs)
 
 
 def unlike(rank, styles):
@@ -219,7 +220,7 @@ def unlike(rank, styles):
     ("styles", "words"),
     [
         ({"head": RowwiseParallel()}, "tokens.weight S(0) of 96×64 and of head.weight S(1) of 96×64"),
-        ({"head": Uncut()}, "tokens.weight S(0) of 96×64 and of head.weight R of 96×64"),
+        ({"head": Replicated()}, "tokens.weight S(0) of 96×64 and of head.weight R of 96×64"),
         ({}, "tokens.weight S(0) of 96×64 and of head.weight a plain 96×64"),
     ],
     ids=["columns", "whole", "not named"],

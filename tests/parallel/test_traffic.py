@@ -11,19 +11,19 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from mmm.analysis.traffic import READERS, count_traffic
+from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.context import cut_batch
+from mmm.parallel.context.apply import cut_batch
 from mmm.parallel.mesh import dp_shard_cp
-from mmm.parallel.pipeline import Pipeline, check_pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import Pipeline, check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.stages import cut, parts_of, take_stage
-from mmm.parallel.traffic import READERS, count_traffic
-from mmm.parallel.traffic_theory import expected_traffic
 from mmm.runtime.device import Precision
 from support import reference, vision
 

@@ -8,8 +8,8 @@ import torch
 from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout
-from mmm.parallel.kv_heads import KVHeads
 from mmm.parallel.plans.transformer import check_transformer
+from mmm.parallel.tensor.kv_heads import KVHeads
 from support import anywhere, reference
 
 F64 = torch.float64
@@ -18,15 +18,15 @@ THREE = TransformerConfig(dim=48, n_layers=5, n_heads=6, n_kv_heads=3, ffn_dim=6
 SMALL = replace(reference.CONFIG, n_layers=1)
 
 
-def train(rank, layout, pieces, how):
-    return anywhere.train(rank, layout, pieces, **how)
+def train(rank, layout, pieces, techniques):
+    return anywhere.train(rank, layout, pieces, **techniques)
 
 
-def check(pool, layout, config, how=None, pieces=None):
-    how = {"config": config, "steps": 2, **(how or {})}
-    ranks = pool.run(train, layout.ranks, layout, pieces or {}, how)
-    sizes = (how.get("global_batch", reference.GLOBAL_BATCH), how.get("seq", reference.SEQ))
-    anywhere.assert_same(ranks, reference.train("sgd", F64, how["steps"], config, *sizes))
+def check(pool, layout, config, techniques=None, pieces=None):
+    techniques = {"config": config, "steps": 2, **(techniques or {})}
+    ranks = pool.run(train, layout.ranks, layout, pieces or {}, techniques)
+    sizes = (techniques.get("global_batch", reference.GLOBAL_BATCH), techniques.get("seq", reference.SEQ))
+    anywhere.assert_same(ranks, reference.train("sgd", F64, techniques["steps"], config, *sizes))
 
 
 ODD = [
@@ -47,11 +47,11 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "how"), [*ODD, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)], ids=str
+    ("layout", "techniques"), [*ODD, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)], ids=str
 )
-def test_odd_ranks(pool, layout, how):
-    how = {"global_batch": 6, "seq": 30, **how}
-    check(pool, layout, how.pop("config", THREE), how)
+def test_odd_ranks(pool, layout, techniques):
+    techniques = {"global_batch": 6, "seq": 30, **techniques}
+    check(pool, layout, techniques.pop("config", THREE), techniques)
 
 
 @pytest.mark.long
@@ -76,7 +76,7 @@ def test_key_value_heads_that_ranks_share(pool, layout, kv_heads, pieces):
     check(pool, layout, config, {"accumulate": layout.pp}, pieces)
 
 
-def wrong_head(rank, layout, how):
+def wrong_head(rank, layout, techniques):
     """A planted bug: every rank takes the first key/value head."""
     original = torch.distributed.device_mesh.DeviceMesh.get_local_rank
     apply = KVHeads._apply
@@ -90,17 +90,17 @@ def wrong_head(rank, layout, how):
 
     KVHeads._apply = first
     try:
-        return anywhere.train(rank, layout, {}, **how)
+        return anywhere.train(rank, layout, {}, **techniques)
     finally:
         KVHeads._apply = apply
 
 
-def not_summed(rank, layout, how):
+def not_summed(rank, layout, techniques):
     """A planted bug: a rank's gradient of a head that it shares is taken for the whole."""
     original = torch.distributed.tensor.DTensor.to_local
     torch.distributed.tensor.DTensor.to_local = lambda self, *, grad_placements=None: original(self)
     try:
-        return anywhere.train(rank, layout, {}, **how)
+        return anywhere.train(rank, layout, {}, **techniques)
     finally:
         torch.distributed.tensor.DTensor.to_local = original
 

@@ -140,11 +140,11 @@ class Done:
 @pytest.mark.parametrize(
     ("wrong", "where", "layout", "technique"),
     [
-        ("mean instead of sum", "mmm.parallel.ddp DDP _run", Layout(dp_shard=2), "ddp"),
-        ("no all-gather", "mmm.parallel.zero Zero gather", Layout(dp_shard=2), "zero1"),
-        ("no all-gather", "mmm.parallel.zero Zero gather", Layout(dp_shard=2), "zero2"),
-        ("no sum over ranks", "mmm.parallel.zero Part reduce", Layout(dp_shard=2), "zero2"),
-        ("summed over tp", "mmm.parallel.uncut _leave", Layout(dp_shard=1, tp=2), "fsdp"),
+        ("mean instead of sum", "mmm.parallel.data.ddp DDP _run", Layout(dp_shard=2), "ddp"),
+        ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero1"),
+        ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero2"),
+        ("no sum over ranks", "mmm.parallel.data.zero Part reduce", Layout(dp_shard=2), "zero2"),
+        ("summed over tp", "mmm.parallel.tensor.replicated _leave", Layout(dp_shard=1, tp=2), "fsdp"),
     ],
 )
 def test_planted_bugs_are_caught(pool, wrong, where, layout, technique):

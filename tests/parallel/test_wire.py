@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.analysis.collective_bytes import TAKE, Call, factor
+from mmm.analysis.traffic import count_traffic
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.collective_bytes import TAKE, Call, factor
+from mmm.parallel.data.zero import all_gather, reduce_scatter
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.traffic import count_traffic
-from mmm.parallel.zero import all_gather, reduce_scatter
 from mmm.runtime.device import Precision
 from mmm.runtime.sockets import sent_since, socket_bytes
 

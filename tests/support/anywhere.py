@@ -21,10 +21,10 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context import cut_batch
-from mmm.parallel.pipeline import Pipeline, stages_of
+from mmm.parallel.context.apply import cut_batch
+from mmm.parallel.pipeline.pipeline import Pipeline, stages_of
+from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
-from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -88,7 +88,7 @@ def train(
     named = [pair for stage in stages.values() for pair in stage.named_parameters()]
     parameters = [p for _, p in named]
     step_of = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](parameters, lr=reference.RATE[optimizer])
-    losses, first, norm, judged, bound = [], {}, math.nan, math.nan, 1e-12 if dtype == torch.float64 else 1e-3
+    losses, first, norm, evaluated, bound = [], {}, math.nan, math.nan, 1e-12 if dtype == torch.float64 else 1e-3
     for step in range(steps):
         mine = reference.tokens(seq).batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
         part, positions = cut_batch(mine, layout.coordinates(rank.rank)["cp"], layout.cp)
@@ -96,12 +96,12 @@ def train(
         with loss_parallel():
             if pipeline is not None:
                 if step == 1:
-                    judged = pipeline.evaluate(part.inputs, part.targets, positions=positions).item()
+                    evaluated = pipeline.evaluate(part.inputs, part.targets, positions=positions).item()
                 share = pipeline.step(part.inputs, part.targets, positions=positions).item()
             else:
                 (module,) = stages.values()
                 with torch.no_grad():
-                    judged = local_value(loss_fn(module(part.inputs, positions), part.targets, count))
+                    evaluated = local_value(loss_fn(module(part.inputs, positions), part.targets, count))
                 for i, (inputs, targets) in enumerate(
                     zip(part.inputs.chunk(accumulate), part.targets.chunk(accumulate), strict=True)
                 ):
@@ -109,7 +109,7 @@ def train(
                     loss = loss_fn(module(inputs, positions), targets, count)
                     loss.backward()
                     share += local_value(loss)
-        assert (pipeline is not None and step != 1) or abs(judged - share) <= bound * share, (judged, share)
+        assert (pipeline is not None and step != 1) or abs(evaluated - share) <= bound * share, (evaluated, share)
         if step == 0:
             first = {canonical_name(name): whole(p.grad) for name, p in named}
             norm = float(clip_grad_norm(parameters, math.inf, stages=mesh["pp"] if pipeline else None))

@@ -4,7 +4,7 @@ import os
 import signal
 
 import mmm.parallel.assemble
-import mmm.parallel.pipeline
+import mmm.parallel.pipeline.pipeline
 import mmm.parallel.plans.transformer
 from mmm.parallel.mesh import Layout
 
@@ -17,10 +17,10 @@ def gradients_not_summed_over_dp():
 
 def gradients_averaged_over_dp():
     """FSDP divides by the number of ranks, as it does by itself."""
-    import mmm.parallel.fsdp
+    import mmm.parallel.data.fsdp
 
-    mmm.parallel.fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
-    mmm.parallel.fsdp.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
+    mmm.parallel.data.fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+    mmm.parallel.data.fsdp.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
 
 
 def mean_of_each_microbatch():
@@ -35,13 +35,13 @@ def mean_of_each_microbatch():
 
 def gradients_divided_by_microbatches():
     """PyTorch's pipelines scale gradients as if each micro-batch's loss were a mean."""
-    right = mmm.parallel.pipeline.Pipeline.__init__
+    right = mmm.parallel.pipeline.pipeline.Pipeline.__init__
 
     def init(self, *given, **named):
         right(self, *given, **named)
         self.schedule.scale_grads = True
 
-    mmm.parallel.pipeline.Pipeline.__init__ = init
+    mmm.parallel.pipeline.pipeline.Pipeline.__init__ = init
 
 
 def same_samples_on_all_dp_ranks():

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from mmm.analysis.footprint import Footprint
+from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.examples import context_parallel, ddp, fsdp, fsdp_tp, hsdp, moe, parallel_4d, pipeline, tiling, traffic, zero
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, materialize
-from mmm.parallel.footprint import Footprint
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
@@ -66,7 +67,7 @@ def held(rank, technique: str, layout: Layout, optimizer: str) -> int:
     updates = make_optimizer(optimizer, model.parameters(), 1e-3)
     cross_entropy(model(torch.zeros(1, 8, dtype=torch.int64)), torch.zeros(1, 8, dtype=torch.int64), 8).backward()
     updates.step()
-    return sum(held_elements(model, updates).values())
+    return sum(local_elements(model, updates).values())
 
 
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])

@@ -14,8 +14,8 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel, Techniques, divide
-from mmm.parallel.ddp import ScaleGradient
+from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.data.ddp import ScaleGradient
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
@@ -43,7 +43,7 @@ class Rows:
         return ""
 
 
-def train(rank, data_parallel, accumulate, how, by_epoch=False):
+def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     """Rows of a run of the loop in float64."""
     layout = Layout(dp_replicate=2 if data_parallel == "hsdp" else 1).fit(rank.world_size)
     mesh = build_mesh(layout, "cpu", 30)
@@ -51,10 +51,12 @@ def train(rank, data_parallel, accumulate, how, by_epoch=False):
     with torch.device("meta"):
         model = CNN(CONFIG)
     techniques = Techniques(data_parallel=data_parallel, microbatches=accumulate)
-    division = divide(model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta"))
+    partition = partition_model(
+        model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta")
+    )
     record, clock = Rows([]), StepClock(CPU)
     model = ParallelModel(
-        model, cnn_plan(), layout, mesh, precision, techniques, division, device=CPU, seed=0, lap=clock.lap
+        model, cnn_plan(), layout, mesh, precision, techniques, partition, device=CPU, seed=0, lap=clock.lap
     )
     run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], record)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,8 +66,8 @@ def train(rank, data_parallel, accumulate, how, by_epoch=False):
         task.steps_per_epoch = 4
         whole_epoch = task.batches
         task.batches = lambda epoch: itertools.islice(whole_epoch(0), 4)
-    judged = fit(run, model, optimizer, task, Fit(steps=STEPS, by_epoch=by_epoch, **how))
-    return record.rows, judged
+    evaluated = fit(run, model, optimizer, task, Fit(steps=STEPS, by_epoch=by_epoch, **techniques))
+    return record.rows, evaluated
 
 
 def reference(max_norm=0.0, schedule=lambda step: 1.0):
@@ -97,12 +99,12 @@ def test_micro_batches_clipping_and_schedule(pool, kind):
     """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
     ranks = 4 if kind == "hsdp" else 2
     accumulate = 2 if kind == "hsdp" else 4
-    how = {"max_norm": 0.05, "schedule": halving, "eval_every": 3}
-    rows, judged = pool.run(train, ranks, kind, accumulate, how)[0]
+    techniques = {"max_norm": 0.05, "schedule": halving, "eval_every": 3}
+    rows, evaluated = pool.run(train, ranks, kind, accumulate, techniques)[0]
     assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
     assert [row["iter"] for row in rows] == list(range(STEPS))
     assert ["test_acc" in row for row in rows] == [False, False, True] * 2
-    assert judged["test_acc"] == rows[-1]["test_acc"]
+    assert evaluated["test_acc"] == rows[-1]["test_acc"]
     assert all(row["dt"] == row["dtd"] + row["dtf"] + row["dtb"] + row["dto"] for row in rows)
 
 
@@ -125,7 +127,7 @@ def biases_by_step(rank, max_norm):
     precision = Precision("fp16", torch.float32, torch.float16)
     with torch.device("meta"):
         model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
-    division = divide(model, transformer_plan(), layout, Techniques(), sample, "fp16")
+    partition = partition_model(model, transformer_plan(), layout, Techniques(), sample, "fp16")
     calls = itertools.count()
 
     def loss(output, targets, count):
@@ -140,7 +142,7 @@ def biases_by_step(rank, max_norm):
         mesh,
         precision,
         Techniques(),
-        division,
+        partition,
         device=CPU,
         seed=0,
         loss=loss,
@@ -152,7 +154,7 @@ def biases_by_step(rank, max_norm):
     (weight,) = (p for name, p in model.named_parameters() if name == "output.weight")
 
     def look(run, model, step):
-        assert all(layer.counts is None for layer in layers)
+        assert all(layer.tokens_per_expert is None for layer in layers)
         seen.append(([layer.expert_bias.tolist() for layer in layers], weight.full_tensor().detach()))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)

@@ -18,11 +18,12 @@ from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, _computes_bf16
 from mmm.runtime.log import get_logger
+from mmm.testing import free_port
 from mmm.trainer.options import RunOptions
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.text import TextProgramOptions, resolve
 from support.launcher import OURS
-from support.pool import free_port, meeting_only
+from support.pool import meeting_only
 
 CPU = torch.device("cpu")
 
@@ -63,9 +64,9 @@ def start(rank, outdir, options, differs):
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         if differs and rank.rank == 1:
             stack.enter_context(patch(differs[0], lambda *_: differs[1]))
-        setting = settle(given, layout, 1)
+        resolved = resolve(given, layout, 1)
         try:
-            with start_run("test", given, layout, setting.about_data):
+            with start_run("test", given, layout, resolved.about_data):
                 return None
         except UserError as error:
             return type(error).__name__, str(error), error.on_every_rank

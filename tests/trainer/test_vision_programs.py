@@ -70,9 +70,9 @@ def test_the_saved_model_is_plain_pytorch(cnn):
     with torch.no_grad():
         logits = model(images.double())
     right, loss = (logits.argmax(1) == labels).double().mean(), torch.nn.functional.cross_entropy(logits, labels)
-    judged = mmm.history.load(cnn[0] / "3")  # padded to 384 images, which must not count
-    assert 100 * right.item() == pytest.approx(float(judged.test_acc[-1]), abs=1e-9)
-    assert loss.item() == pytest.approx(float(judged.test_loss[-1]), rel=1e-9)
+    evaluated = mmm.history.load(cnn[0] / "3")  # padded to 384 images, which must not count
+    assert 100 * right.item() == pytest.approx(float(evaluated.test_acc[-1]), abs=1e-9)
+    assert loss.item() == pytest.approx(float(evaluated.test_loss[-1]), rel=1e-9)
 
 
 @pytest.mark.long

@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmm.analysis.collective_bytes import factor
 from mmm.errors import ConfigError
 from mmm.parallel import Layout
-from mmm.parallel.collective_bytes import factor
-from mmm.parallel.zero import all_gather, reduce_scatter
+from mmm.parallel.data.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
 from mmm.parallel.assemble import Techniques
-from mmm.parallel.context import cut_batch
+from mmm.parallel.context.apply import cut_batch
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -39,7 +39,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +71,19 @@ def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = config.layout(whoami().world_size)
     cp_style = config.cp_style or "ring"
-    setting = settle(config, layout, default_batch=1, cp_style=cp_style)
+    resolved = resolve(config, layout, default_batch=1, cp_style=cp_style)
     config.check_memory(config.seq_length // (layout.cp * layout.tp), config.dtype)
     if config.compile:
-        check_compile(setting.plan, layout)
-    model, plan, global_batch, steps = setting.model, setting.plan, setting.global_batch, setting.steps
+        check_compile(resolved.plan, layout)
+    model, plan, global_batch, steps = resolved.model, resolved.plan, resolved.global_batch, resolved.steps
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return
 
     holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
-    with start_run("context_parallel", config, layout, setting.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", setting.summary())
-        run.describe(**setting.describe())
+    with start_run("context_parallel", config, layout, resolved.about_data, holds) as run:
+        run.log.info("model, whole:\n%s", resolved.summary())
+        run.describe(**resolved.describe())
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
         apply(model, mesh, plan, run.precision, cp_style=cp_style, compile=config.compile, **config.memory())
@@ -99,11 +99,11 @@ def train(config: Config) -> None:
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
-        mine = layout.dp_coordinate(run.rank.rank) * setting.batch  # its first sample of each global batch
+        mine = layout.dp_coordinate(run.rank.rank) * resolved.batch  # its first sample of each global batch
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            samples = setting.tokens.batch(step, global_batch, mine, setting.batch).to(run.device)
+            samples = resolved.tokens.batch(step, global_batch, mine, resolved.batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
                 loss = share(samples)
@@ -118,7 +118,7 @@ def train(config: Config) -> None:
             last = step == steps - 1
             more = {}
             if config.validates(step, steps):
-                more["val_loss"] = validate(run, setting, config.eval_batches, share)
+                more["val_loss"] = validate(run, resolved, config.eval_batches, share)
             run.step(step, loss, samples=global_batch, tokens=samples.count, last=last, **more)
 
 

@@ -38,7 +38,7 @@ from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
 from mmm.parallel.assemble import Techniques
-from mmm.parallel.copies import Copies
+from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -47,7 +47,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.text import TextProgramOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +62,21 @@ class Config(TextProgramOptions):
 
 def train(config: Config) -> None:
     layout = Layout().fit(whoami().world_size)
-    setting = settle(config, layout, default_batch=8)
-    batch, global_batch, steps, tokens = setting.batch, setting.global_batch, setting.steps, setting.tokens
-    model: nn.Module = setting.model
+    resolved = resolve(config, layout, default_batch=8)
+    batch, global_batch, steps, tokens = resolved.batch, resolved.global_batch, resolved.steps, resolved.tokens
+    model: nn.Module = resolved.model
     if config.accumulate < 1 or batch % config.accumulate:
         raise ConfigError(
             f"--accumulate {config.accumulate} does not divide the batch of {batch} a rank into equal "
             f"micro-batches: use a divisor of {batch}"
         )
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return
 
     holds = footprint(model, config.optimizer, Techniques(data_parallel="ddp"))
-    with start_run("ddp", config, layout, setting.about_data, holds) as run:
-        run.describe(**setting.describe())
+    with start_run("ddp", config, layout, resolved.about_data, holds) as run:
+        run.describe(**resolved.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
         model = apply(model, mesh, transformer_plan(), run.precision, data_parallel="ddp", compile=config.compile)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
@@ -110,7 +110,7 @@ def train(config: Config) -> None:
 
 def compare_by_hand(run: Run, model: nn.Module, part: Batch) -> float:
     """DDP's gradient against one summed by hand: their largest difference, over the largest number. A collective."""
-    assert isinstance(model, Copies)
+    assert isinstance(model, Replicas)
     parameters = list(model.parameters())
     with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
         logits = model.module(part.inputs)  # the model inside: nothing talks

@@ -34,7 +34,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.seed import seed_step
-from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.cnn import CNNOptions, resolve
 from mmm.trainer.fits import footprint
 from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
@@ -43,7 +43,7 @@ from mmm.trainer.progress import epochs_bar
 from mmm.trainer.report import model_summary, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.tasks import judge_images
+from mmm.trainer.tasks import evaluate_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class Config(CNNOptions, DataParallelOptions, RunOptions):
 
 
 def train(config: Config) -> None:
-    setting = settle(config, config, config.layout(whoami().world_size), whoami())
-    data, layout, batch = setting.data, setting.layout, setting.batch
+    resolved = resolve(config, config, config.layout(whoami().world_size), whoami())
+    data, layout, batch = resolved.data, resolved.layout, resolved.batch
     with torch.device("meta"):
-        model: nn.Module = CNN(setting.model)
-    summary = model_summary(model, setting.sample)
+        model: nn.Module = CNN(resolved.model)
+    summary = model_summary(model, resolved.sample)
     if config.summary:
         if whoami().is_main:
             print(summary)
@@ -68,30 +68,30 @@ def train(config: Config) -> None:
 
     holds = footprint(model, config.optimizer, Techniques(data_parallel=config.parallel))
     with start_run("fsdp", config, layout, data.describe(), holds) as run:
-        run.describe(**setting.describe())
+        run.describe(**resolved.describe())
         run.log.info("model, whole:\n%s", summary)
 
         mesh = build_mesh(layout, run.device.type, config.timeout)
         model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel)
         materialize(model, run.device, config.seed)
         run.log.info("%s, %s\n%s", config.parallel, mesh, sharded_model(model))
-        optimizer = make_optimizer(config.optimizer, model.parameters(), setting.lr)
+        optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
 
-        sequence = ImageBatches(data.train, setting.global_batch, config.seed)
+        sequence = ImageBatches(data.train, resolved.global_batch, config.seed)
         mine = layout.dp_coordinate(run.rank.rank)
         loader = sequence.loader(mine, layout.dp, workers=config.workers)
         test_loader = evaluation(data.test, max(batch, 64), mine, layout.dp, workers=config.workers)
         per_epoch = sequence.steps_per_epoch
-        run.log.info("%s: %d steps of %d images", data.name, setting.steps, setting.global_batch)
-        for first in range(0, setting.steps, per_epoch):
-            steps = range(first, min(first + per_epoch, setting.steps))
-            optimizer.param_groups[0]["lr"] = setting.lr * setting.gamma ** (first // per_epoch)
+        run.log.info("%s: %d steps of %d images", data.name, resolved.steps, resolved.global_batch)
+        for first in range(0, resolved.steps, per_epoch):
+            steps = range(first, min(first + per_epoch, resolved.steps))
+            optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (first // per_epoch)
             batches = zip(epochs_bar(steps, per_epoch, run.rank), loader.epoch(first // per_epoch), strict=False)
             share = train_epoch(run, model, optimizer, scaler, batches)
-            judged = judge_images(run, model, test_loader)
+            evaluated = evaluate_images(run, model, test_loader)
             at, row = {"epoch": first // per_epoch + 1}, {"train_loss": share / len(steps)}
-            run.row(at, row, samples=len(steps) * setting.global_batch, more=judged)
+            run.row(at, row, samples=len(steps) * resolved.global_batch, more=evaluated)
         if config.save_model:
             save_model(run, model)
 

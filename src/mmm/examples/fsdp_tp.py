@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
 from mmm.parallel.assemble import Techniques
 from mmm.parallel.grad_scaler import GradScaler
-from mmm.parallel.offload import moved_text
+from mmm.parallel.memory.offload import moved_text
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
@@ -36,7 +36,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +50,23 @@ class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = Layout(tp=config.tpsize).fit(whoami().world_size)
-    setting = settle(config, layout, default_batch=16)
+    resolved = resolve(config, layout, default_batch=16)
     config.check_memory(config.seq_length // layout.tp, config.dtype)
     if config.compile:
-        check_compile(setting.plan, layout)
-    model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
+        check_compile(resolved.plan, layout)
+    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return
 
     holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
-    with start_run("fsdp_tp", config, layout, setting.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", setting.summary())
-        run.describe(**setting.describe())
+    with start_run("fsdp_tp", config, layout, resolved.about_data, holds) as run:
+        run.log.info("model, whole:\n%s", resolved.summary())
+        run.describe(**resolved.describe())
 
         # mesh -> plan -> weights: cut the shapes first, then give each rank memory and weights for its own part.
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, setting.plan, run.precision, compile=config.compile, **config.memory())
+        apply(model, mesh, resolved.plan, run.precision, compile=config.compile, **config.memory())
         materialize(model, run.device, config.seed)
         loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
@@ -77,7 +77,7 @@ def train(config: Config) -> None:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # the logits stay cut over the vocabulary
                 loss = loss_fn(model(part.inputs), part.targets, part.count)
@@ -94,7 +94,7 @@ def train(config: Config) -> None:
             if config.validates(step, steps):
                 more["val_loss"] = validate(
                     run,
-                    setting,
+                    resolved,
                     config.eval_batches,
                     lambda part: loss_fn(model(part.inputs), part.targets, part.count),
                 )

@@ -34,9 +34,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, materialize
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.apply import local_part
 from mmm.parallel.assemble import Techniques
 from mmm.parallel.plans.transformer import transformer_plan
@@ -47,7 +48,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, settle
+from mmm.trainer.text import TextProgramOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +67,15 @@ def train(config: Config) -> None:
             f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or mmm.examples.fsdp"
         )
     layout = Layout(dp_replicate=config.replicas).fit(whoami().world_size)
-    setting = settle(config, layout, default_batch=8)
-    model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
+    resolved = resolve(config, layout, default_batch=8)
+    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return
 
     holds = footprint(model, config.optimizer, Techniques(data_parallel="hsdp"))
-    with start_run("hsdp", config, layout, setting.about_data, holds) as run:
-        run.describe(**setting.describe())
+    with start_run("hsdp", config, layout, resolved.about_data, holds) as run:
+        run.describe(**resolved.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)  # ("dp_replicate", "dp_shard")
         everyone: list[Any] = [None] * run.rank.world_size
         dist.all_gather_object(everyone, groups_of(mesh))
@@ -90,14 +91,14 @@ def train(config: Config) -> None:
         mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         for step in range(steps):
             run.clock.start()
-            part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             loss = cross_entropy(model(part.inputs), part.targets, part.count)
             run.clock.lap("dtf")
             loss.backward()
             run.clock.lap("dtb")
             optimizer.step()
-            held = held_elements(model, optimizer)
+            held = local_elements(model, optimizer)
             optimizer.zero_grad()
             run.clock.lap("dto")
             run.step(step, loss, samples=global_batch, tokens=part.count, last=step == steps - 1)

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.expert import balance_experts, imbalance
+from mmm.parallel.expert.apply import balance_experts, imbalance
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
@@ -40,7 +40,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import ExpertOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +67,20 @@ def train(config: Config) -> None:
     if config.n_experts < 1:
         raise ConfigError(f"--n_experts {config.n_experts}: it must be at least 1")
     layout = config.layout(whoami().world_size)
-    setting = settle(config, layout, default_batch=4)
+    resolved = resolve(config, layout, default_batch=4)
     if config.compile:
-        check_compile(setting.plan, layout)
-    model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
+        check_compile(resolved.plan, layout)
+    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return
 
-    with start_run("moe", config, layout, setting.about_data, footprint(model, config.optimizer)) as run:
-        run.log.info("model, whole:\n%s", setting.summary())
-        run.describe(**setting.describe())
+    with start_run("moe", config, layout, resolved.about_data, footprint(model, config.optimizer)) as run:
+        run.log.info("model, whole:\n%s", resolved.summary())
+        run.describe(**resolved.describe())
 
         mesh = build_mesh(layout, run.device.type, config.timeout, experts=True)
-        apply(model, mesh, setting.plan, run.precision, compile=config.compile)
+        apply(model, mesh, resolved.plan, run.precision, compile=config.compile)
         materialize(model, run.device, config.seed)
         run.log.info("%s\n%s", mesh, sharded_model(model))
 
@@ -89,7 +89,7 @@ def train(config: Config) -> None:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
                 loss = cross_entropy(model(part.inputs), part.targets, part.count)
@@ -106,7 +106,7 @@ def train(config: Config) -> None:
             if config.validates(step, steps):
                 more["val_loss"] = validate(
                     run,
-                    setting,
+                    resolved,
                     config.eval_batches,
                     lambda part: cross_entropy(model(part.inputs), part.targets, part.count),
                 )

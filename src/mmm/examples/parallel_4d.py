@@ -40,7 +40,7 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import PRESETS, ViT
 from mmm.parallel import Layout, batch_sizes
-from mmm.parallel.assemble import divide
+from mmm.parallel.assemble import partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
@@ -52,7 +52,7 @@ from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions, TextOptions, parse
-from mmm.trainer.place import place
+from mmm.trainer.parallelize import parallelize
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.tasks import ImageTask, Task, TokenTask
@@ -85,7 +85,7 @@ class Config(LayoutOptions, RunOptions):
     """Tokens a sample, of the Transformer. Default: 128."""
     n_experts: int | None = None
     """Of each layer of the Transformer, for --ep to cut. Default: none."""
-    usual_iters = 20
+    default_max_iters = 20
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
     def chooses(self) -> bool:
@@ -147,19 +147,21 @@ def choose(
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     config.check()
-    layout, how = config.layout(whoami().world_size), config.techniques(config.compile)
+    layout, techniques = config.layout(whoami().world_size), config.techniques(config.compile)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=8)
     model, plan, sample, about_data, make_task = choose(config, layout, batch, global_batch)
-    division = divide(model, plan, layout, how, sample, config.dtype)
+    partition = partition_model(model, plan, layout, techniques, sample, config.dtype)
     if config.summary:
         print_once(model_summary(model, sample))
         return
 
-    holds = footprint(model, config.optimizer, how, division, layout.pp)
+    holds = footprint(model, config.optimizer, techniques, partition, layout.pp)
     with start_run("parallel_4d", config, layout, about_data, holds) as run:
         if config.chooses():
             run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
-        here = place(run, model, plan, how, division)  # cut into stages, each over tp, cp and dp; then the weights
+        here = parallelize(
+            run, model, plan, techniques, partition
+        )  # cut into stages, each over tp, cp and dp; then the weights
         optimizer = make_optimizer(config.optimizer, here.parameters(), config.lr)
         task = make_task(run)
         steps, batches = config.steps(task.steps_per_epoch), task.all_batches()

@@ -26,12 +26,13 @@ import torch
 import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.analysis.bubble import gather
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
-from mmm.parallel.assemble import Division, Techniques
-from mmm.parallel.bubble import Recorder, gather
-from mmm.parallel.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
-from mmm.parallel.stages import cut, part_costs, parts_of, take_stage
+from mmm.parallel.assemble import Partition, Techniques
+from mmm.parallel.pipeline.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel.pipeline.recorder import Recorder
+from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
@@ -39,7 +40,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle, validate
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
 from mmm.trainer.timeline import report_timeline
 
 
@@ -57,7 +58,7 @@ class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
     """Parts that a batch goes through the pipeline in."""
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
-    usual_iters = 30
+    default_max_iters = 30
     timeline: bool = False
     """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
 
@@ -65,10 +66,10 @@ class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
-    setting = settle(config, layout, default_batch=16)
-    plan = setting.plan
+    resolved = resolve(config, layout, default_batch=16)
+    plan = resolved.plan
     config.check_memory(config.seq_length // layout.tp, config.dtype)
-    model, batch, global_batch, steps = setting.model, setting.batch, setting.global_batch, setting.steps
+    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
     if config.timeline and steps < 2:
         raise ConfigError(
             f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
@@ -85,18 +86,20 @@ def train(config: Config) -> None:
         dtype=config.dtype,
         compile=plan if config.compile else None,
     )
-    costs = part_costs(model, parts, setting.sample)
+    costs = part_costs(model, parts, resolved.sample)
     cuts = cut(costs, layout.pp * each)
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return
 
-    how = Techniques(schedule=config.schedule, offload=config.offload)
-    holds = footprint(model, config.optimizer, how, Division(parts, costs, cuts, config.microbatches), layout.pp)
-    with start_run("pipeline", config, layout, setting.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", setting.summary())
+    techniques = Techniques(schedule=config.schedule, offload=config.offload)
+    holds = footprint(
+        model, config.optimizer, techniques, Partition(parts, costs, cuts, config.microbatches), layout.pp
+    )
+    with start_run("pipeline", config, layout, resolved.about_data, holds) as run:
+        run.log.info("model, whole:\n%s", resolved.summary())
         stages = [[name for i in held for name in parts[i]] for held in cuts]
-        run.describe(**setting.describe(), stages=stages)
+        run.describe(**resolved.describe(), stages=stages)
         shares = [sum(costs[held.start : held.stop]) / sum(costs) for held in cuts]
         run.log.info("the stages\n%s", stage_table(stages, shares))
 
@@ -130,7 +133,7 @@ def train(config: Config) -> None:
             if config.timeline and step == 1:
                 pipeline.record_to(recorder)
             run.clock.start()
-            part = setting.tokens.batch(step, global_batch, first, batch).to(run.device)
+            part = resolved.tokens.batch(step, global_batch, first, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # the logits stay cut over the vocabulary
                 loss = pipeline.step(part.inputs, part.targets, positions=positions)  # laps dtf, dtb, dtw
@@ -143,7 +146,7 @@ def train(config: Config) -> None:
             if config.validates(step, steps):
                 more["val_loss"] = validate(
                     run,
-                    setting,
+                    resolved,
                     config.eval_batches,
                     lambda part: pipeline.evaluate(part.inputs, part.targets, positions=positions),
                 )

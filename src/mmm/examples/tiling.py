@@ -43,7 +43,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, Unused, parse
 from mmm.trainer.report import print_once
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import Setting, TextProgramOptions, settle
+from mmm.trainer.text import ResolvedText, TextProgramOptions, resolve
 
 WAYS = ("whole", "loss in chunks", "MLP in tiles", "both")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
@@ -67,23 +67,23 @@ class Config(TextProgramOptions, MemoryOptions):
     dataset: Literal["text", "random"] = "random"
     """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
     plots: bool = False
-    usual_iters = 2
+    default_max_iters = 2
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
 
 def train(config: Config) -> bool:
     """Every way, and the table. Whether the losses are the same."""
     layout = Layout(tp=config.tpsize).fit(whoami().world_size)
-    setting = settle(config, layout, default_batch=1)
+    resolved = resolve(config, layout, default_batch=1)
     config.check_memory(config.seq_length // layout.tp, config.dtype)
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return True
 
-    with start_run("tiling", config, layout, setting.about_data, footprint(setting.model, config.optimizer)) as run:
-        run.describe(**setting.describe())
+    with start_run("tiling", config, layout, resolved.about_data, footprint(resolved.model, config.optimizer)) as run:
+        run.describe(**resolved.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        peaks, curves = zip(*(train_way(run, mesh, setting, way) for way in range(4)), strict=True)
+        peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
         apart = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
         limit = TOLERANCE[run.precision.name]
         lines = [f"{'':16}{'peak, MB':>10}{'of whole':>10}{'loss at the end':>18}"]
@@ -95,22 +95,22 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(run: Run, mesh: DeviceMesh, setting: Setting, way: int) -> tuple[int, list[float]]:
+def train_way(run: Run, mesh: DeviceMesh, resolved: ResolvedText, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.options
     assert isinstance(config, Config)
     with torch.device("meta"):
-        model: nn.Module = Transformer(setting.sizes)
+        model: nn.Module = Transformer(resolved.sizes)
     loss_chunks, tile = config.loss_chunks if way in (1, 3) else 1, config.tile if way in (2, 3) else 1
-    model = apply(model, mesh, setting.plan, run.precision, loss_chunks=loss_chunks, tile=tile)
+    model = apply(model, mesh, resolved.plan, run.precision, loss_chunks=loss_chunks, tile=tile)
     materialize(model, run.device, config.seed)
     loss_fn = loss_of(model)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-    batch, global_batch = setting.batch, setting.global_batch
+    batch, global_batch = resolved.batch, resolved.global_batch
     mine, losses = batch * run.layout.dp_coordinate(run.rank.rank), []
-    for step in range(setting.steps):
+    for step in range(resolved.steps):
         run.clock.start()
-        part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
+        part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
         run.clock.lap("dtd")
         with Peak(run.device, model) as peak, loss_parallel():
             loss = loss_fn(model(part.inputs), part.targets, part.count)
@@ -122,7 +122,7 @@ def train_way(run: Run, mesh: DeviceMesh, setting: Setting, way: int) -> tuple[i
         run.clock.lap("dto")
         most = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
         at, share = {"way": way, "iter": step}, {"loss": local_value(loss)}
-        due = step % config.log_every == 0 or step == setting.steps - 1
+        due = step % config.log_every == 0 or step == resolved.steps - 1
         losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more={"peak": most}, due=due))
     return int(most), losses
 

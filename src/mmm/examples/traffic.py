@@ -11,7 +11,7 @@ process group is counted where it is handed over. Of the rank that sends most, t
     sockets    what the kernel says that the rank's sockets have sent in that step
 
 A layout whose counted bytes are more than 5 % off the formula on any rank and axis ends the run with exit code 1.
-Formulas and sources: docs/communication.md, `mmm.parallel.traffic_theory`, `mmm.parallel.collective_bytes`.
+Formulas and sources: docs/communication.md, `mmm.analysis.traffic_formulas`, `mmm.analysis.collective_bytes`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from mmm.analysis.traffic_formulas import assembled_traffic
 from mmm.data import Tokens
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes, build_mesh
-from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.traffic_theory import assembled_traffic
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
     name: str
     layout: Layout
-    how: Techniques = Techniques()
+    techniques: Techniques = Techniques()
 
 
 def cases(ranks: int, microbatches: int) -> list[Case]:
@@ -65,7 +65,7 @@ def cases(ranks: int, microbatches: int) -> list[Case]:
     pipe = {name: Techniques(schedule=name, microbatches=microbatches) for name in ("GPipe", "1F1B")}
     found = [Case(name, Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")]
     found.append(Case("tp, sequence cut", Layout(tp=ranks)))
-    found += [Case(f"pp, {name}", Layout(pp=ranks), how) for name, how in pipe.items()]
+    found += [Case(f"pp, {name}", Layout(pp=ranks), techniques) for name, techniques in pipe.items()]
     found += [Case(f"cp, {style}", Layout(cp=ranks), Techniques(cp_style=style)) for style in ("ring", "ulysses")]
     if ranks % 2 == 0 and ranks > 2:
         found.append(Case("hsdp", Layout(dp_replicate=2), Techniques(data_parallel="hsdp")))
@@ -80,22 +80,30 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
 
 
 def measure(
-    run: Run, case: Case, division: Division, sizes: TransformerConfig, tokens: Tokens, global_batch: int
+    run: Run, case: Case, partition: Partition, sizes: TransformerConfig, tokens: Tokens, global_batch: int
 ) -> list[Sent]:
     """The third step on a layout, by rank. A collective."""
     layout, options, plan = case.layout, run.options, transformer_plan(sizes)
     assert isinstance(options, Config)
     mesh = build_mesh(layout, run.device.type, options.timeout)
     model = ParallelModel(
-        on_meta(sizes), plan, layout, mesh, run.precision, case.how, division, device=run.device, seed=options.seed
+        on_meta(sizes),
+        plan,
+        layout,
+        mesh,
+        run.precision,
+        case.techniques,
+        partition,
+        device=run.device,
+        seed=options.seed,
     )
     each = global_batch // layout.dp
     formula = assembled_traffic(
         on_meta(sizes),
         plan,
         layout,
-        case.how,
-        division,
+        case.techniques,
+        partition,
         model.modules,
         batch=each,
         seq_length=options.seq_length,
@@ -128,20 +136,22 @@ def train(config: Config) -> bool:
     _, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
     tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
     tokens.steps_per_epoch(global_batch)  # there is one
-    division, why_not = {}, {}
+    partition, why_not = {}, {}
     for case in cases(ranks, config.microbatches):
         sample = torch.zeros(global_batch // case.layout.dp, config.seq_length, dtype=torch.int64, device="meta")
         try:
-            division[case] = divide(on_meta(sizes), transformer_plan(sizes), case.layout, case.how, sample)
+            partition[case] = partition_model(
+                on_meta(sizes), transformer_plan(sizes), case.layout, case.techniques, sample
+            )
         except LayoutError as error:
             why_not[case] = error
-    if not division:
+    if not partition:
         raise next(iter(why_not.values()))
     with start_run("traffic", config, Layout().fit(ranks), about_data, footprint(on_meta(sizes), "sgd")) as run:
         run.describe(model=sizes, global_batch_size=global_batch)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
-        found = {case: measure(run, case, division[case], sizes, tokens, global_batch) for case in division}
+        found = {case: measure(run, case, partition[case], sizes, tokens, global_batch) for case in partition}
         worst = {case: max(map(apart, by_rank)) for case, by_rank in found.items()}
         rows = {(case.name, str(case.layout)): by_rank for case, by_rank in found.items()}
         run.log.info(

@@ -29,11 +29,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm.analysis.local_elements import local_elements
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, held_elements, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
 from mmm.parallel.assemble import Techniques
-from mmm.parallel.offload import moved_text
+from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
@@ -43,7 +44,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import Setting, TextProgramOptions, settle
+from mmm.trainer.text import ResolvedText, TextProgramOptions, resolve
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
@@ -55,7 +56,7 @@ class Config(TextProgramOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
-    usual_iters = 5
+    default_max_iters = 5
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     optimizer: Literal["adamw"] = "adamw"
     """SGD has no state, and stage 1 would save nothing."""
@@ -66,17 +67,17 @@ class Config(TextProgramOptions):
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
     layout = Layout().fit(whoami().world_size)
-    setting = settle(config, layout, default_batch=2)
-    whole = parameter_count(setting.model)
+    resolved = resolve(config, layout, default_batch=2)
+    whole = parameter_count(resolved.model)
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return True
 
-    holds = footprint(setting.model, config.optimizer, Techniques(data_parallel="ddp"))  # of stage 0, which holds most
-    with start_run("zero", config, layout, setting.about_data, holds) as run:
-        run.describe(**setting.describe(), parameters=whole)
+    holds = footprint(resolved.model, config.optimizer, Techniques(data_parallel="ddp"))  # of stage 0, which holds most
+    with start_run("zero", config, layout, resolved.about_data, holds) as run:
+        run.describe(**resolved.describe(), parameters=whole)
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        held, losses = zip(*(train_stage(run, mesh, setting, stage) for stage in range(len(TECHNIQUES))), strict=True)
+        held, losses = zip(*(train_stage(run, mesh, resolved, stage) for stage in range(len(TECHNIQUES))), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
         run.log.info(
             "numbers kept, on the rank that keeps most\n%s", table(held, whole, layout.dp, width, config.offload)
@@ -88,10 +89,10 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tuple[dict[str, int], list[float]]:
+def train_stage(run: Run, mesh: DeviceMesh, resolved: ResolvedText, stage: int) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
-        model: nn.Module = Transformer(setting.sizes)
+        model: nn.Module = Transformer(resolved.sizes)
     options, technique = run.options, TECHNIQUES[stage]
     assert isinstance(options, Config)
     offload = options.offload and stage > 0
@@ -106,11 +107,11 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
     )
     materialize(model, run.device, options.seed)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
-    batch, global_batch, losses = setting.batch, setting.global_batch, []
+    batch, global_batch, losses = resolved.batch, resolved.global_batch, []
     mine = batch * run.layout.dp_coordinate(run.rank.rank)
-    for step in range(setting.steps):
+    for step in range(resolved.steps):
         run.clock.start()
-        part = setting.tokens.batch(step, global_batch, mine, batch).to(run.device)
+        part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
         run.clock.lap("dtd")
         loss = cross_entropy(model(part.inputs), part.targets, part.count)
         run.clock.lap("dtf")
@@ -118,12 +119,12 @@ def train_stage(run: Run, mesh: DeviceMesh, setting: Setting, stage: int) -> tup
         run.clock.lap("dtb")
         optimizer.step()
         run.clock.lap("dto")
-        here = held_elements(model, optimizer)  # while there are gradients
+        here = local_elements(model, optimizer)  # while there are gradients
         optimizer.zero_grad()
         everyone = gather_floats([float(here[kind]) for kind in KINDS], run.device)
         most = {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
         at, share = {"stage": stage, "iter": step}, {"loss": local_value(loss)}
-        due = step % options.log_every == 0 or step == setting.steps - 1
+        due = step % options.log_every == 0 or step == resolved.steps - 1
         losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more=most, due=due))
     if offload:
         run.log.info("stage %d, %s", stage, moved_text(model, optimizer, run.device))

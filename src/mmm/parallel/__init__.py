@@ -5,15 +5,14 @@ The names below are what a program of one's own uses (docs/your-script.md, docs/
 
 from mmm.models.meta import meta_parameters
 from mmm.parallel.apply import apply, check_compile, check_weights, materialize
-from mmm.parallel.chunked_loss import loss_of
 from mmm.parallel.clip import clip_grad_norm
-from mmm.parallel.data import DATA_PARALLEL, check_data_parallel, sync_gradients
-from mmm.parallel.expert import balance_experts, imbalance
-from mmm.parallel.held import held_elements
+from mmm.parallel.data.apply import DATA_PARALLEL, check_data_parallel, sync_gradients
+from mmm.parallel.expert.apply import balance_experts, imbalance
 from mmm.parallel.loss import cross_entropy, local_value
+from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Layout, batch_sizes, build_mesh
 from mmm.parallel.plan import Plan
-from mmm.parallel.uncut import Uncut as Replicated
+from mmm.parallel.tensor.replicated import Replicated
 
 __all__ = [
     "DATA_PARALLEL",

@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.models import weights
-from mmm.parallel.checkpoint import apply_checkpointing
-from mmm.parallel.chunked_loss import apply_chunked_loss, keep_output_gathered
-from mmm.parallel.context import apply_context_parallel
-from mmm.parallel.copies import Copies
-from mmm.parallel.data import apply_data_parallel, check_data_parallel
-from mmm.parallel.expert import apply_expert_parallel
-from mmm.parallel.fsdp import is_offloaded
+from mmm.parallel.context.apply import apply_context_parallel
+from mmm.parallel.data.apply import apply_data_parallel, check_data_parallel
+from mmm.parallel.data.fsdp import is_offloaded
+from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.expert.apply import apply_expert_parallel
+from mmm.parallel.memory.checkpointing import apply_checkpointing
+from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
+from mmm.parallel.memory.offload import check_offload
+from mmm.parallel.memory.tiling import apply_tiles, check_tiles
 from mmm.parallel.mesh import Layout, has_axis, layout_of
-from mmm.parallel.offload import check_offload
 from mmm.parallel.plan import Plan, find, warn_unmatched
-from mmm.parallel.tensor import apply_tensor_parallel
+from mmm.parallel.tensor.apply import apply_tensor_parallel
 from mmm.parallel.ties import check_tied, find_ties, tie_again
-from mmm.parallel.tile import apply_tiles, check_tiles
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 
@@ -158,7 +158,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     Raises:
         ConfigError: as `check_weights`.
     """
-    inner = model.module if isinstance(model, Copies) else model
+    inner = model.module if isinstance(model, Replicas) else model
     check_weights(inner)
     kept, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)
     inner.to_empty(device="cpu" if is_offloaded(inner) else device)
@@ -166,7 +166,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     _put_back(inner, kept, device)
     empty = {name for name, buffer in kept.items() if buffer.is_meta}
     weights.initialize(inner, seed, box_of=local_box, local_of=local_part, empty=empty)
-    if isinstance(model, Copies):
+    if isinstance(model, Replicas):
         model.connect()
 
 
@@ -187,14 +187,14 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def local_box(parameter: Tensor) -> weights.Box:
+def local_box(parameter: Tensor) -> weights.ShardBox:
     """Which part of the whole parameter this rank holds.
 
     A dim cut by several axes is cut by one after the other, each time as ``torch.chunk`` does: outer axes first, except
     that strided cuts (FSDP, applied over dp to what tensor parallel left) come last.
     """
     if not isinstance(parameter, DTensor):
-        return weights.whole_box(parameter)
+        return weights.full_box(parameter)
     start, length = [0] * parameter.ndim, list(parameter.shape)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -207,4 +207,4 @@ def local_box(parameter: Tensor) -> weights.Box:
         length[dim] = min(chunk, length[dim] - first)
     held = tuple(local_part(parameter).shape)
     assert held == tuple(length), f"holds {held}, worked out {length} of {tuple(parameter.shape)}"
-    return weights.Box(tuple(start), tuple(length), tuple(parameter.shape))
+    return weights.ShardBox(tuple(start), tuple(length), tuple(parameter.shape))

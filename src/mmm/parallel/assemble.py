@@ -26,21 +26,21 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.weights import canonical_name
 from mmm.parallel.apply import apply, check_compile, check_compiled_experts, check_weights, materialize
-from mmm.parallel.checkpoint import check_checkpointing
-from mmm.parallel.chunked_loss import Loss, loss_of
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.compiled import CompileReport
-from mmm.parallel.context import positions_of
-from mmm.parallel.data import check_data_parallel, sync_gradients
-from mmm.parallel.expert import BALANCE_RATE, balance_experts, imbalance
+from mmm.parallel.context.apply import positions_of
+from mmm.parallel.data.apply import check_data_parallel, sync_gradients
+from mmm.parallel.expert.apply import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.loss import local_value
+from mmm.parallel.memory.checkpointing import check_checkpointing
+from mmm.parallel.memory.chunked_loss import Loss, loss_of
+from mmm.parallel.memory.offload import check_offload
+from mmm.parallel.memory.tiling import check_tiles
 from mmm.parallel.mesh import Layout, has_axis
-from mmm.parallel.offload import check_offload
-from mmm.parallel.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import SCHEDULES, Lap, Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import Part, check_stages, cut, part_costs, parts_of, take_stage
 from mmm.parallel.plan import Plan, check_axes, find, warn_unmatched
-from mmm.parallel.stages import Part, check_stages, cut, part_costs, parts_of, take_stage
 from mmm.parallel.ties import check_stage_ties
-from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import Precision
 
 Measure = Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +70,7 @@ class Techniques:
 
 
 @dataclass(frozen=True)
-class Division:
+class Partition:
     """How a model is divided into pipeline stages; one stage where there is no pipeline.
 
     Attributes:
@@ -92,7 +92,9 @@ class Division:
         return [sum(self.costs[held.start : held.stop]) / sum(self.costs) for held in self.stages]
 
 
-def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs: Tensor, dtype: str = "") -> Division:
+def partition_model(
+    model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, inputs: Tensor, dtype: str = ""
+) -> Partition:
     """Check how a model goes onto a layout, and divide it into stages; needs no process group.
 
     Args:
@@ -105,52 +107,56 @@ def divide(model: nn.Module, plan: Plan, layout: Layout, how: Techniques, inputs
     """
     check_weights(model)
     check_axes(plan, layout)
-    check_data_parallel(how.data_parallel, layout)
-    check_checkpointing(plan, how.checkpointing)
-    check_tiles(how.tile, how.checkpointing)
-    if how.compile:
-        check_compiled_experts(model, plan, how.checkpointing)
-    if how.tile > 1 and plan.tiled and not any(find(model, pattern) for pattern in plan.tiled):
-        raise ConfigError(f"tile {how.tile}: the feed-forward layers of this model are experts, which have no tiles")
-    if how.offload:
-        check_offload(how.data_parallel, dtype)
+    check_data_parallel(techniques.data_parallel, layout)
+    check_checkpointing(plan, techniques.checkpointing)
+    check_tiles(techniques.tile, techniques.checkpointing)
+    if techniques.compile:
+        check_compiled_experts(model, plan, techniques.checkpointing)
+    if techniques.tile > 1 and plan.tiled and not any(find(model, pattern) for pattern in plan.tiled):
+        raise ConfigError(
+            f"tile {techniques.tile}: the feed-forward layers of this model are experts, which have no tiles"
+        )
+    if techniques.offload:
+        check_offload(techniques.data_parallel, dtype)
     if plan.check is not None:
-        plan.check(model, layout, inputs, how.cp_style)
+        plan.check(model, layout, inputs, techniques.cp_style)
     batch = len(inputs)
     if layout.pp == 1:
-        if how.stages_per_rank is not None:
-            raise ConfigError(f"--stages_per_rank {how.stages_per_rank} without --pp: there is one stage, the model")
-        if how.compile:
+        if techniques.stages_per_rank is not None:
+            raise ConfigError(
+                f"--stages_per_rank {techniques.stages_per_rank} without --pp: there is one stage, the model"
+            )
+        if techniques.compile:
             check_compile(plan, layout)
-        microbatches = 1 if how.microbatches is None else how.microbatches
+        microbatches = 1 if techniques.microbatches is None else techniques.microbatches
         if not 1 <= microbatches <= batch:
             raise LayoutError(
                 f"--microbatches {microbatches}: a batch of {batch} a data-parallel coordinate can be "
                 f"cut into 1 to {batch} parts"
             )
-        return Division([], [], [], microbatches)
-    if how.schedule not in SCHEDULES:
-        raise ConfigError(f"--schedule {how.schedule!r} is not one of {', '.join(SCHEDULES)}")
-    least = SCHEDULES[how.schedule].microbatches(layout.pp)[0]
-    microbatches = least if how.microbatches is None else how.microbatches
+        return Partition([], [], [], microbatches)
+    if techniques.schedule not in SCHEDULES:
+        raise ConfigError(f"--schedule {techniques.schedule!r} is not one of {', '.join(SCHEDULES)}")
+    least = SCHEDULES[techniques.schedule].microbatches(layout.pp)[0]
+    microbatches = least if techniques.microbatches is None else techniques.microbatches
     parts = parts_of(model, plan)
     each = check_pipeline(
         layout,
-        how.schedule,
+        techniques.schedule,
         microbatches,
         batch,
         len(parts),
-        how.stages_per_rank,
+        techniques.stages_per_rank,
         dtype=dtype,
-        compile=plan if how.compile else None,
-        checkpointing=how.checkpointing,
+        compile=plan if techniques.compile else None,
+        checkpointing=techniques.checkpointing,
     )
     costs = part_costs(model, parts, inputs)
     stages = cut(costs, layout.pp * each)
-    division = Division(parts, costs, stages, microbatches)
-    check_stage_ties(model, division.names())
+    partition = Partition(parts, costs, stages, microbatches)
+    check_stage_ties(model, partition.names())
     check_stages(model, parts, stages, inputs)
-    return division
+    return partition
 
 
 class ParallelModel:
@@ -167,8 +173,8 @@ class ParallelModel:
         layout: Layout,
         mesh: DeviceMesh,
         precision: Precision,
-        how: Techniques,
-        division: Division,
+        techniques: Techniques,
+        partition: Partition,
         *,
         device: torch.device,
         seed: int,
@@ -177,13 +183,13 @@ class ParallelModel:
     ) -> None:
         """
         Args:
-            model: parameters on the meta device; it is used up. mesh: of `build_mesh`. division: of `divide`.
+            model: parameters on the meta device; it is used up. mesh: of `build_mesh`. division: of `partition_model`.
             seed: of the initial weights.
             loss: (output, targets, count) → this rank's share, its sum over `count`. None: of `loss_of`.
             lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
         """
         self.layout, self.mesh, self.device, self._lap = layout, mesh, device, lap
-        self.microbatches, self._positions = division.microbatches, plan.sequence
+        self.microbatches, self._positions = partition.microbatches, plan.sequence
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self._experts = has_experts(model)
@@ -193,35 +199,35 @@ class ParallelModel:
             numbers = [0]
         else:
             warn_unmatched(plan, model)
-            each = len(division.stages) // layout.pp
-            numbers = stages_of(self.at["pp"], layout.pp, how.schedule, each)
+            each = len(partition.stages) // layout.pp
+            numbers = stages_of(self.at["pp"], layout.pp, techniques.schedule, each)
         for number in numbers:
-            held = take_stage(model, division.parts, division.stages[number]) if division.stages else model
+            held = take_stage(model, partition.parts, partition.stages[number]) if partition.stages else model
             self.modules[number] = apply(
                 held,
                 mesh,
                 plan,
                 precision,
-                data_parallel=how.data_parallel,
-                cp_style=how.cp_style,
-                checkpointing=how.checkpointing,
-                compile=how.compile,
-                loss_chunks=how.loss_chunks,
-                tile=how.tile,
-                offload=how.offload,
+                data_parallel=techniques.data_parallel,
+                cp_style=techniques.cp_style,
+                checkpointing=techniques.checkpointing,
+                compile=techniques.compile,
+                loss_chunks=techniques.loss_chunks,
+                tile=techniques.tile,
+                offload=techniques.offload,
             )
             materialize(self.modules[number], device, seed)
-        self._report = CompileReport(self.modules.values()) if how.compile else None
+        self._report = CompileReport(self.modules.values()) if techniques.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._value: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
             self.pipeline = Pipeline(
                 self.modules,
-                len(division.stages),
+                len(partition.stages),
                 mesh,
-                schedule=how.schedule,
-                microbatches=division.microbatches,
+                schedule=techniques.schedule,
+                microbatches=partition.microbatches,
                 device=device,
                 lap=lap,
                 loss=lambda output, targets: self._value(output, targets),
@@ -244,14 +250,14 @@ class ParallelModel:
         return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
 
     def balance_experts(self, rate: float = BALANCE_RATE, measured: bool = True) -> float | None:
-        """After a step of the optimizer: `mmm.parallel.expert.balance_experts` on all stages. A collective.
+        """After a step of the optimizer: `mmm.parallel.expert.apply.balance_experts` on all stages. A collective.
 
         Args:
             measured: whether the imbalance is wanted, on all ranks or on none.
 
         Returns:
-            `mmm.parallel.expert.imbalance` over the layers of all stages, the same on every rank; None where it is not
-            wanted, or the model has no experts.
+            `mmm.parallel.expert.apply.imbalance` over the layers of all stages, the same on every rank; None where
+            it is not wanted, or the model has no experts.
         """
         if not self._experts:
             return None

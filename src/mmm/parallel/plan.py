@@ -23,10 +23,10 @@ class Plan:
 
     Attributes:
         tensor: module → how its matrices and activations are cut over the tp axis.
-        units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none goes with the
-            root.
+        fsdp_units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none
+            goes with the root.
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
-        attention: modules whose ``attend`` is where tokens of a sequence meet: what cp replaces.
+        attention: modules whose ``attention_fn`` is where tokens of a sequence meet: what cp replaces.
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
         experts: mixtures of experts (`mmm.models.experts`), whose experts ep cuts.
         stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
@@ -42,7 +42,7 @@ class Plan:
     """
 
     tensor: Mapping[str, ParallelStyle]
-    units: tuple[str | tuple[str, ...], ...]
+    fsdp_units: tuple[str | tuple[str, ...], ...]
     compiled: tuple[str, ...] = ()
     compiled_with_tp: tuple[str, ...] = field(default=())
     checkpointed: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 NAMING = (
     "tensor",
-    "units",
+    "fsdp_units",
     "compiled",
     "compiled_with_tp",
     "checkpointed",

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.analysis.traffic import count_traffic
+from mmm.analysis.traffic_formulas import assembled_traffic
 from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.assemble import Division, ParallelModel, Techniques, divide
+from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
 from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
-from mmm.parallel.pipeline import SCHEDULES
+from mmm.parallel.pipeline.pipeline import SCHEDULES
 from mmm.parallel.plan import unmatched
-from mmm.parallel.traffic import count_traffic
-from mmm.parallel.traffic_theory import assembled_traffic
-from mmm.parity.layouts import Case
+from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
 from mmm.runtime.device import Precision
@@ -38,24 +38,24 @@ LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedCase:
     """A case that has been checked, before any rank is started. experts: whether the model has any."""
 
-    case: Case
+    case: ParityCase
     layout: Layout
-    how: Techniques
-    division: Division
+    techniques: Techniques
+    partition: Partition
     experts: bool
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one training: each step's loss, and the gradients of step 1 that this rank holds, or holds a part of.
+    """Of one training: each step's loss, and the gradients of step 1 that this rank has, sharded or full.
 
     Attributes:
         differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
-        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.parallel.traffic`);
-            None with one step. expected: what the layout needs at least (`mmm.parallel.traffic_theory`); None where
+        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.analysis.traffic`);
+            None with one step. expected: what the layout needs at least (`mmm.analysis.traffic_formulas`); None where
             there is no formula.
     """
 
@@ -66,7 +66,7 @@ class Curve:
     expected: float | None
 
 
-def make_ready(model: Model, case: Case, training: Training) -> Ready:
+def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
     """Check that a model goes onto a layout; needs no process group.
 
     Raises:
@@ -85,7 +85,7 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
         microbatches = min(LEAST_MICROBATCHES, training.global_batch // layout.dp)
     elif microbatches is None and case.schedule in SCHEDULES:
         microbatches = max(LEAST_MICROBATCHES, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
-    how = Techniques(
+    techniques = Techniques(
         data_parallel=case.data_parallel,
         cp_style=case.cp_style,
         schedule=case.schedule,  # type: ignore[arg-type]
@@ -96,9 +96,9 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     inputs = batch(model.source, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters():
-        whole = model.source.parity_model()
-    division = divide(whole, model.plan(), layout, how, meta)
-    return Ready(case, layout, how, division, has_experts(whole))
+        module = model.source.parity_model()
+    partition = partition_model(module, model.plan(), layout, techniques, meta)
+    return PreparedCase(case, layout, techniques, partition, has_experts(module))
 
 
 def plan_problems(model: Model) -> list[str]:
@@ -108,7 +108,12 @@ def plan_problems(model: Model) -> list[str]:
 
 
 def train(
-    rank: Rank, model: Model, ready: Ready, training: Training, references: Mapping[str, Reference], timeout: float
+    rank: Rank,
+    model: Model,
+    ready: PreparedCase,
+    training: Training,
+    references: Mapping[str, Reference],
+    timeout: float,
 ) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
     torch.set_num_threads(1)
@@ -120,73 +125,80 @@ def train(
 
 
 def _train(
-    rank: Rank, model: Model, ready: Ready, training: Training, mesh: DeviceMesh, optimizer: str, reference: Reference
+    rank: Rank,
+    model: Model,
+    ready: PreparedCase,
+    training: Training,
+    mesh: DeviceMesh,
+    optimizer: str,
+    reference: Reference,
 ) -> Curve:
     began = time.perf_counter()
     layout, dtype = ready.layout, DTYPES[training.dtype]
     with meta_parameters():
-        whole = model.source.parity_model()
+        module = model.source.parity_model()
     precision = Precision(training.dtype, dtype, dtype)
     own_loss = partial(mean_loss, model.source) if hasattr(model.source, "parity_loss") else None
-    made = ParallelModel(
-        whole,
+    parallel_model = ParallelModel(
+        module,
         model.plan(),
         layout,
         mesh,
         precision,
-        ready.how,
-        ready.division,
+        ready.techniques,
+        ready.partition,
         device=CPU,
         seed=training.seed,
         loss=own_loss,
     )
-    expected = least_traffic(model, ready, training, made, precision)
-    update = make_optimizer(optimizer, made.parameters())
+    expected = least_traffic(model, ready, training, parallel_model, precision)
+    update = make_optimizer(optimizer, parallel_model.parameters())
     sent = None
     size = training.global_batch // layout.dp
-    first = layout.dp_coordinate(rank.rank) * size
+    first_sample = layout.dp_coordinate(rank.rank) * size
+    own = slice(first_sample, first_sample + size)
     losses: list[float] = []
     differences: dict[str, float] = {}
     for step in range(training.steps):
         inputs, targets = batch(model.source, training, step)
-        some = (inputs[first : first + size], targets[first : first + size], targets.numel())
+        local_batch = (inputs[own], targets[own], targets.numel())
         if step == 1:  # the first step of a pipeline, or of DDP, sends more than the others
             with count_traffic(*filter(None, (mesh, expert_mesh(mesh)))) as traffic:
-                share = made.step(*some)
+                local_loss = parallel_model.step(*local_batch)
                 update.step()
             sent = traffic.sent
         else:
-            share = made.step(*some)
+            local_loss = parallel_model.step(*local_batch)
             if step == 0:
-                differences = gradient_differences(made, reference.gradients)
+                differences = gradient_differences(parallel_model, reference.gradients)
             update.step()
         update.zero_grad()
-        made.balance_experts()
-        shares = gather_floats([share.item()], CPU)
-        losses.append(sum(shares[loss_rank][0] for loss_rank in layout.loss_ranks()))
+        parallel_model.balance_experts()
+        local_losses = gather_floats([local_loss.item()], CPU)
+        losses.append(sum(local_losses[loss_rank][0] for loss_rank in layout.loss_ranks()))
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
 
 
 def least_traffic(
-    model: Model, ready: Ready, training: Training, made: ParallelModel, precision: Precision
+    model: Model, ready: PreparedCase, training: Training, parallel_model: ParallelModel, precision: Precision
 ) -> float | None:
     """Bytes that this rank has to send a step; None where there is no formula.
 
-    There is none for experts, whose tokens go where the numbers say, nor for layers whose forward is repeated.
+    There is none for experts, whose tokens go where the router sends them, nor for layers whose forward is repeated.
     """
-    if ready.experts or ready.how.checkpointing != "none":
+    if ready.experts or ready.techniques.checkpointing != "none":
         return None
     with meta_parameters():
-        whole = model.source.parity_model()
+        module = model.source.parity_model()
     inputs, _ = batch(model.source, training, 0)
     try:
         by_axis = assembled_traffic(
-            whole,
+            module,
             model.plan(),
             ready.layout,
-            ready.how,
-            ready.division,
-            made.modules,
+            ready.techniques,
+            ready.partition,
+            parallel_model.modules,
             batch=training.global_batch // ready.layout.dp,
             seq_length=inputs.shape[1],
             precision=precision,
@@ -196,19 +208,19 @@ def least_traffic(
     return sum(by_axis.values())
 
 
-def gradient_differences(made: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """max|g - g₀| / max|g₀| of each gradient that is here, put together where it is cut. A collective.
+def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """max|g - g₀| / max|g₀| of each gradient that is here, gathered where it is sharded. A collective.
 
     A gradient that is 0 but for rounding (a key's bias moves all scores of a token alike, which softmax does not see)
     has no size of its own: it is measured against the largest gradient of the model. One that is missing, and one of a
     parameter that the reference does not have, are infinitely far off.
     """
-    # It warns that what FSDP has cut over tp's cut takes two collectives to put together: so it does, once.
+    # It warns that two collectives gather what FSDP shards over tp's shards: they do, once.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
     largest = max(sizes.values())
     found = {}
-    for full_name, parameter in made.named_parameters():
+    for full_name, parameter in parallel_model.named_parameters():
         name, gradient = canonical_name(full_name), parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()

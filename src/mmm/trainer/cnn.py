@@ -46,7 +46,7 @@ class CNNOptions(ImageOptions):
 
 
 @dataclass(frozen=True)
-class Setting:
+class ResolvedCNN:
     """Everything that is decided before the ranks meet.
 
     Attributes:
@@ -76,7 +76,7 @@ class Setting:
         }
 
 
-def settle(options: CNNOptions, run: RunOptions, layout: Layout, rank: Rank) -> Setting:
+def resolve(options: CNNOptions, run: RunOptions, layout: Layout, rank: Rank) -> ResolvedCNN:
     """Find the data, and work out model, batch, steps and rate; needs no process group.
 
     Args:
@@ -98,7 +98,7 @@ def settle(options: CNNOptions, run: RunOptions, layout: Layout, rank: Rank) -> 
     check_cnn(model, layout)
     limits = run if run.epochs or run.max_iters else replace(run, epochs=usual.epochs)
     factor = {"none": 1.0, "sqrt": layout.dp**0.5, "linear": float(layout.dp)}[options.scale_lr]
-    return Setting(
+    return ResolvedCNN(
         data,
         layout,
         model,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mmm.analysis.footprint import STATE, Footprint, stage_parameters
 from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
-from mmm.parallel.assemble import Division, Techniques
-from mmm.parallel.data import WHOLE
-from mmm.parallel.footprint import STATE, Footprint, stage_parameters
+from mmm.parallel.assemble import Partition, Techniques
+from mmm.parallel.data.apply import WHOLE
 from mmm.parallel.mesh import Layout
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
@@ -17,18 +17,22 @@ from mmm.runtime.ranks import Rank
 
 
 def footprint(
-    model: nn.Module, optimizer: str, how: Techniques | None = None, division: Division | None = None, pp: int = 1
+    model: nn.Module,
+    optimizer: str,
+    techniques: Techniques | None = None,
+    partition: Partition | None = None,
+    pp: int = 1,
 ) -> Footprint:
     """What the ranks will hold of `model`.
 
     Args:
         model: on the meta device. optimizer: adamw or sgd. how: None for FSDP. division: of a pipeline over `pp` ranks.
     """
-    how = how or Techniques()
+    techniques = techniques or Techniques()
     counts: tuple[int, ...] = (parameter_count(model),)
-    if division is not None and division.stages:
-        counts = stage_parameters(model, division.parts, division.stages, pp, how.schedule)
-    return Footprint(counts, how.data_parallel, STATE[optimizer], how.offload)
+    if partition is not None and partition.stages:
+        counts = stage_parameters(model, partition.parts, partition.stages, pp, techniques.schedule)
+    return Footprint(counts, techniques.data_parallel, STATE[optimizer], techniques.offload)
 
 
 def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.device, precision: Precision) -> None:

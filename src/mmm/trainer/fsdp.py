@@ -14,17 +14,17 @@ from typing import Literal
 import torch
 
 from mmm.models.cnn import CNN
-from mmm.parallel.assemble import divide
+from mmm.parallel.assemble import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.trainer.cnn import CNNOptions, settle
+from mmm.trainer.cnn import CNNOptions, resolve
 from mmm.trainer.fits import footprint
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import LoopOptions, Unused, parse
-from mmm.trainer.place import place
+from mmm.trainer.parallelize import parallelize
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
@@ -44,31 +44,31 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
 
 
 def train(config: Config) -> None:
-    rank, plan, how = whoami(), cnn_plan(), config.techniques(config.compile)
-    setting = settle(config, config, config.layout(rank.world_size), rank)
+    rank, plan, techniques = whoami(), cnn_plan(), config.techniques(config.compile)
+    resolved = resolve(config, config, config.layout(rank.world_size), rank)
     with torch.device("meta"):
-        model = CNN(setting.model)
-    division = divide(model, plan, setting.layout, how, setting.sample, config.dtype)
-    summary = model_summary(model, setting.sample)
+        model = CNN(resolved.model)
+    partition = partition_model(model, plan, resolved.layout, techniques, resolved.sample, config.dtype)
+    summary = model_summary(model, resolved.sample)
     if config.summary:
         print_once(summary)
         return
 
-    holds = footprint(model, config.optimizer, how, division, setting.layout.pp)
-    with start_run("fsdp", config, setting.layout, setting.data.describe(), holds) as run:
-        run.describe(**setting.describe())
+    holds = footprint(model, config.optimizer, techniques, partition, resolved.layout.pp)
+    with start_run("fsdp", config, resolved.layout, resolved.data.describe(), holds) as run:
+        run.describe(**resolved.describe())
         run.log.info("model, whole:\n%s", summary)
-        parallel = place(run, model, plan, how, division)
-        optimizer = make_optimizer(config.optimizer, parallel.parameters(), setting.lr)
-        task = ImageTask(run, setting.data, setting.batch, setting.global_batch, config.workers)
-        decay = step_decay(task.steps_per_epoch, setting.gamma)
-        run.log.info("%s: %d steps of %d images", setting.data.name, setting.steps, setting.global_batch)
+        parallel = parallelize(run, model, plan, techniques, partition)
+        optimizer = make_optimizer(config.optimizer, parallel.parameters(), resolved.lr)
+        task = ImageTask(run, resolved.data, resolved.batch, resolved.global_batch, config.workers)
+        decay = step_decay(task.steps_per_epoch, resolved.gamma)
+        run.log.info("%s: %d steps of %d images", resolved.data.name, resolved.steps, resolved.global_batch)
         fit(
             run,
             parallel,
             optimizer,
             task,
-            Fit(steps=setting.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True),
+            Fit(steps=resolved.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True),
         )
         if config.save_model:
             save_model(run, parallel)

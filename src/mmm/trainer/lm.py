@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.parallel.assemble import divide
+from mmm.parallel.assemble import partition_model
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
@@ -17,13 +17,13 @@ from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import ExpertOptions, MemoryOptions, TrainingOptions, parse
-from mmm.trainer.place import place
+from mmm.trainer.parallelize import parallelize
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import fitting_warmup, warmup_cosine
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, settle
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +38,32 @@ class Config(LayoutOptions, ExpertOptions, TextProgramOptions, ValidationOptions
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    how = config.techniques(config.compile, **config.memory())
-    setting = settle(config, config.layout(whoami().world_size), default_batch=16, cp_style=how.cp_style)
-    config.check_memory(config.seq_length // (setting.layout.cp * setting.layout.tp), config.dtype)
-    division = divide(setting.model, setting.plan, setting.layout, how, setting.sample, config.dtype)
+    techniques = config.techniques(config.compile, **config.memory())
+    resolved = resolve(config, config.layout(whoami().world_size), default_batch=16, cp_style=techniques.cp_style)
+    config.check_memory(config.seq_length // (resolved.layout.cp * resolved.layout.tp), config.dtype)
+    partition = partition_model(
+        resolved.model, resolved.plan, resolved.layout, techniques, resolved.sample, config.dtype
+    )
     if config.summary:
-        print_once(setting.summary())
+        print_once(resolved.summary())
         return
 
-    holds = footprint(setting.model, config.optimizer, how, division, setting.layout.pp)
-    with start_run("lm", config, setting.layout, setting.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", setting.summary())
-        run.describe(**setting.describe())
-        model = place(run, setting.model, setting.plan, how, division)
+    holds = footprint(resolved.model, config.optimizer, techniques, partition, resolved.layout.pp)
+    with start_run("lm", config, resolved.layout, resolved.about_data, holds) as run:
+        run.log.info("model, whole:\n%s", resolved.summary())
+        run.describe(**resolved.describe())
+        model = parallelize(run, resolved.model, resolved.plan, techniques, partition)
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         task = TokenTask(
-            run, setting.tokens, setting.validation, setting.batch, setting.global_batch, config.eval_batches
+            run, resolved.tokens, resolved.validation, resolved.batch, resolved.global_batch, config.eval_batches
         )
-        run.log.info("%d steps of %d × %d tokens", setting.steps, setting.global_batch, config.seq_length)
-        warmup, cut = fitting_warmup(config.warmup, setting.steps)
+        run.log.info("%d steps of %d × %d tokens", resolved.steps, resolved.global_batch, config.seq_length)
+        warmup, cut = fitting_warmup(config.warmup, resolved.steps)
         if cut:
             run.note(cut)
-        schedule = warmup_cosine(setting.steps, warmup)
+        schedule = warmup_cosine(resolved.steps, warmup)
         how_long = Fit(
-            steps=setting.steps,
+            steps=resolved.steps,
             max_norm=config.max_norm,
             schedule=schedule,
             eval_every=config.eval_every,

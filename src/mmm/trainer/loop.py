@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mmm.parallel.assemble import ParallelModel
-from mmm.parallel.expert import BALANCE_RATE
+from mmm.parallel.expert.apply import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.runtime.seed import seed_step
 from mmm.trainer.progress import epochs_bar
@@ -29,7 +29,7 @@ class Fit:
         schedule: factor of the learning rate at a step.
         eval_every: steps between two evaluations; 0 for the end alone. by_epoch: one row, and one evaluation, an epoch
             (and at the end), instead of a row a step.
-        balance_rate: how far a step moves the biases of experts (`mmm.parallel.expert.balance_experts`).
+        balance_rate: how far a step moves the biases of experts (`mmm.parallel.expert.apply.balance_experts`).
         callbacks: called as ``callback(run, model, step)`` after each row.
     """
 
@@ -42,7 +42,7 @@ class Fit:
     callbacks: tuple[Callback, ...] = field(default=())
 
 
-def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, how: Fit) -> dict[str, float]:
+def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit) -> dict[str, float]:
     """Train `model`, in place, on whatever layout it is.
 
     Returns:
@@ -52,44 +52,48 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.at.get("pp", 0)
-    clock, share, since, judged = run.clock, 0.0, 0, {}
+    clock, share, since, evaluated = run.clock, 0.0, 0, {}
     batches = task.all_batches()
     clock.start()
-    steps = range(how.steps)
-    for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if how.by_epoch else steps:
+    steps = range(options.steps)
+    for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else steps:
         model.train()
         seed_step(run.options.seed, step, coordinate)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * how.schedule(step)
+            group["lr"] = rate * options.schedule(step)
         batch = next(batches)
         clock.lap("dtd")
         share += model.step(batch.inputs, batch.targets, batch.count, scaler).item()  # laps dtf, dtb and, with pp, dtw
         scaler.unscale_(optimizer)
-        if how.max_norm:
-            model.clip(how.max_norm)
+        if options.max_norm:
+            model.clip(options.max_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        since, last = since + 1, step == how.steps - 1
+        since, last = since + 1, step == options.steps - 1
         end_of_epoch = (step + 1) % task.steps_per_epoch == 0
-        judge = last or (end_of_epoch if how.by_epoch else how.eval_every > 0 and (step + 1) % how.eval_every == 0)
-        due = judge or (not how.by_epoch and step % run.options.log_every == 0)
-        uneven = model.balance_experts(0.0 if scaler.skipped else how.balance_rate, due)  # a skipped step moves nothing
+        judge = last or (
+            end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
+        )
+        due = judge or (not options.by_epoch and step % run.options.log_every == 0)
+        uneven = model.balance_experts(
+            0.0 if scaler.skipped else options.balance_rate, due
+        )  # a skipped step moves nothing
         clock.lap("dto")
 
-        if how.by_epoch and not judge:
+        if options.by_epoch and not judge:
             continue
         more = {} if uneven is None else {"imbalance": uneven}
         if judge:
             model.train(False)
-            judged = task.evaluate(model)
-            more |= judged
-        at = {"epoch": step // task.steps_per_epoch + 1} if how.by_epoch else {"iter": step}
-        name = {"train_loss" if how.by_epoch else "loss": share / since}
+            evaluated = task.evaluate(model)
+            more |= evaluated
+        at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
+        name = {"train_loss" if options.by_epoch else "loss": share / since}
         size = since * task.global_batch, since * task.tokens
         run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
-        for callback in how.callbacks:
+        for callback in options.callbacks:
             callback(run, model, step)
         share, since = 0.0, 0
         clock.start()
-    return judged
+    return evaluated

@@ -16,7 +16,7 @@ from mmm.data import Corpus, RandomTokens, TextTokens, Tokens, read_text_files, 
 from mmm.data.text import BYTES
 from mmm.errors import ConfigError
 from mmm.models.transformer import PRESETS, TransformerConfig
-from mmm.parallel.offload import check_offload
+from mmm.parallel.memory.offload import check_offload
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import LONGEST, command_line
 from mmm.trainer.needs import EXPERTS, Need
@@ -83,7 +83,7 @@ class BatchOptions(BaseOptions):
 class RunOptions(BatchOptions):
     """Flags that every example and trainer that trains has."""
 
-    usual_iters: ClassVar[int] = 50
+    default_max_iters: ClassVar[int] = 50
     max_iters: int | None = None
     """End after this many optimizer steps, whatever --epochs says. With neither: 50, unless the text above says
     otherwise."""
@@ -114,7 +114,7 @@ class RunOptions(BatchOptions):
         """Optimizer steps of the run."""
         limits = [] if self.max_iters is None else [self.max_iters]
         limits += [] if self.epochs is None else [self.epochs * steps_per_epoch]
-        return min(limits, default=self.usual_iters)
+        return min(limits, default=self.default_max_iters)
 
 
 @dataclass(frozen=True, kw_only=True)

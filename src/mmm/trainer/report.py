@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.parallel.apply import local_part
-from mmm.parallel.copies import Copies
+from mmm.parallel.data.replicas import Replicas
 from mmm.runtime.ranks import whoami
 
 RANKS_SHOWN = 32
@@ -60,13 +60,13 @@ def _cut(parameter: Tensor) -> str:
 
 def held_parameters(model: nn.Module) -> int:
     """Elements of the model's parameters, or parts of them, on this rank."""
-    model = model.module if isinstance(model, Copies) else model
+    model = model.module if isinstance(model, Replicas) else model
     return sum(local_part(p).numel() for p in model.parameters())
 
 
 def sharded_model(model: nn.Module) -> str:
     """A table of the parameters as this rank holds them; layers that are alike share a line."""
-    model = model.module if isinstance(model, Copies) else model
+    model = model.module if isinstance(model, Replicas) else model
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         whole, local = ("×".join(map(str, t.shape)) for t in (parameter, local_part(parameter)))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from mmm.history.record import cannot_write
 from mmm.models.weights import canonical_name
 from mmm.parallel.assemble import ParallelModel
-from mmm.parallel.copies import Copies
+from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.ties import find_ties
 from mmm.trainer.run import Run
 
@@ -56,7 +56,7 @@ def whole_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """What this rank's modules hold, whole, tensor after tensor; a tied weight once, under its first name. A collective
     of the ranks that hold parts of them."""
     for module in modules:
-        inner = module.module if isinstance(module, Copies) else module
+        inner = module.module if isinstance(module, Replicas) else module
         again = {name for _, *others in find_ties(inner) for name in others}
         for name, tensor in inner.state_dict().items():
             if name not in again:
@@ -65,7 +65,7 @@ def whole_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 def second_names(modules: Iterable[nn.Module]) -> dict[str, str]:
     """The further names of tied weights, and the first of each."""
-    ties = [tie for module in modules for tie in find_ties(module.module if isinstance(module, Copies) else module)]
+    ties = [tie for module in modules for tie in find_ties(module.module if isinstance(module, Replicas) else module)]
     return {canonical_name(name): canonical_name(first) for first, *others in ties for name in others}
 
 

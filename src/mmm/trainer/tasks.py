@@ -103,7 +103,7 @@ class ImageTask(Task):
             yield Batch(part.images, part.labels, part.count)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
-        return judge_images(self.run, model, self.test_loader)
+        return evaluate_images(self.run, model, self.test_loader)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def right_ones(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def judge_images(run: Run, model: nn.Module | ParallelModel, loader: ImageLoader) -> dict[str, float]:
+def evaluate_images(run: Run, model: nn.Module | ParallelModel, loader: ImageLoader) -> dict[str, float]:
     """Mean loss ``test_loss`` and accuracy ``test_acc`` in percent, dropout off. A collective.
 
     Args:

@@ -69,7 +69,7 @@ class ValidationOptions:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ResolvedText:
     """Everything that is decided before the ranks meet.
 
     Attributes:
@@ -105,7 +105,7 @@ class Setting:
         }
 
 
-def settle(options: TextProgramOptions, layout: Layout, default_batch: int, cp_style: str = "ring") -> Setting:
+def resolve(options: TextProgramOptions, layout: Layout, default_batch: int, cp_style: str = "ring") -> ResolvedText:
     """Find the text, and work out model, batch and steps; needs no process group.
 
     Args:
@@ -126,22 +126,22 @@ def settle(options: TextProgramOptions, layout: Layout, default_batch: int, cp_s
         model = Transformer(sizes)
         sample = torch.zeros(batch, options.seq_length, dtype=torch.int64)
     plan = transformer_plan(sizes)
-    return Setting(layout, sizes, model, plan, batch, global_batch, steps, tokens, validation, about, sample)
+    return ResolvedText(layout, sizes, model, plan, batch, global_batch, steps, tokens, validation, about, sample)
 
 
 @torch.no_grad()
-def validate(run: Run, setting: Setting, batches: int, share: Callable[[Batch], Tensor]) -> float:
+def validate(run: Run, resolved: ResolvedText, batches: int, share: Callable[[Batch], Tensor]) -> float:
     """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time. A
     collective.
 
     Args:
         share: of the samples of this rank's data-parallel coordinate → this rank's share of the loss of a global batch.
     """
-    batches = fitting_eval_batches(run, setting.validation, setting.global_batch, batches)
-    first = run.layout.dp_coordinate(run.rank.rank) * setting.batch
+    batches = fitting_eval_batches(run, resolved.validation, resolved.global_batch, batches)
+    first = run.layout.dp_coordinate(run.rank.rank) * resolved.batch
     total = 0.0
     for step in range(batches):
-        part = setting.validation.batch(step, setting.global_batch, first, setting.batch).to(run.device)
+        part = resolved.validation.batch(step, resolved.global_batch, first, resolved.batch).to(run.device)
         with loss_parallel():
             total += local_value(share(part))
     return run.global_sum(total) / batches

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mmm.analysis.bubble import Recorded, Timeline, bubble_formula, replay
 from mmm.history import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
-from mmm.parallel.bubble import Recorded, Timeline, bubble_formula, replay
 from mmm.trainer.run import Run
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.parallel.traffic import Traffic, count_traffic
+from mmm.analysis.traffic import Traffic, count_traffic
 from mmm.runtime.sockets import sent_since, socket_bytes
 
 

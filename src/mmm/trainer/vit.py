@@ -16,9 +16,9 @@ import torch
 from mmm.errors import ConfigError
 from mmm.models.vit import PRESETS, SDPA_BACKENDS, ViT, ViTConfig
 from mmm.parallel import batch_sizes
-from mmm.parallel.assemble import divide
+from mmm.parallel.assemble import partition_model
+from mmm.parallel.memory.tiling import check_tiles
 from mmm.parallel.plans.vit import check_vit, vit_plan
-from mmm.parallel.tile import check_tiles
 from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -28,7 +28,7 @@ from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, Unused, parse
-from mmm.trainer.place import place
+from mmm.trainer.parallelize import parallelize
 from mmm.trainer.report import model_summary, print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
@@ -72,7 +72,7 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
 
 def train(config: Config) -> None:
     config.check()
-    rank, plan, how = whoami(), vit_plan(), config.techniques(config.compile, tile=config.tile)
+    rank, plan, techniques = whoami(), vit_plan(), config.techniques(config.compile, tile=config.tile)
     layout = config.layout(rank.world_size)
     device = choose_device(config.device, rank)
     accelerator = device.type != "cpu"
@@ -104,19 +104,19 @@ def train(config: Config) -> None:
     with torch.device("meta"):
         model = ViT(sizes)
         sample = torch.zeros(batch, sizes.channels, sizes.image_size, sizes.image_size)
-    division = divide(model, plan, layout, how, sample, config.dtype)
+    partition = partition_model(model, plan, layout, techniques, sample, config.dtype)
     summary = model_summary(model, sample)
     if data is None:
         print_once(summary)
         return
 
-    holds = footprint(model, config.optimizer, how, division, layout.pp)
+    holds = footprint(model, config.optimizer, techniques, partition, layout.pp)
     with start_run("vit", config, layout, data.describe(), holds) as run:
         if config.preset == "auto":
             why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
             run.note(f"preset {preset}: {why}")
         run.log.info("model, whole:\n%s", summary)
-        parallel = place(run, model, plan, how, division)
+        parallel = parallelize(run, model, plan, techniques, partition)
         optimizer = make_optimizer(config.optimizer, parallel.parameters(), config.lr)
         task = ImageTask(run, data, batch, global_batch, config.workers)
         steps = config.steps(task.steps_per_epoch)
@@ -126,14 +126,14 @@ def train(config: Config) -> None:
         if cut:
             run.note(cut)
         schedule = warmup_cosine(steps, warmup)
-        judged = fit(
+        evaluated = fit(
             run,
             parallel,
             optimizer,
             task,
             Fit(steps=steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every),
         )
-        run.log.info("test accuracy %.2f %% of %d images", judged["test_acc"], data.test.samples)
+        run.log.info("test accuracy %.2f %% of %d images", evaluated["test_acc"], data.test.samples)
         if config.save_model:
             save_model(run, parallel)
 

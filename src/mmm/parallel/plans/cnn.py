@@ -27,14 +27,14 @@ from mmm.models.cnn import CNNConfig
 from mmm.parallel.advice import Broken, advise
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
-from mmm.parallel.uncut import Uncut
+from mmm.parallel.tensor.replicated import Replicated
 
 
 def cnn_plan() -> Plan:
     """The plan of `mmm.models.cnn.CNN`, of any size."""
     return Plan(
-        tensor={"conv1": Uncut(), "conv2": Uncut(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
-        units=("fc1",),
+        tensor={"conv1": Replicated(), "conv2": Replicated(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
+        fsdp_units=("fc1",),
         stages=("conv1", "conv2", "fc1", "fc2"),
         refused={"cp": "an image has no sequence to cut", "ep": "the CNN has no experts"},
         check=lambda model, layout, inputs, cp_style: check_cnn(model.config, layout),

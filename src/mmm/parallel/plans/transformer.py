@@ -16,7 +16,7 @@ Between the cut matrices the sequence is cut (sequence parallel): norms and resi
 
     tok_embeddings     rows (the vocabulary): each rank looks up its own tokens; the sum is scattered over the sequence
     router             whole: each rank scores its own tokens of the cut sequence; experts are not cut over tp
-                       (`mmm.parallel.expert`)
+                       (`mmm.parallel.expert.apply`)
     output             columns (the vocabulary): logits stay cut, and the loss is worked out on the cut logits
 """
 
@@ -37,11 +37,11 @@ from torch.distributed.tensor.parallel import (
 from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel.advice import Broken, advise
-from mmm.parallel.context import context_problems
-from mmm.parallel.expert import expert_problems
-from mmm.parallel.kv_heads import KVHeads, kv_head_problems
+from mmm.parallel.context.apply import context_problems
+from mmm.parallel.expert.apply import expert_problems
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
+from mmm.parallel.tensor.kv_heads import KVHeads, kv_head_problems
 
 
 def transformer_plan(config: TransformerConfig | None = None) -> Plan:
@@ -75,7 +75,7 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
     }
     return Plan(
         tensor=styles,
-        units=("tok_embeddings", "layers.*", ("norm", "output")),
+        fsdp_units=("tok_embeddings", "layers.*", ("norm", "output")),
         compiled=("layers.*",),
         checkpointed=("layers.*",),
         stages=("tok_embeddings", "layers.*", ("norm", "output")),

@@ -31,29 +31,29 @@ from mmm.models.vit import ViTConfig
 from mmm.parallel.advice import Broken, advise
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
-from mmm.parallel.uncut import Uncut
+from mmm.parallel.tensor.replicated import Replicated
 
 
 def vit_plan() -> Plan:
     """The plan of `mmm.models.vit.ViT`, of any size."""
     styles: dict[str, ParallelStyle] = {
-        "embedding": Uncut(),
-        "layers.*.attention_norm": Uncut(),
+        "embedding": Replicated(),
+        "layers.*.attention_norm": Replicated(),
         # One entrance for wq, wk and wv: their gradients are added here before they are added over tp.
         "layers.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.wk": ColwiseParallel(),
         "layers.*.attention.wv": ColwiseParallel(),
         "layers.*.attention.wo": RowwiseParallel(),
-        "layers.*.mlp_norm": Uncut(),
+        "layers.*.mlp_norm": Replicated(),
         "layers.*.mlp.fc1": ColwiseParallel(),
         "layers.*.mlp.fc2": RowwiseParallel(),
-        "norm": Uncut(),
-        "head": Uncut(),
+        "norm": Replicated(),
+        "head": Replicated(),
     }
     return Plan(
         tensor=styles,
-        units=("embedding", "layers.*", ("norm", "head")),
+        fsdp_units=("embedding", "layers.*", ("norm", "head")),
         compiled=("layers.*",),
         # Not whole blocks: inside, attention takes a DTensor, whose gradients torch.compile has got silently wrong.
         compiled_with_tp=("layers.*.mlp",),

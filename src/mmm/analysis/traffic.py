@@ -1,0 +1,266 @@
+"""What a rank hands to its process groups, counted where it is handed over.
+
+::
+
+    with count_traffic(mesh) as traffic:
+        ...                       # one step
+    traffic.sent                  # bytes, by the stated algorithms
+    traffic.by_axis["tp"]         # of them, those within the tp axis
+
+All ways to a process group lead through PyTorch's dispatcher: ``torch.distributed`` calls, point-to-point ones and
+DDP's reducer, which is C++, as operators ``c10d::…``; DTensor's as ``_c10d_functional::…``. A dispatch mode sees each
+just before it runs, backward too, because autograd takes the mode along to the thread that it runs in. While one is
+handled the mode is off, so that the ``c10d`` operator below a functional one is not counted again. Nothing is patched,
+nothing is changed on its way, and at the end of the ``with`` block nothing is left. An operator that this file does not
+know is an error, not a gap in the sum.
+
+Every operator of the block goes through the mode, so that it is slower: do not time it. What a compiled function sends
+is counted too. Count a step that is not among the first two: a pipeline sends shapes in its first, DDP how it has
+packed its gradients in its second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmm.analysis.collective_bytes import Call
+from mmm.parallel.mesh import dp_shard_cp, has_axis
+
+
+@dataclass
+class Entry:
+    """Of one operation within one axis: calls, bytes of the whole buffers, and bytes sent, stated and by gloo."""
+
+    calls: int = 0
+    payload: int = 0
+    sent: float = 0.0
+    wire: float = 0.0
+
+    def add(self, call: Call, on_gloo: bool) -> None:
+        self.calls += 1
+        self.payload += call.payload
+        self.sent += call.sent()
+        self.wire += call.wire() if on_gloo else 0.0
+
+
+@dataclass
+class Traffic:
+    """What one rank has sent.
+
+    Attributes:
+        entries: by (axis, operation), in the order in which each came first.
+    """
+
+    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+
+    @property
+    def sent(self) -> int:
+        """Bytes, by the stated algorithms (`collective_bytes`)."""
+        return round(sum(entry.sent for entry in self.entries.values()))
+
+    @property
+    def wire(self) -> int:
+        """Bytes, by the algorithms that gloo has, with its headers; of what is on CPU, which is where gloo works."""
+        return round(sum(entry.wire for entry in self.entries.values()))
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """`sent`, by axis of the mesh."""
+        total: dict[str, float] = {}
+        for (axis, _), entry in self.entries.items():
+            total[axis] = total.get(axis, 0.0) + entry.sent
+        return {axis: round(count) for axis, count in total.items()}
+
+    def table(self) -> str:
+        """A line an operation within an axis."""
+        lines = [f"{'axis':14}{'operation':16}{'calls':>7}{'payload':>14}{'sent':>14}{'gloo':>14}"]
+        for (axis, operation), e in self.entries.items():
+            lines.append(f"{axis:14}{operation:16}{e.calls:7}{e.payload:14,}{e.sent:14,.0f}{e.wire:14,.0f}")
+        return "\n".join([*lines, f"{'all':37}{'':14}{self.sent:14,}{self.wire:14,}"])
+
+
+@contextmanager
+def count_traffic(*meshes: DeviceMesh) -> Iterator[Traffic]:
+    """Count what this rank hands to process groups in the ``with`` block.
+
+    Args:
+        meshes: their axes name the groups, by the ranks that are in them. dp_shard × cp together is ``dp_shard_cp``
+            (with dp_shard 1: ``cp``, whose ranks they are). Any other group is ``world``, or called after its ranks.
+
+    Raises:
+        RuntimeError: an operator on a process group that is not known here.
+    """
+    names: dict[tuple[int, ...], str] = {}
+    for mesh in meshes:
+        groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+        if has_axis(mesh, "cp") and has_axis(mesh, "dp_shard"):
+            groups["dp_shard_cp"] = dp_shard_cp(mesh).get_group()
+        for axis, group in groups.items():
+            names.setdefault(_ranks(group), axis)
+    traffic = Traffic()
+    with _Count(traffic, names):
+        yield traffic
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self, traffic: Traffic, names: Mapping[tuple[int, ...], str]) -> None:
+        super().__init__()
+        self.traffic, self.names = traffic, names
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor turns it into operators on plain tensors, which come by here
+        if func.namespace in ("c10d", "_c10d_functional") and _name(func) not in SILENT:
+            self._count(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        read = READERS.get(_name(func))
+        if read is None:
+            raise RuntimeError(f"{func} on a process group: mmm.analysis.traffic does not know what it sends")
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+        group = _group(given)
+        on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(given.values())))
+        for call in read(given, group.size(), group.rank()):
+            key = (self._axis(group), call.operation)
+            self.traffic.entries.setdefault(key, Entry()).add(call, on_gloo)
+
+    def _axis(self, group: dist.ProcessGroup) -> str:
+        ranks = _ranks(group)
+        other = "world" if len(ranks) == dist.get_world_size() else "ranks " + " ".join(map(str, ranks))
+        return self.names.get(ranks, other)
+
+
+def _name(func: Any) -> str:
+    """``allreduce`` of ``c10d::allreduce_``; a functional operator's has its own underscores."""
+    return func._schema.name.split("::")[1].strip("_").removesuffix("_out")
+
+
+def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
+    handle = given["process_group"] if "process_group" in given else given["group_name"]
+    if isinstance(handle, str):
+        return dist.distributed_c10d._resolve_process_group(handle)  # type: ignore[arg-type]
+    return handle if isinstance(handle, dist.ProcessGroup) else dist.ProcessGroup.unbox(handle)
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    if isinstance(nested, Tensor):
+        return [nested]
+    return [tensor for part in nested for tensor in _tensors(part)] if isinstance(nested, (list, tuple)) else []
+
+
+def _bytes(nested: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(nested))
+
+
+# One function an operation, for both namespaces, which differ in the names of arguments and in who makes the output:
+# from the arguments, the size of the group and this rank's number in it, to what it is to be counted as.
+Reader = Callable[[Mapping[str, Any], int, int], list[Call]]
+
+
+def _reader(operation: str, *names: str, by_parts: bool = False) -> Reader:
+    """Of an operation whose whole buffer is the first of the arguments that is there; `by_parts`: 1 / size of it is."""
+
+    def read(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+        whole = next(given[name] for name in names if name in given)
+        root = given.get("root_rank", given.get("src", 0))
+        payload = _bytes(whole) * (size if by_parts else 1)
+        return [Call(operation, size, rank, payload, root=root, tensors=len(_tensors(whole)))]
+
+    return read
+
+
+def _gather_lists(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    mine = given["input_tensors"] if "input_tensors" in given else given["input_list"]
+    return [Call("all_gather", size, rank, _bytes(mine) * size, tensors=len(mine))]
+
+
+def _all_to_all_single(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    whole = given["input"]
+    rows = list(given.get("input_split_sizes") or given.get("in_splits") or [])
+    own = rows[rank] * math.prod(whole.shape[1:]) if rows else whole.numel() / size
+    payload = _bytes(whole)
+    return [Call("all_to_all", size, rank, payload, leaving=round(payload - own * whole.element_size()))]
+
+
+def _all_to_all(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    parts = given["input_tensors"]
+    return [Call("all_to_all", size, rank, _bytes(parts), leaving=_bytes(parts) - _bytes(parts[rank]))]
+
+
+def _gather(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    mine, root = _bytes(given["input_tensors"]), given["root_rank"]
+    return [Call("gather", size, rank, mine * size, root=root, leaving=0 if rank == root else mine)]
+
+
+def _scatter(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    mine, root = _bytes(given["output_tensors"]), given["root_rank"]
+    return [Call("scatter", size, rank, mine * size, root=root, leaving=mine * (size - 1) if rank == root else 0)]
+
+
+def _send(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    count = _bytes(given["tensors"] if "tensors" in given else given["tensor"])
+    return [Call("send", size, rank, count, leaving=count)]
+
+
+def _receive(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    return [Call("receive", size, rank, _bytes(given["tensors"] if "tensors" in given else given["tensor"]))]
+
+
+def _batch_p2p(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    calls = []
+    for operation, tensor in zip(given["op_list"], given["tensors"], strict=True):
+        calls += (_send if operation == "isend" else _receive)({"tensor": tensor}, size, rank)
+    return calls
+
+
+READERS: dict[str, Reader] = {
+    # c10d
+    "allreduce": _reader("all_reduce", "tensors"),
+    "allreduce_coalesced": _reader("all_reduce", "tensors"),
+    "broadcast": _reader("broadcast", "tensors", "input"),
+    "reduce": _reader("reduce", "tensors"),
+    "allgather": _gather_lists,
+    "allgather_base": _reader("all_gather", "output_tensor"),
+    "allgather_coalesced": _gather_lists,
+    "allgather_into_tensor_coalesced": _reader("all_gather", "outputs"),
+    "reduce_scatter": _reader("reduce_scatter", "input_tensors"),
+    "reduce_scatter_base": _reader("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced": _reader("reduce_scatter", "inputs"),
+    "alltoall": _all_to_all,
+    "alltoall_base": _all_to_all_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "send": _send,
+    "recv": _receive,
+    "recv_any_source": _receive,
+    "barrier": lambda given, size, rank: [Call("barrier", size, rank, 0)],
+    "monitored_barrier": lambda given, size, rank: [Call("barrier", size, rank, 0)],
+    # _c10d_functional
+    "all_reduce": _reader("all_reduce", "input"),
+    "all_reduce_coalesced": _reader("all_reduce", "inputs"),
+    "all_gather_into_tensor": _reader("all_gather", "input", by_parts=True),
+    "all_gather_into_tensor_coalesced": _reader("all_gather", "inputs", by_parts=True),
+    "reduce_scatter_tensor": _reader("reduce_scatter", "input"),
+    "all_to_all_single": _all_to_all_single,
+    "isend": _send,
+    "irecv": _receive,
+    "batch_p2p_ops": _batch_p2p,
+}
+SILENT = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")  # talk to nobody

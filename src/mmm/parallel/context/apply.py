@@ -1,0 +1,116 @@
+"""Context parallelism: the sequence cut over the ranks of the cp axis, for sequences that are too long for one.
+
+Everything but attention works token by token, and does not notice. Attention is causal: the last token has ``seq`` keys
+to look at and the first has one, so that equal stretches would be unequal work. The sequence is cut into 2 · cp chunks,
+and each rank takes one from the head and its counterpart from the tail; cp = 4::
+
+    chunk    0    1    2    3  │  4    5    6    7         work of a chunk: 1 3 5 7 9 11 13 15 (in half squares)
+    rank     0    1    2    3  │  3    2    1    0         of a rank: 1 + 15 = 3 + 13 = 5 + 11 = 7 + 9
+             └────┴────┴────┴──┴──┴────┴────┴────┘
+
+Two styles bring the tokens of all ranks together in attention: ``ring`` (`mmm.parallel.context.ring`) sends keys and
+values round, ``ulysses`` (`mmm.parallel.context.ulysses`) shards heads instead of the sequence during attention.
+
+All ranks of a cp group hold the same parameters and have different tokens, so that to gradients cp is one more data
+parallel axis: FSDP cuts parameters, and adds up gradients, over dp_shard × cp together (``dp_shard_cp``).
+
+Source: the Llama team, "The Llama 3 Herd of Models", 2024, section 3.3.2; ``torch.distributed.tensor.experimental``
+has the same cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmm.data import Batch
+from mmm.errors import ConfigError
+from mmm.parallel.advice import Broken
+from mmm.parallel.context.ring import RingAttention
+from mmm.parallel.context.ulysses import UlyssesAttention
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan, find
+
+STYLES = ("ring", "ulysses")
+
+
+def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
+    """Which tokens of a sequence a cp coordinate holds: chunks r and 2 · cp - 1 - r of 2 · cp, in rising order.
+
+    Args:
+        coordinate: 0 … cp - 1. seq_length: in tokens, a multiple of 2 · cp, or of anything if cp is 1.
+
+    Returns:
+        (seq_length / cp,) int64.
+    """
+    everything = torch.arange(seq_length)
+    if cp == 1:
+        return everything
+    if seq_length % (2 * cp):
+        raise ValueError(f"{seq_length} tokens do not divide over 2 · cp = {2 * cp} chunks of the same length")
+    chunks = everything.chunk(2 * cp)
+    return torch.cat((chunks[coordinate], chunks[2 * cp - 1 - coordinate]))
+
+
+def cut_batch(batch: Batch, coordinate: int, cp: int) -> tuple[Batch, Tensor]:
+    """The tokens of a batch that a cp coordinate holds: inputs and targets are cut alike.
+
+    Returns:
+        That batch, (batch, seq / cp), whose count is still that of the global batch; and the positions of its tokens,
+        (seq / cp,) int64, for the model: ``model(part.inputs, positions)``.
+    """
+    positions = positions_of(coordinate, cp, batch.inputs.shape[1]).to(batch.inputs.device)
+    return replace(batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions]), positions
+
+
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style: str) -> None:
+    """Replace ``attention_fn`` of the attention modules that the plan names, in place.
+
+    Args:
+        mesh: the cp axis. style: ``ring`` or ``ulysses``.
+
+    Raises:
+        ConfigError: no such style, or a plan that names no attention.
+    """
+    check_style(style)
+    modules = [module for pattern in plan.attention for module in find(model, pattern)]
+    if not plan.attention:
+        raise ConfigError(f"cp {mesh.size()}: the plan of this model names no attention over a sequence; use cp 1")
+    for module in modules:
+        module.attention_fn = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, module.attention_fn)  # type: ignore
+
+
+def check_style(style: str) -> None:
+    """Raises ConfigError where there is no such style."""
+    if style not in STYLES:
+        raise ConfigError(f"cp_style {style!r} is not one of {', '.join(STYLES)}")
+
+
+def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) -> list[Broken]:
+    """What keeps a model's sequence from being cut; empty when nothing does.
+
+    Args:
+        n_heads: query heads of the whole model. seq_length: in tokens.
+    """
+    check_style(style)
+    if layout.cp == 1:
+        return []
+    found = []
+    parts = 2 * layout.cp * layout.tp
+    if seq_length % parts:
+        cut = f"2 · cp {layout.cp}" + (f" · tp {layout.tp}" if layout.tp > 1 else "")
+        text = (
+            f"seq_length {seq_length} is not divisible by {cut} = {parts} (each rank takes two chunks of the same "
+            f"length)"
+        )
+        found.append(Broken("seq_length", text, "seq_length", ("cp",)))
+    ranks = layout.cp * layout.tp
+    if style == "ulysses" and n_heads % ranks:
+        over = f"cp {layout.cp}" + (f" · tp {layout.tp} = {ranks}" if layout.tp > 1 else "")
+        text = f"n_heads {n_heads} is not divisible by {over} (under ulysses each rank takes whole heads)"
+        more = "" if n_heads % layout.tp else "--cp_style ring"
+        found.append(Broken("n_heads", text, "n_heads", ("cp",), more))
+    return found

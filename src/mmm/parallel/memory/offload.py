@@ -1,0 +1,81 @@
+"""CPU offload: what only the optimizer needs lives in the host's memory, and so does the optimizer's work.
+
+::
+
+                 on the device                                  on the host
+    fsdp         a unit's parameters, while it is worked on     parameters, gradients, optimizer state: this rank's part
+    zero1, 2     whole parameters                               the same, of what this rank updates
+
+A step brings the gradients of this rank's part down, updates the part on the host, and takes the parameters up: zero1
+and zero2 once, fsdp whenever it gathers them. It saves 4 numbers a parameter and rank under AdamW, and costs the link
+to the host and an optimizer at the host's speed.
+
+Gradients are then CPU tensors, and a norm over them is summed over the ranks by gloo, which `clip_grad_norm` leaves to
+the groups' CPU backend. On a CPU nothing changes but that zero1 and zero2 keep a second copy of a rank's part.
+
+Sources: Ren et al., "ZeRO-Offload", 2021; ``torch.distributed.fsdp.CPUOffloadPolicy``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from mmm.errors import ConfigError
+from mmm.parallel.data.replicas import Replicas
+
+OFFLOADED = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
+
+
+def check_offload(data_parallel: str, dtype: str = "auto") -> None:
+    """Whether a technique can keep the optimizer's part on the host; needs no process group.
+
+    Raises:
+        ConfigError: it cannot; with what to use.
+    """
+    if data_parallel not in OFFLOADED:
+        raise ConfigError(
+            f"--offload with {data_parallel}: every rank updates the whole model, and PyTorch has "
+            f"nothing that keeps DDP's state on the host; use zero1, zero2 or fsdp"
+        )
+    if dtype == "fp16":
+        raise ConfigError(
+            "--offload with --dtype fp16: scaling gradients that lie on the host has not been shown to "
+            "be right; use bf16 or fp32"
+        )
+
+
+def on_host(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of this rank that offload keeps on the host, and moves in a step; after the optimizer's first step.
+
+    Returns:
+        ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
+        host to device, by fsdp once for forward and once for backward (what the root keeps, once).
+    """
+    parts = [on_host(p) for p in model.parameters()]
+    kept = sum(part.nbytes for part in parts)
+    values = (value for of_one in optimizer.state.values() for value in of_one.values())
+    state = [on_host(value) for value in values if isinstance(value, Tensor)]
+    up = kept
+    if not isinstance(model, Replicas):
+        units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+        again = {id(p): p for unit in units for p in unit.parameters()}
+        up += sum(on_host(p).nbytes for p in again.values())
+    return {"host_parameters": kept, "host_state": sum(s.nbytes for s in state if s.ndim), "down": kept, "up": up}
+
+
+def moved_text(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """`moved`, in words; MB: 10⁶ bytes."""
+    mb = {name: f"{value / 1e6:.2f} MB" for name, value in moved(model, optimizer).items()}
+    text = (
+        f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state; a "
+        f"step moves {mb['down']} of gradients down and {mb['up']} of parameters up"
+    )
+    return text + (" (one memory: the device is the CPU)" if device.type == "cpu" else "")
