@@ -11,7 +11,7 @@ import pytest
 import xarray
 
 from mmm.errors import RecordError
-from mmm.history import History, fold, load, write_config
+from mmm.history import History, finalize, load, write_config
 
 
 def ranks(count):
@@ -223,7 +223,7 @@ def test_close_twice_and_no_row_after(tmp_path):
     assert path.read_bytes() == before
     with pytest.raises(RecordError, match="is closed"):
         history.update({"loss": 2.0})
-    assert fold(tmp_path) == path
+    assert finalize(tmp_path) == path
 
 
 def test_rows_that_are_there_are_not_overwritten(tmp_path):

@@ -153,7 +153,7 @@ def test_the_command_folds_and_plots(tmp_path, capsys):
     with pytest.raises(RecordError, match="still writing"):
         command.main([str(tmp_path), "--fold"])
     history._journal.close()  # what a kill leaves: the file, and no lock on it
-    assert command.main([str(tmp_path), "--fold", "--plot"]) == 0
+    assert command.main([str(tmp_path), "--finalize", "--plot"]) == 0
     assert "5 plots in" in capsys.readouterr().out
     assert (tmp_path / "train_dataset.h5").exists()
 

@@ -32,7 +32,7 @@ finally: open("cleaned-" + rank, "w")
 
 @pytest.fixture(params=["prefork", "spawn", "host", "rank"])
 def ways(request, launcher):
-    """This host's ranks, and those of a cluster, whose starter has launch's signals."""
+    """This host's ranks, and those of a cluster, whose launcher backend has launch's signals."""
     if request.param in ("host", "rank"):
         return launcher.on_hosts(request.param)
     return ["--no-prefork"] if request.param == "spawn" else []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.journal import Header, Row
+from mmm.history.journal import Header, LoggedRow
 from mmm.history.record import write_atomically
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _int_or_text(value: Any) -> int | str:
 
 def to_dataset(
     header: Header,
-    rows: Iterable[Row],
+    rows: Iterable[LoggedRow],
     extra_attrs: Mapping[str, Any],
     times: Mapping[str, Sequence[float | None]] | None = None,
 ) -> "xarray.Dataset":
@@ -156,11 +156,11 @@ def _ints(values: Sequence[Any]) -> bool:
     return all(type(value) is int and INT64.min <= value <= INT64.max for value in values)
 
 
-def to_rows(dataset: "xarray.Dataset") -> list[Row]:
+def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
     """The inverse of `to_dataset`, up to NaN for what a row lacked."""
     columns = {str(name): (len(var.dims), var.values.tolist()) for name, var in dataset.data_vars.items()}
     return [
-        Row(
+        LoggedRow(
             draw,
             {name: column[place] for name, (dims, column) in columns.items() if dims == 1},
             {name: column[place] for name, (dims, column) in columns.items() if dims == 2},

@@ -14,7 +14,7 @@ import mmm
 from mmm.errors import RecordError
 from mmm.history.dataset import plain_ranks
 from mmm.history.ending import RUNNING, Ending, ending_of, write_ending
-from mmm.history.journal import Header, Journal, Row
+from mmm.history.journal import Header, Journal, LoggedRow
 from mmm.history.record import DATASET, JOURNAL, reason
 
 log = logging.getLogger("mmm")
@@ -59,7 +59,7 @@ class History:
         self._full = len(ranks) <= full_ranks
         self._taken = {"draw", "rank", *(key for place in self._ranks for key in place)}
         self._names: set[str] = set()
-        self._pending: list[Row] = []
+        self._pending: list[LoggedRow] = []
         self._next = self._rows_there(resume)
         self._closed = False
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -105,7 +105,7 @@ class History:
                 spread[name] = values
             else:
                 scalars.update(_reduced(name, values))
-        self._pending.append(Row(self._next, scalars, spread))
+        self._pending.append(LoggedRow(self._next, scalars, spread))
         self._next += 1
         if len(self._pending) >= self.flush_every:
             self.flush()
@@ -126,14 +126,14 @@ class History:
         Raises:
             RecordError: the dataset cannot be written. The journal stays, and `close` may be called again.
         """
-        from mmm.history.reader import fold_now
+        from mmm.history.reader import finalize_now
 
         if not self._closed:
             self.flush()
             self._journal.ensure()
             self.ending = ending_of(error)
             write_ending(self.outdir, self.ending)  # first: what ends a run may not wait for the dataset
-            fold_now(self.outdir, self.ending)
+            finalize_now(self.outdir, self.ending)
             self._journal.close()
             self._closed = True
         return self.outdir / DATASET
@@ -153,7 +153,9 @@ class History:
         except Exception as second:
             if error is None:
                 raise
-            log.warning("the record in %s was not folded: %s", self.outdir, second)  # the first error says what matters
+            log.warning(
+                "the record in %s was not finalized: %s", self.outdir, second
+            )  # the first error says what matters
 
     def _rows_there(self, resume: bool) -> int:
         """The draw to go on with: 0 in a folder without rows."""
@@ -164,9 +166,9 @@ class History:
             raise RecordError(
                 f"{self.outdir} already holds rows ({', '.join(held)}). Prepare another folder, or pass overwrite."
             )
-        from mmm.history.reader import fold, load
+        from mmm.history.reader import finalize, load
 
-        fold(self.outdir)
+        finalize(self.outdir)
         stored = load(self.outdir)
         if stored.sizes["rank"] != len(self._ranks):
             raise RecordError(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.history.series import Limits, Series, limits, outside, series
+from mmm.history.series import AxisLimits, Series, limits, outside, series
 
 if TYPE_CHECKING:
     import xarray
@@ -38,7 +38,7 @@ def plain(drawn: str, color: bool = False) -> str:
     return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
 
 
-def _draw(s: Series, shown: Limits, title: str, width: int, height: int, color: bool) -> str:
+def _draw(s: Series, shown: AxisLimits, title: str, width: int, height: int, color: bool) -> str:
     import plotext
 
     inside = np.isfinite(s.y) & ~shown.above & ~shown.below

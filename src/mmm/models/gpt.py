@@ -37,7 +37,7 @@ class Attention(nn.Module):
     """Every token looks at itself and all before it.
 
     Attributes:
-        attend: the function of q, k and v, each (batch, heads, seq, head_dim); what cp replaces.
+        attention_fn: the function of q, k and v, each (batch, heads, seq, head_dim); what cp replaces.
     """
 
     mask: Tensor
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(config.dim, config.dim) for _ in range(4))
         mask = torch.ones(config.seq_length, config.seq_length).tril().bool()
         self.register_buffer("mask", mask)
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = self.masked
+        self.attention_fn: Callable[[Tensor, Tensor, Tensor], Tensor] = self.masked
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seq = q.shape[2]
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         batch, seq, _ = x.shape
         heads = (batch, seq, -1, self.head_dim)
         q, k, v = (matrix(x).view(heads).transpose(1, 2) for matrix in (self.query, self.key, self.value))
-        out = self.attend(q, k, v)  # (batch, heads held here, seq, head_dim)
+        out = self.attention_fn(q, k, v)  # (batch, heads held here, seq, head_dim)
         return self.out(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
 
 

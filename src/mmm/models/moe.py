@@ -25,6 +25,7 @@ def parity_after_step(model: nn.Module) -> None:
     """Make experts that had more than their share of the tokens less likely, and the others more; on one device."""
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            assert layer.counts is not None
-            layer.expert_bias += RATE * (layer.counts.sum() - layer.counts * len(layer.counts)).sign()
-            layer.counts = None
+            load = layer.tokens_per_expert
+            assert load is not None
+            layer.expert_bias += RATE * (load.sum() - load * len(load)).sign()
+            layer.tokens_per_expert = None

@@ -13,11 +13,11 @@ import torch._dynamo  # what DTensor and optimizers import at their first use, a
 from mmm.errors import UserError
 from mmm.parity import models, reference
 from mmm.parity.layouts import Case
-from mmm.parity.ranks import RanksFailed, run
 from mmm.parity.reference import Reference, Training
 from mmm.parity.report import ERRORS, Row, failed, judge
 from mmm.parity.train import Ready, make_ready, plan_problems, train
 from mmm.runtime.ranks import Rank
+from mmm.testing import RanksFailed, fork_ranks
 
 
 def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready], list[tuple[Case, str]]]:
@@ -78,7 +78,7 @@ def _compare_one(
             if isinstance(expected, RanksFailed):
                 raise expected
             good[optimizer] = expected
-        answers = run(train, case.ranks, model, each, training, good, timeout, timeout=timeout)
+        answers = fork_ranks(train, case.ranks, model, each, training, good, timeout, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")
@@ -90,7 +90,7 @@ def _compare_one(
 
 def _reference(source: ModuleType, training: Training, optimizer: str, timeout: float) -> Reference | RanksFailed:
     try:
-        return run(_train_alone, 1, source, training, optimizer, timeout=timeout)[0]
+        return fork_ranks(_train_alone, 1, source, training, optimizer, timeout=timeout)[0]
     except RanksFailed as error:
         return RanksFailed(f"the reference: {error}", error.details)
 
