@@ -274,7 +274,7 @@ def test_joined_axes_have_their_own_name(run_on_ranks):
 
 def compiled(rank):
     mesh = build_mesh(Layout().fit(2), "cpu", 60)
-    function = torch.compile(lambda x: funcol.all_reduce(x, "sum", mesh.get_group()).sum())
+    function = torch.compile(lambda x: funcol.all_reduce(x, "sum", mesh["dp_shard"].get_group()).sum())
     function(torch.ones(100))
     with count_traffic(mesh) as traffic:
         total = function(torch.ones(100))
