@@ -55,78 +55,39 @@ LOSS = 8  # bytes of a pipeline's loss
 
 
 def expected_traffic(
-    model: nn.Module | Mapping[int, nn.Module],
-    plan: Plan,
-    layout: Layout,
-    *,
-    batch: int,
-    seq_length: int = 0,
-    precision: Precision,
-    data_parallel: str = "fsdp",
-    cp_style: str = "ring",
-    microbatches: int = 1,
-    stages: int = 1,
-) -> dict[str, float]:
-    """Bytes that a rank sends in a step, forward to optimizer, by axis; axes on which it sends nothing are left out.
-
-    Args:
-        model: before it is parallelized, on the meta device. In a pipeline: by number, the stages of this rank.
-        layout: fitted to the number of ranks.
-        batch: samples of a step, per data-parallel coordinate. seq_length: of the Transformer, in tokens.
-        precision: of the run. data_parallel, cp_style: as `parallel.apply` takes them.
-        microbatches: forwards and backwards of a step; gradients are summed over the ranks at the last.
-        stages: of the pipeline, over all ranks.
-
-    Raises:
-        ValueError: there is no formula for a model of that kind on an axis of the layout.
-    """
-    own = dict(model) if isinstance(model, Mapping) else {0: model}
-    found = _data_parallel(own, plan, layout, precision, data_parallel, microbatches)
-    if layout.tp > 1:
-        found["tp"] = sum(_tensor(stage, layout, batch, seq_length, precision) for stage in own.values())
-    if layout.cp > 1:
-        ways = sum(_context(stage, layout, batch, seq_length, precision, cp_style) for stage in own.values())
-        found["cp"] = found.get("cp", 0.0) + ways
-    if layout.pp > 1:
-        faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < stages and other not in own)
-        passed = _activations(next(iter(own.values())), layout, batch, seq_length, precision)
-        found["pp"] = faced * passed + factor("all_reduce", layout.pp) * LOSS
-    return {axis: count for axis, count in found.items() if count}
-
-
-def assembled_traffic(
     model: nn.Module,
     plan: Plan,
     layout: Layout,
     techniques: Techniques,
     partition: Partition,
-    numbers: Iterable[int],
+    numbers: Iterable[int] = (0,),
     *,
     batch: int,
-    seq_length: int,
+    seq_length: int = 0,
     precision: Precision,
 ) -> dict[str, float]:
-    """`expected_traffic` of the rank that holds stages `numbers` (``ParallelModel.modules``) of a divided model.
+    """Bytes that a rank sends in a step, forward to optimizer, by axis; axes on which it sends nothing are left out.
 
     Args:
-        model: as `partition_model` was given it, on the meta device.
+        model: before it is parallelized, on the meta device. layout: fitted to the number of ranks.
+        partition: of the model. numbers: of this rank's stages (``ParallelModel.modules``).
+        batch: samples of a step, per data-parallel coordinate. seq_length: of the Transformer, in tokens.
+
+    Raises:
+        ValueError: there is no formula for a model of that kind on an axis of the layout.
     """
-    own = {
-        number: take_stage(model, partition.parts, partition.stages[number]) if partition.stages else model
-        for number in numbers
-    }
-    return expected_traffic(
-        own,
-        plan,
-        layout,
-        batch=batch,
-        seq_length=seq_length,
-        precision=precision,
-        data_parallel=techniques.data_parallel,
-        cp_style=techniques.cp_style,
-        microbatches=partition.microbatches,
-        stages=max(1, len(partition.stages)),
-    )
+    count, sizes = len(partition.stages), (layout, batch, seq_length, precision)
+    own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in numbers}
+    found = _data_parallel(own, plan, layout, precision, techniques.data_parallel, partition.microbatches)
+    if layout.tp > 1:
+        found["tp"] = sum(_tensor(stage, *sizes) for stage in own.values())
+    if layout.cp > 1:
+        found["cp"] = found.get("cp", 0.0) + sum(_context(s, *sizes, techniques.cp_style) for s in own.values())
+    if layout.pp > 1:
+        faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
+        sent = _activations(next(iter(own.values())), *sizes)
+        found["pp"] = faced * sent + factor("all_reduce", layout.pp) * LOSS
+    return {axis: sent for axis, sent in found.items() if sent}
 
 
 def _size(dtype: torch.dtype) -> int:

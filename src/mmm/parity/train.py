@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmm.analysis.traffic import count_traffic
-from mmm.analysis.traffic_formulas import assembled_traffic
+from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
@@ -176,7 +176,7 @@ def least_traffic(ready: Prepared, parallel_model: ParallelModel, precision: Pre
         module = ready.model.source.parity_model()
     inputs, _ = batch(ready.model.source, ready.training, 0)
     try:
-        by_axis = assembled_traffic(
+        by_axis = expected_traffic(
             module,
             ready.model.plan(),
             ready.layout,
