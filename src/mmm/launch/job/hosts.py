@@ -1,4 +1,10 @@
-"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`."""
+(
+    """Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`.
+
+"""
+"""
+    ""
+)
 
 import re
 import socket
