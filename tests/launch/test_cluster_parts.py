@@ -20,6 +20,7 @@ from mmm.launch.control.link import Link, Lost
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, scheduler, walltime
 from mmm.launch.job.scheduler import Job
+from mmm.launch.job.sites import Site
 from support.launcher import START
 
 
@@ -216,7 +217,7 @@ def agent(index, host, cpus="0-7", local_rank=None):
 
 
 class Plan:
-    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, None
+    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, Site("")
 
     def __init__(self):
         self.shared = {"WORLD_SIZE": "3"}

@@ -117,6 +117,7 @@ def test_a_list_of_hosts_and_a_host_file(tmp_path):
         plan({}, hosts="a", hostfile=str(path))
     with pytest.raises(LaunchError, match="different numbers of slots"):
         plan({}, hosts="a:2,b:4")
+    assert plan({}, hosts="a:2,b:4", per_host=2).ranks == 4
 
 
 def test_nothing_of_the_kind_is_this_host_alone():

@@ -95,7 +95,7 @@ def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
 
 
 def test_a_signal_for_the_program(launcher, how):
-    """USR1 that launch ignores does not end ranks that do not expect it, also where the fork server has started anew."""
+    """USR1 that launch ignores does not end ranks that do not expect it, nor after the fork server started anew."""
     launcher.write("site-packages/broken.py", "raise ValueError")
     launcher.write("t.py", "try: import broken\nexcept ValueError: pass\n" + LOOK)
     process = launcher.start(

@@ -152,9 +152,8 @@ class History:
         except Exception as second:
             if error is None:
                 raise
-            log.warning(
-                "the record in %s was not finalized: %s", self.outdir, second
-            )  # the first error says what matters
+            # The first error is the one that matters.
+            log.warning("the record in %s was not finalized: %s", self.outdir, second)
 
     def _admit(self, name: str) -> None:
         if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":
