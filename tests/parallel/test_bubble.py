@@ -88,7 +88,7 @@ def test_formula_has_its_bounds():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="not go on: rank 0 waits at 0B0 for 0F0, rank 1 waits at 1F0 for 0F0"):
+    with pytest.raises(ValueError, match="is stuck: rank 0 waits at 0B0 for 0F0, rank 1 waits at 1F0 for 0F0"):
         replay([actions("0B0 0F0"), actions("1F0 1B0")], lambda _: 1.0)
     with pytest.raises(ValueError, match=r"rank 0 waits at 0B1 for 1B1 or 1I1, rank 1 waits at 1B0 for 1F0"):
         replay([actions("0F0 0F1 0B1 0B0"), actions("1B0 1F0 1F1 1B1")], lambda _: 1.0)

@@ -151,8 +151,7 @@ def _train(rank: Rank, ready: Prepared, mesh: Mesh, optimizer: str, reference: R
     for step in range(training.steps):
         inputs, targets = batch(model.source, training, step)
         # The first step of a pipeline, or of DDP, sends more than the others.
-        counted = count_traffic(mesh) if step == 1 else nullcontext()
-        with counted as traffic:
+        with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
             local_loss = parallel_model.step(inputs[own], targets[own], targets.numel())
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
