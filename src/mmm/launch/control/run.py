@@ -14,12 +14,11 @@ from mmm.contract import ENDING
 from mmm.launch.control import failures, stacks
 from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
+from mmm.launch.control.wire import PASSED_ON
 from mmm.launch.job.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C
-
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # what schedulers send before a job's end; the program's to handle
 
 
 class Run(ABC):
