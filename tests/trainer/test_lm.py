@@ -135,7 +135,7 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
     ("flags", "words"),
     [
         ({"tile": 4, "activation_checkpointing": "selective"}, "tile 4 with activation checkpointing 'selective'"),
-        ({"parallel": "ddp", "offload": True}, "--offload with ddp"),
+        ({"parallel": "ddp", "offload": True}, "offload with ddp"),
         ({"n_experts": 4, "tile": 4}, "feed-forward layers of this model are experts"),
         ({"top_k": 3}, "--top_k 3 without --n_experts"),
         ({"n_experts": 4, "balance_rate": float("inf")}, "--balance_rate inf"),

@@ -14,10 +14,12 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.ddp import ScaleGradient
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
@@ -55,9 +57,7 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
         model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta")
     )
     record, clock = Rows([]), StepClock(CPU)
-    model = ParallelModel(
-        model, cnn_plan(), layout, mesh, precision, techniques, partition, device=CPU, seed=0, lap=clock.lap
-    )
+    model = ParallelModel(model, cnn_plan(), mesh, precision, techniques, partition, device=CPU, seed=0, lap=clock.lap)
     run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], record)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = load_images("digits", image_size=8)
@@ -138,7 +138,6 @@ def biases_by_step(rank, max_norm):
     model = ParallelModel(
         model,
         transformer_plan(),
-        layout,
         mesh,
         precision,
         Techniques(),

@@ -28,12 +28,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
-from mmm.parallel.assemble import Techniques
-from mmm.parallel.context.apply import cut_batch
+from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.grad_scaler import GradScaler
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.needs import CUT_SEQUENCE, Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, parse
@@ -94,7 +94,7 @@ def train(config: Config) -> None:
         def share(samples: Batch) -> Tensor:
             # Of the samples the tokens of this cp coordinate, and where they stand in the whole sequence, (seq / cp,):
             # the model turns heads by it, and cannot count from 0.
-            part, positions = cut_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
+            part, positions = shard_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
             return loss_fn(model(part.inputs, positions), part.targets, part.count)
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)

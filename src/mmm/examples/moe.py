@@ -32,10 +32,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.expert.apply import balance_experts, imbalance
-from mmm.runtime.failure import run_main
+from mmm.parallel.expert.balance import balance_experts, imbalance
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import ExpertOptions, Preset, parse
 from mmm.trainer.report import print_once, sharded_model

@@ -40,14 +40,14 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import PRESETS, ViT
 from mmm.parallel import Layout, batch_sizes
-from mmm.parallel.assemble import partition_model
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit, vit_plan
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.optimizer import make_optimizer

@@ -29,13 +29,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.analysis.bubble import gather
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
-from mmm.parallel.assemble import Partition, Techniques
-from mmm.parallel.pipeline.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel.partition import Partition
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Recorder
-from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
-from mmm.runtime.failure import run_main
+from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
+from mmm.parallel.techniques import ScheduleName, Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
@@ -87,7 +89,7 @@ def train(config: Config) -> None:
         compile=plan if config.compile else None,
     )
     costs = part_costs(model, parts, resolved.sample)
-    cuts = cut(costs, layout.pp * each)
+    cuts = balance_stages(costs, layout.pp * each)
     if config.summary:
         print_once(resolved.summary())
         return
