@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mmm.analysis.traffic_formulas import assembled_traffic
+from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.data import Tokens
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
@@ -99,7 +99,7 @@ def measure(
         seed=options.seed,
     )
     each = global_batch // layout.dp
-    formula = assembled_traffic(
+    formula = expected_traffic(
         on_meta(sizes),
         plan,
         layout,

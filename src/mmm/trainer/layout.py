@@ -75,7 +75,7 @@ class LayoutOptions(DataParallelOptions):
         return super().axes() | sizes
 
     def techniques(self, compile: bool, **memory: Any) -> Techniques:
-        """What `mmm.parallel.assemble` takes. compile: the flag of the run. memory: of `MemoryOptions`."""
+        """The techniques that the flags ask for. compile: the flag of the run. memory: of `MemoryOptions`."""
         given: dict[str, Any] = {"cp_style": self.cp_style, "schedule": self.schedule}
         return Techniques(
             data_parallel=self.parallel,

@@ -20,7 +20,7 @@ def parallelize(run: Run, model: nn.Module, plan: Plan, techniques: Techniques, 
     """Make the mesh, and on it this rank's part of `model` with its initial weights; log who has what. A collective.
 
     Args:
-        model: on the meta device; it is used up. division: of `mmm.parallel.assemble.partition_model`.
+        model: on the meta device; consumed: do not reuse it. partition: of `mmm.parallel.partition_model`.
     """
     whole = parameter_count(model)
     run.notes += unmatched(plan, model)  # `ParallelModel` says them
