@@ -36,13 +36,10 @@ from torch import nn
 
 from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.assemble import Techniques
+from mmm.parallel import apply, build_mesh, cross_entropy, materialize, sync_gradients
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
@@ -56,14 +53,16 @@ class Config(TextProgramOptions):
 
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    parallel = "ddp"
+    default_batch_size = 8
     accumulate: int = 1
     """Micro-batches of a step; one all-reduce for all of them."""
 
 
 def train(config: Config) -> None:
-    layout = Layout().fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=8)
-    batch, global_batch, steps, tokens = resolved.batch, resolved.global_batch, resolved.steps, resolved.tokens
+    resolved = resolve(config)
+    layout, steps, tokens = resolved.layout, resolved.steps, resolved.data.train
+    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
     model: nn.Module = resolved.model
     if config.accumulate < 1 or batch % config.accumulate:
         raise ConfigError(
@@ -74,9 +73,7 @@ def train(config: Config) -> None:
         print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(data_parallel="ddp"))
-    with start_run("ddp", config, layout, resolved.about_data, holds) as run:
-        run.describe(**resolved.describe())
+    with start_run("ddp", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)
         model = apply(model, mesh, transformer_plan(), run.precision, data_parallel="ddp", compile=config.compile)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed

@@ -26,28 +26,23 @@ import torch
 from torch import nn
 
 from mmm.data.image_batches import ImageBatch, ImageBatches, evaluation
-from mmm.models.cnn import CNN
 from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
 from mmm.runtime.seed import seed_step
-from mmm.trainer.cnn import CNNOptions, resolve
-from mmm.trainer.fits import footprint
-from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, parse
+from mmm.trainer.options import parse
 from mmm.trainer.progress import epochs_bar
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.tasks import evaluate_images
+from mmm.trainer.vision import CNNOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, DataParallelOptions, RunOptions):
+class Config(CNNOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says."""
 
     lr: float = 1e-3
@@ -56,21 +51,14 @@ class Config(CNNOptions, DataParallelOptions, RunOptions):
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config, config, config.layout(whoami().world_size), whoami())
-    data, layout, batch = resolved.data, resolved.layout, resolved.batch
-    with torch.device("meta"):
-        model: nn.Module = CNN(resolved.model)
-    summary = model_summary(model, resolved.sample)
+    resolved = resolve(config)
+    data, layout, batch = resolved.data, resolved.layout, resolved.local_batch_size
+    model: nn.Module = resolved.model
     if config.summary:
-        if whoami().is_main:
-            print(summary)
+        print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(data_parallel=config.parallel))
-    with start_run("fsdp", config, layout, data.describe(), holds) as run:
-        run.describe(**resolved.describe())
-        run.log.info("model, whole:\n%s", summary)
-
+    with start_run("fsdp", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)
         model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel)
         materialize(model, run.device, config.seed)
@@ -78,12 +66,12 @@ def train(config: Config) -> None:
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
 
-        sequence = ImageBatches(data.train, resolved.global_batch, config.seed)
+        sequence = ImageBatches(data.train, resolved.global_batch_size, config.seed)
         mine = layout.dp_coordinate(run.rank.rank)
         loader = sequence.loader(mine, layout.dp, workers=config.workers)
         test_loader = evaluation(data.test, max(batch, 64), mine, layout.dp, workers=config.workers)
         per_epoch = sequence.steps_per_epoch
-        run.log.info("%s: %d steps of %d images", data.name, resolved.steps, resolved.global_batch)
+        run.log.info("%s: %d steps of %d images", data.name, resolved.steps, resolved.global_batch_size)
         for first in range(0, resolved.steps, per_epoch):
             steps = range(first, min(first + per_epoch, resolved.steps))
             optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (first // per_epoch)
@@ -91,7 +79,7 @@ def train(config: Config) -> None:
             share = train_epoch(run, model, optimizer, scaler, batches)
             evaluated = evaluate_images(run, model, test_loader)
             at, row = {"epoch": first // per_epoch + 1}, {"train_loss": share / len(steps)}
-            run.row(at, row, samples=len(steps) * resolved.global_batch, more=evaluated)
+            run.row(at, row, samples=len(steps) * resolved.global_batch_size, more=evaluated)
         if config.save_model:
             save_model(run, model)
 

@@ -20,50 +20,37 @@ being worked out, and can go between hosts. Same seed and same global batch give
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
-from mmm.parallel.assemble import Techniques
+from mmm.parallel import apply, build_mesh, loss_of, materialize
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.memory.offload import moved_text
 from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
+from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, parse
+from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
+class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions, ValidationOptions):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
-
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut."""
 
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    layout = Layout(tp=config.tpsize).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=16)
-    config.check_memory(config.seq_length // layout.tp, config.dtype)
-    if config.compile:
-        check_compile(resolved.plan, layout)
-    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
+    resolved = resolve(config)
+    layout = resolved.layout
+    model, steps = resolved.model, resolved.steps
+    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
     if config.summary:
         print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
-    with start_run("fsdp_tp", config, layout, resolved.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe())
-
+    with start_run("fsdp_tp", config, resolved) as run:
         # mesh -> plan -> weights: cut the shapes first, then give each rank memory and weights for its own part.
         mesh = build_mesh(layout, run.device.type, config.timeout)
         apply(model, mesh, resolved.plan, run.precision, compile=config.compile, **config.memory())
@@ -77,7 +64,7 @@ def train(config: Config) -> None:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = resolved.data.train.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # the logits stay cut over the vocabulary
                 loss = loss_fn(model(part.inputs), part.targets, part.count)

@@ -37,13 +37,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.apply import local_part
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model
@@ -57,8 +54,13 @@ class Config(TextProgramOptions):
 
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    parallel = "hsdp"
+    default_batch_size = 8
     replicas: int = 2
     """Copies of the model: R."""
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        return {"dp_replicate": self.replicas}
 
 
 def train(config: Config) -> None:
@@ -66,16 +68,15 @@ def train(config: Config) -> None:
         raise LayoutError(
             f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or mmm.examples.fsdp"
         )
-    layout = Layout(dp_replicate=config.replicas).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=8)
-    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
+    resolved = resolve(config)
+    layout = resolved.layout
+    model, steps = resolved.model, resolved.steps
+    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
     if config.summary:
         print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(data_parallel="hsdp"))
-    with start_run("hsdp", config, layout, resolved.about_data, holds) as run:
-        run.describe(**resolved.describe())
+    with start_run("hsdp", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)  # ("dp_replicate", "dp_shard")
         everyone: list[Any] = [None] * run.rank.world_size
         dist.all_gather_object(everyone, groups_of(mesh))
@@ -91,7 +92,7 @@ def train(config: Config) -> None:
         mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
         for step in range(steps):
             run.clock.start()
-            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = resolved.data.train.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             loss = cross_entropy(model(part.inputs), part.targets, part.count)
             run.clock.lap("dtf")

@@ -32,19 +32,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm.analysis.local_elements import local_elements
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
 from mmm.parallel.assemble import Techniques
 from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
+from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import ResolvedText, TextProgramOptions, resolve
+from mmm.trainer.text import TextProgramOptions, resolve
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
@@ -56,26 +55,29 @@ class Config(TextProgramOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
-    usual_iters = 5
+    default_max_iters = 5
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     optimizer: Literal["adamw"] = "adamw"
     """SGD has no state, and stage 1 would save nothing."""
+    default_batch_size = 2
     offload: bool = False
     """Stages 1 to 3: keep on the host, and update there, what a rank updates."""
+
+    def techniques(self) -> Techniques:
+        return Techniques(data_parallel="ddp", compile=self.compile)  # of stage 0, which holds most
 
 
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
-    layout = Layout().fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=2)
+    resolved = resolve(config)
+    layout = resolved.layout
     whole = parameter_count(resolved.model)
     if config.summary:
         print_once(resolved.summary())
         return True
 
-    holds = footprint(resolved.model, config.optimizer, Techniques(data_parallel="ddp"))  # of stage 0, which holds most
-    with start_run("zero", config, layout, resolved.about_data, holds) as run:
-        run.describe(**resolved.describe(), parameters=whole)
+    with start_run("zero", config, resolved) as run:
+        run.describe(parameters=whole)
         mesh = build_mesh(layout, run.device.type, config.timeout)
         held, losses = zip(*(train_stage(run, mesh, resolved, stage) for stage in range(len(TECHNIQUES))), strict=True)
         width = torch.empty(0, dtype=run.precision.storage).element_size()
@@ -89,7 +91,7 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_stage(run: Run, mesh: DeviceMesh, resolved: ResolvedText, stage: int) -> tuple[dict[str, int], list[float]]:
+def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
         model: nn.Module = Transformer(resolved.sizes)
@@ -107,11 +109,11 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: ResolvedText, stage: int) 
     )
     materialize(model, run.device, options.seed)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
-    batch, global_batch, losses = resolved.batch, resolved.global_batch, []
+    batch, global_batch, losses = resolved.local_batch_size, resolved.global_batch_size, []
     mine = batch * run.layout.dp_coordinate(run.rank.rank)
     for step in range(resolved.steps):
         run.clock.start()
-        part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
+        part = resolved.data.train.batch(step, global_batch, mine, batch).to(run.device)
         run.clock.lap("dtd")
         loss = cross_entropy(model(part.inputs), part.targets, part.count)
         run.clock.lap("dtf")
