@@ -77,5 +77,5 @@ def optimizers(rank):
     return found
 
 
-def test_parameters_of_two_meshes_are_not_updated_at_once(pool):
-    assert pool.run(optimizers, 2) == [[[None, None], [False, False]]] * 2
+def test_parameters_of_two_meshes_are_not_updated_at_once(run_on_ranks):
+    assert run_on_ranks(optimizers, 2) == [[[None, None], [False, False]]] * 2

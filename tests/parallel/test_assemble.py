@@ -104,12 +104,12 @@ def _case_id(value):
 
 
 @pytest.mark.parametrize(("model", "layout", "techniques"), CASES, ids=_case_id)
-def test_products_of_axes(pool, model, layout, techniques):
+def test_products_of_axes(run_on_ranks, model, layout, techniques):
     if model == "transformer":
         losses, gradients = reference.train("sgd", torch.float64, 10)
     else:
         losses, _, gradients = vision.train(model, "sgd")
-    ranks = pool.run(train, layout.ranks, model, layout, techniques)
+    ranks = run_on_ranks(train, layout.ranks, model, layout, techniques)
     assert set().union(*(first for _, first in ranks)) == gradients.keys()
     for got, first in ranks:
         assert got == pytest.approx(losses[:STEPS], rel=1e-9)
@@ -150,7 +150,7 @@ def uneven_loads(rank, measured):
     made = ParallelModel(model, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
     for stage in made.modules.values():
         for number, layer in stage.layers.items():
-            layer.moe.counts = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
+            layer.moe.tokens_per_expert = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
     reduced = []
     original = torch.distributed.all_reduce
     torch.distributed.all_reduce = lambda *given, **named: (reduced.append(1), original(*given, **named))[1]
@@ -160,7 +160,7 @@ def uneven_loads(rank, measured):
         torch.distributed.all_reduce = original
 
 
-def test_the_imbalance_is_as_on_one_device(pool):
+def test_the_imbalance_is_as_on_one_device(run_on_ranks):
     """To the last bit also through a pipeline, and worked out only where it is wanted."""
-    assert pool.run(uneven_loads, 2, True) == [(15 / 7, 2)] * 2  # over dp, and over pp
-    assert pool.run(uneven_loads, 2, False) == [(None, 1)] * 2
+    assert run_on_ranks(uneven_loads, 2, True) == [(15 / 7, 2)] * 2  # over dp, and over pp
+    assert run_on_ranks(uneven_loads, 2, False) == [(None, 1)] * 2

@@ -151,11 +151,11 @@ def check_recorded(everyone, ranks, microbatches):
         assert 0 < replay(recorded.lists, recorded.seconds).bubble < 1
 
 
-def test_two_real_ranks(pool):
+def test_two_real_ranks(run_on_ranks):
     """Every action once, in the order of PyTorch's list; recording changes nothing, and ends."""
-    check_recorded(pool.run(run_schedules, 2, ["1F1B", "ZBVZeroBubble"], 4), 2, 4)
+    check_recorded(run_on_ranks(run_schedules, 2, ["1F1B", "ZBVZeroBubble"], 4), 2, 4)
 
 
 @pytest.mark.long
-def test_all_schedules_on_four_ranks(pool):
-    check_recorded(pool.run(run_schedules, 4, list(SCHEDULES), 8), 4, 8)
+def test_all_schedules_on_four_ranks(run_on_ranks):
+    check_recorded(run_on_ranks(run_schedules, 4, list(SCHEDULES), 8), 4, 8)

@@ -110,10 +110,10 @@ def buffers(rank, layout, techniques):
     ],
     ids=str,
 )
-def test_they_are_what_the_model_made_them(pool, layout, techniques):
+def test_they_are_what_the_model_made_them(run_on_ranks, layout, techniques):
     plain = Net()
     expected = dict(plain.named_buffers(remove_duplicate=False))
-    ranks = pool.run(buffers, layout.ranks, layout, techniques)
+    ranks = run_on_ranks(buffers, layout.ranks, layout, techniques)
     assert set().union(*(found for found, _ in ranks)) == expected.keys()
     for found, ids in ranks:
         for name, got in found.items():
@@ -138,8 +138,8 @@ def offloaded(rank):
     return [{tensor.device.type for _, tensor in named} for named in (net.named_parameters(), net.named_buffers())]
 
 
-def test_offload_leaves_them_on_the_device(pool):
-    assert pool.run(offloaded, 1) == [[{"cpu"}, {"meta"}]]
+def test_offload_leaves_them_on_the_device(run_on_ranks):
+    assert run_on_ranks(offloaded, 1) == [[{"cpu"}, {"meta"}]]
 
 
 # ---- what is refused, before there is a process group

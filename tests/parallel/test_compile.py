@@ -49,10 +49,10 @@ def gradients(rank, layout, backend):
 
 
 @pytest.mark.long
-def test_gradients(pool):
+def test_gradients(run_on_ranks):
     """Whole blocks over dp. aot_eager is inductor without its C++: half a minute less."""
     _, expected = reference.train("sgd", torch.float64, 1, CONFIG)
-    compiled, grads, graphs = pool.run(gradients, 2, Layout(dp_shard=2), "aot_eager", timeout=200)[0]
+    compiled, grads, graphs = run_on_ranks(gradients, 2, Layout(dp_shard=2), "aot_eager", timeout=200)[0]
     assert compiled == ["TransformerBlock"] * 2
     assert graphs >= 1
     for name, gradient in expected.items():
@@ -161,9 +161,9 @@ MORE = [
     [*COMPILED, *(pytest.param(*more, marks=pytest.mark.long) for more in MORE)],
     ids=str,
 )
-def test_what_is_to_be_compiled_is(pool, model, layout, techniques):
+def test_what_is_to_be_compiled_is(run_on_ranks, model, layout, techniques):
     """A graph was made, whatever goes with it, it is said, and the losses are those without."""
-    for losses, (graphs, operators), said in pool.run(losses_and_graphs, layout.ranks, model, layout, techniques):
+    for losses, (graphs, operators), said in run_on_ranks(losses_and_graphs, layout.ranks, model, layout, techniques):
         assert losses == pytest.approx(uncompiled(model), rel=1e-9)
         assert graphs >= 1
         assert operators >= 1

@@ -114,24 +114,24 @@ def attend(rank, cp, style, heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2), (4, 8, 1)])
-def test_attention(pool, style, cp, heads, kv_heads):
+def test_attention(run_on_ranks, style, cp, heads, kv_heads):
     *inputs, gradient = qkv(heads, kv_heads)
     inputs = [t.requires_grad_() for t in inputs]
     out = causal_attention(*inputs)
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    for coordinate, got in enumerate(pool.run(attend, cp, cp, style, heads, kv_heads, torch.float64)):
+    for coordinate, got in enumerate(run_on_ranks(attend, cp, cp, style, heads, kv_heads, torch.float64)):
         for mine, whole in zip(got, expected, strict=True):
             assert (mine - whole[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_attention_in_half_precision(pool, style):
+def test_attention_in_half_precision(run_on_ranks, style):
     """Put together in float32: as close to the truth as bfloat16 is."""
     *inputs, gradient = qkv(8, 2)
     inputs = [t.requires_grad_() for t in inputs]
     out = causal_attention(*inputs)
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    for coordinate, got in enumerate(pool.run(attend, 2, 2, style, 8, 2, torch.bfloat16)):
+    for coordinate, got in enumerate(run_on_ranks(attend, 2, 2, style, 8, 2, torch.bfloat16)):
         for mine, whole in zip(got, expected, strict=True):
             assert mine.dtype == torch.bfloat16
             assert (mine - whole[:, :, positions_of(coordinate, 2, 16)]).abs().max() <= 3e-2 * whole.abs().max()
@@ -197,17 +197,17 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("style", "steps"), [("ring", STEPS), pytest.param("ulysses", 4, marks=pytest.mark.long)])
-def test_same_as_whole(pool, layout, style, steps):
+def test_same_as_whole(run_on_ranks, layout, style, steps):
     check_transformer(reference.CONFIG, layout, reference.SEQ, style)
-    for got in pool.run(train, layout.ranks, layout, style, steps):
+    for got in run_on_ranks(train, layout.ranks, layout, style, steps):
         assert_same(got, steps)
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_with_activation_checkpointing(pool, checkpointing, style):
-    for got in pool.run(train, 2, Layout(dp_shard=1, cp=2), style, 1, checkpointing):
+def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
+    for got in run_on_ranks(train, 2, Layout(dp_shard=1, cp=2), style, 1, checkpointing):
         assert_same(got, 1)
 
 
@@ -232,8 +232,8 @@ def equal_stretches(rank, layout):
 
 
 @pytest.mark.parametrize("planted", [over_dp_alone, equal_stretches])
-def test_planted_bugs_are_caught(pool, planted):
-    got = pool.run(planted, 2, Layout(dp_shard=1, cp=2))[0]
+def test_planted_bugs_are_caught(run_on_ranks, planted):
+    got = run_on_ranks(planted, 2, Layout(dp_shard=1, cp=2))[0]
     with pytest.raises(AssertionError, match="differ"):
         assert_same(got, 1)
 
@@ -268,8 +268,8 @@ def test_refused():
         check_cnn(CNNConfig(), layout)
 
 
-def test_a_plan_without_attention_is_refused(pool):
-    pool.run(refused_plan, 2)
+def test_a_plan_without_attention_is_refused(run_on_ranks):
+    run_on_ranks(refused_plan, 2)
 
 
 def refused_plan(rank):

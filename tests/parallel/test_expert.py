@@ -213,15 +213,15 @@ MANY = [  # in `make test-long`
     ],
     ids=str,
 )
-def test_same_as_whole(pool, layout, steps):
+def test_same_as_whole(run_on_ranks, layout, steps):
     check_transformer(CONFIG, layout, reference.SEQ)
-    expected = check(pool, layout, steps)
+    expected = check(run_on_ranks, layout, steps)
     assert len({tuple(load) for step in expected[2] for load in step}) > steps  # routing does change
 
 
-def check(pool, layout, steps, optimizer="sgd", biases=(), config=CONFIG, **more):
+def check(run_on_ranks, layout, steps, optimizer="sgd", biases=(), config=CONFIG, **more):
     expected = reference_run(optimizer, steps, biases, config)
-    for got in pool.run(with_keywords, layout.ranks, (layout, optimizer, steps, biases, config), more):
+    for got in run_on_ranks(with_keywords, layout.ranks, (layout, optimizer, steps, biases, config), more):
         assert_same(got, expected)
     return expected
 
@@ -231,37 +231,39 @@ def with_keywords(rank, arguments, keywords):
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.long)])
-def test_adamw_with_micro_batches_and_checkpointing(pool, steps):
-    check(pool, Layout(dp_shard=4, ep=2), steps, "adamw", accumulate=2, checkpointing="full")
+def test_adamw_with_micro_batches_and_checkpointing(run_on_ranks, steps):
+    check(run_on_ranks, Layout(dp_shard=4, ep=2), steps, "adamw", accumulate=2, checkpointing="full")
 
 
 @pytest.mark.long
-def test_selective_checkpointing(pool):
-    check(pool, Layout(dp_shard=4, ep=2), 2, accumulate=2, checkpointing="selective")
-    check(pool, Layout(dp_shard=2, ep=2), 2, accumulate=2, checkpointing="selective")  # nothing left for FSDP to cut
+def test_selective_checkpointing(run_on_ranks):
+    check(run_on_ranks, Layout(dp_shard=4, ep=2), 2, accumulate=2, checkpointing="selective")
+    check(
+        run_on_ranks, Layout(dp_shard=2, ep=2), 2, accumulate=2, checkpointing="selective"
+    )  # nothing left for FSDP to cut
 
 
 @pytest.mark.long
-def test_ulysses(pool):
-    check(pool, Layout(dp_shard=2, cp=2, ep=2), 3, cp_style="ulysses")
+def test_ulysses(run_on_ranks):
+    check(run_on_ranks, Layout(dp_shard=2, cp=2, ep=2), 3, cp_style="ulysses")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
-def test_whole_copies(pool, technique):
-    check(pool, Layout(dp_shard=2), 3, data_parallel=technique)
+def test_whole_copies(run_on_ranks, technique):
+    check(run_on_ranks, Layout(dp_shard=2), 3, data_parallel=technique)
 
 
-def test_a_rank_whose_experts_get_no_token(pool):
-    expected = check(pool, Layout(dp_shard=4, ep=4), 3, biases=tuple(NOBODY.items()))
+def test_a_rank_whose_experts_get_no_token(run_on_ranks):
+    expected = check(run_on_ranks, Layout(dp_shard=4, ep=4), 3, biases=tuple(NOBODY.items()))
     assert all(load[6:] == [0, 0] for step in expected[2] for load in step)
 
 
 @pytest.mark.parametrize("n_experts", [6, pytest.param(2, marks=pytest.mark.long)])
-def test_experts_that_their_ranks_do_not_divide(pool, n_experts):
+def test_experts_that_their_ranks_do_not_divide(run_on_ranks, n_experts):
     """3 experts, or 1, a rank, which 2 ranks cut: w2 by its rows; w1 and w3 have 23, and go by the expert."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": n_experts, "expert_dim": 23})
-    check(pool, Layout(dp_shard=4, ep=2), 2, config=config)
+    check(run_on_ranks, Layout(dp_shard=4, ep=2), 2, config=config)
 
 
 def saved(rank, layout, config):
@@ -273,12 +275,12 @@ def saved(rank, layout, config):
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4, ep=2), Layout(dp_shard=2, tp=2, ep=2)], ids=str)
-def test_initial_weights_and_what_is_saved(pool, layout):
+def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
     """Drawn by part, put together again: the very numbers of the model on one process, and its biases."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": 6, "expert_dim": 23})
     expected = Transformer(config).double()
     weights.initialize(expected, reference.SEED)
-    got = pool.run(saved, 4, layout, config)[0]
+    got = run_on_ranks(saved, 4, layout, config)[0]
     assert got.keys() == expected.state_dict().keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.state_dict().items())
 
@@ -293,9 +295,9 @@ def test_initial_weights_and_what_is_saved(pool, layout):
     ],
     ids=str,
 )
-def test_pipeline(pool, layout, schedule, steps):
+def test_pipeline(run_on_ranks, layout, schedule, steps):
     expected = reference_run("sgd", steps)
-    ranks = pool.run(train_stages, layout.ranks, layout, schedule, steps)
+    ranks = run_on_ranks(train_stages, layout.ranks, layout, schedule, steps)
     for got in ranks:
         assert_same(got, expected)
     assert set().union(*(got[1] for got in ranks)) == expected[1].keys()
@@ -303,9 +305,9 @@ def test_pipeline(pool, layout, schedule, steps):
 
 
 @pytest.mark.long
-def test_compiled(pool):
+def test_compiled(run_on_ranks):
     """The attention of a block, and what surrounds its experts."""
-    check(pool, Layout(dp_shard=2, ep=2), 2, compile=True)
+    check(run_on_ranks, Layout(dp_shard=2, ep=2), 2, compile=True)
 
 
 # ---- planted bugs
@@ -352,12 +354,12 @@ def counted_on_dp_alone(rank, layout):
 
 def not_back_in_order(rank, layout):
     """Tokens come back sorted by expert and not as they were sent."""
-    original = mmm.parallel.expert.apply.work_out
-    mmm.parallel.expert.apply.work_out = lambda x, *rest: original(x, *rest).flip(0)
+    original = mmm.parallel.expert.apply.expert_forward
+    mmm.parallel.expert.apply.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.apply.work_out = original
+        mmm.parallel.expert.apply.expert_forward = original
 
 
 @pytest.mark.parametrize(
@@ -369,8 +371,8 @@ def not_back_in_order(rank, layout):
         (not_back_in_order, Layout(dp_shard=2, ep=2), "losses differ"),
     ],
 )
-def test_planted_bugs_are_caught(pool, planted, layout, words):
-    got = pool.run(planted, layout.ranks, layout)[0]
+def test_planted_bugs_are_caught(run_on_ranks, planted, layout, words):
+    got = run_on_ranks(planted, layout.ranks, layout)[0]
     with pytest.raises(AssertionError, match=words):
         assert_same(got, reference_run("sgd", 1))
 
@@ -393,8 +395,8 @@ def groups(rank, layout):
     ],
     ids=str,
 )
-def test_groups(pool, layout, ep, expert_dp):
-    got = pool.run(groups, 4, layout)
+def test_groups(run_on_ranks, layout, ep, expert_dp):
+    got = run_on_ranks(groups, 4, layout)
     assert [at["expert_dp"] for at in got] == expert_dp
     assert [at.get("ep") for at in got] == (ep or [None] * 4)
 
@@ -445,8 +447,8 @@ def refused(rank):
         apply_expert_parallel(model, build_mesh(Layout(dp_shard=2, ep=2), "cpu", 30), cnn_plan())
 
 
-def test_refused_on_a_mesh(pool):
-    pool.run(refused, 2)
+def test_refused_on_a_mesh(run_on_ranks):
+    run_on_ranks(refused, 2)
 
 
 def test_a_dense_model_has_nothing_to_balance():

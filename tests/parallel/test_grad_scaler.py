@@ -122,9 +122,9 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("clipped", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "clipped"])
-def test_all_ranks_skip_the_same_steps(pool, model, layout, data_parallel, clipped):
+def test_all_ranks_skip_the_same_steps(run_on_ranks, model, layout, data_parallel, clipped):
     halved = [SCALE / 2 ** sum(at <= step for at in SKIPPED) for step in range(STEPS)]
-    for losses, scales, skipped, norms in pool.run(train, layout.ranks, model, layout, data_parallel, clipped):
+    for losses, scales, skipped, norms in run_on_ranks(train, layout.ranks, model, layout, data_parallel, clipped):
         assert skipped == [step in SKIPPED for step in range(STEPS)]
         assert scales == halved
         assert losses == pytest.approx(expected(model), rel=1e-9)
@@ -132,11 +132,11 @@ def test_all_ranks_skip_the_same_steps(pool, model, layout, data_parallel, clipp
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=1, tp=4), Layout(dp_shard=2, tp=2)], ids=str)
-def test_overflows_of_fp16(pool, layout):
+def test_overflows_of_fp16(run_on_ranks, layout):
     """At a scale at which some steps overflow fp16 and others do not, all ranks skip those that one rank skips."""
-    ((alone, scales, skipped, _),) = pool.run(train, 1, "cnn", Layout(dp_shard=1), "fsdp", False, FP16, 2.0**20)
+    ((alone, scales, skipped, _),) = run_on_ranks(train, 1, "cnn", Layout(dp_shard=1), "fsdp", False, FP16, 2.0**20)
     assert 0 < sum(skipped) < STEPS
-    for got in pool.run(train, 4, "cnn", layout, "fsdp", False, FP16, 2.0**20):
+    for got in run_on_ranks(train, 4, "cnn", layout, "fsdp", False, FP16, 2.0**20):
         assert got[0] == pytest.approx(alone, rel=2e-3)
         assert got[1:3] == (scales, skipped)
 
@@ -153,8 +153,8 @@ def nothing_here(rank):
     return scaler.skipped, scaler.get_scale(), parameter.tolist()
 
 
-def test_a_rank_without_gradients(pool):
-    assert pool.run(nothing_here, 2) == [(True, 4.0, [0.0, 0.0])] * 2
+def test_a_rank_without_gradients(run_on_ranks):
+    assert run_on_ranks(nothing_here, 2) == [(True, 4.0, [0.0, 0.0])] * 2
 
 
 def test_alone_as_pytorch():

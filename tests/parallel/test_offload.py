@@ -36,10 +36,10 @@ def train(rank, layout, pieces, techniques):
     ],
     ids=str,
 )
-def test_same_as_without(pool, layout, pieces):
+def test_same_as_without(run_on_ranks, layout, pieces):
     batch = 6 if layout.ranks == 3 else 8
     techniques = {"accumulate": 2, "steps": 3, "optimizer": "adamw", "global_batch": batch}
-    ranks = pool.run(train, layout.ranks, layout, {**pieces, "offload": True}, techniques)
+    ranks = run_on_ranks(train, layout.ranks, layout, {**pieces, "offload": True}, techniques)
     anywhere.assert_same(ranks, reference.train("adamw", F64, 3, reference.CONFIG, batch))
 
 
@@ -63,10 +63,10 @@ def kept(rank, technique):
 
 
 @pytest.mark.parametrize(("technique", "times"), [("fsdp", 2), ("zero2", 1)])
-def test_what_is_kept_and_moved(pool, technique, times):
+def test_what_is_kept_and_moved(run_on_ranks, technique, times):
     """Half of all parameters on each of two ranks, in float64; AdamW's state is twice that."""
     half = parameter_count(Transformer(reference.CONFIG)) * 8 / 2
-    for numbers, text in pool.run(kept, 2, technique):
+    for numbers, text in run_on_ranks(kept, 2, technique):
         expected = {"host_parameters": 1, "host_state": 2, "down": 1, "up": times}
         assert numbers == {name: share * half for name, share in expected.items()}
         assert f"on the host {half / 1e6:.2f} MB of parameters" in text
@@ -88,8 +88,8 @@ def forgotten(rank):
         mmm.parallel.data.zero.Part.gather = original
 
 
-def test_a_planted_bug_is_caught(pool):
-    ranks = pool.run(forgotten, 2)
+def test_a_planted_bug_is_caught(run_on_ranks):
+    ranks = run_on_ranks(forgotten, 2)
     with pytest.raises(AssertionError, match="losses differ"):
         anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 

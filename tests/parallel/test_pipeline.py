@@ -120,8 +120,8 @@ def assert_same(model: str, ranks: list, steps: int) -> None:
         assert norms[0] == pytest.approx(whole, rel=1e-12)
 
 
-def check(pool, model: str, layout: Layout, runs: list[tuple]) -> None:
-    ranks = pool.run(train, layout.ranks, model, layout, runs)
+def check(run_on_ranks, model: str, layout: Layout, runs: list[tuple]) -> None:
+    ranks = run_on_ranks(train, layout.ranks, model, layout, runs)
     for i, (_, _, steps) in enumerate(runs):
         assert_same(model, [results[i] for results in ranks], steps)
 
@@ -139,31 +139,31 @@ EVERY = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(("pp", "model"), [(2, "text"), (4, "deep")])
-def test_every_schedule(pool, pp, model):
+def test_every_schedule(run_on_ranks, pp, model):
     assert EVERY.keys() == SCHEDULES.keys()
     steps = {"1F1B": 10, "ZBVZeroBubble": 10} if pp == 2 else {}
     runs = [(schedule, count, steps.get(schedule, 2)) for schedule, count in EVERY.items()]
-    check(pool, model, Layout(pp=pp, dp_shard=1), runs)
+    check(run_on_ranks, model, Layout(pp=pp, dp_shard=1), runs)
 
 
 WITH_TP = pytest.param(Layout(pp=2, dp_shard=1, tp=2), marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, dp_shard=2), WITH_TP], ids=str)
-def test_with_data_and_tensor_parallel(pool, layout):
-    check(pool, "text", layout, [("1F1B", 2, 10), ("ZBVZeroBubble", 4, 2)])
+def test_with_data_and_tensor_parallel(run_on_ranks, layout):
+    check(run_on_ranks, "text", layout, [("1F1B", 2, 10), ("ZBVZeroBubble", 4, 2)])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["cnn", "vit"])
-def test_images(pool, model):
-    check(pool, model, Layout(pp=2, dp_shard=1), [("1F1B", 4, 10), ("ZBVZeroBubble", 3, 2)])
-    check(pool, model, Layout(pp=2, dp_shard=1, tp=2), [("1F1B", 2, 2)])
+def test_images(run_on_ranks, model):
+    check(run_on_ranks, model, Layout(pp=2, dp_shard=1), [("1F1B", 4, 10), ("ZBVZeroBubble", 3, 2)])
+    check(run_on_ranks, model, Layout(pp=2, dp_shard=1, tp=2), [("1F1B", 2, 2)])
 
 
-def test_planted_bugs_are_caught(pool):
+def test_planted_bugs_are_caught(run_on_ranks):
     bugs = ["divided by the micro-batches", "mean of each micro-batch"]
-    ranks = pool.run(train, 2, "text", Layout(pp=2, dp_shard=1), [("1F1B", 4, 2, bug) for bug in bugs])
+    ranks = run_on_ranks(train, 2, "text", Layout(pp=2, dp_shard=1), [("1F1B", 4, 2, bug) for bug in bugs])
     for i in range(len(bugs)):
         with pytest.raises(AssertionError, match="differ"):
             assert_same("text", [results[i] for results in ranks], 2)

@@ -73,9 +73,9 @@ def train_one(rank, config, techniques):
     ],
     ids=str,
 )
-def test_schedules_that_split_backward(pool, model, memory):
+def test_schedules_that_split_backward(run_on_ranks, model, memory):
     losses, gradients = reference.train("sgd", torch.float64, 3, MODELS[model])
-    ranks = pool.run(train, 2, model, memory, timeout=120)
+    ranks = run_on_ranks(train, 2, model, memory, timeout=120)
     for schedule in SPLIT:
         names = set()
         for of_rank in ranks:
@@ -102,9 +102,9 @@ def test_selective_checkpointing_is_refused_where_backward_is_split(schedule):
     "schedule",
     ["1F1B", *(pytest.param(name, marks=pytest.mark.long) for name in SCHEDULES if name not in (*SPLIT, "1F1B"))],
 )
-def test_selective_checkpointing(pool, schedule):
+def test_selective_checkpointing(run_on_ranks, schedule):
     losses, _ = reference.train("sgd", torch.float64, 3, MODELS["dense"])
-    for got, _, _ in pool.run(train_one, 2, MODELS["dense"], techniques(schedule, checkpointing="selective")):
+    for got, _, _ in run_on_ranks(train_one, 2, MODELS["dense"], techniques(schedule, checkpointing="selective")):
         assert got == pytest.approx(losses, rel=1e-9)
 
 
@@ -126,10 +126,10 @@ def first_gradients(rank, schedule):
     return {name: parameter.grad.full_tensor() for name, parameter in made.named_parameters()}
 
 
-def test_gradients_of_a_split_backward_are_summed_in_one_dtype(pool):
+def test_gradients_of_a_split_backward_are_summed_in_one_dtype(run_on_ranks):
     """In mixed precision over dp, whichever of a unit's gradients come with the input's and which come later."""
     _, _, gradients = vision.train("vit", "sgd")
-    ranks = pool.run(first_gradients, 4, "ZBVZeroBubble")
+    ranks = run_on_ranks(first_gradients, 4, "ZBVZeroBubble")
     assert {name for of_rank in ranks for name in of_rank} == gradients.keys()
     largest = max(gradient.norm() for gradient in gradients.values())
     for name, gradient in ((name, each) for of_rank in ranks for name, each in of_rank.items()):

@@ -41,7 +41,7 @@ RIGHT = Plan(
 WRONG = replace(RIGHT, fsdp_units=("block.*",), tensor={**RIGHT.tensor, "head": ColwiseParallel()})
 WORDS = [
     "the plan names 'head' (tensor), and Net has no such module: it is passed over",
-    "the plan names 'block.*' (units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
+    "the plan names 'block.*' (fsdp_units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
 ]
 
 
@@ -99,9 +99,9 @@ def warnings(rank, layout, plan, directly):
     [(Layout(dp_shard=2), True), (Layout(dp_shard=1, tp=2), False), (Layout(pp=2, dp_shard=1), False)],
     ids=["apply, dp2", "tp2", "pp2"],
 )
-def test_said_once_on_rank_0(pool, layout, directly):
-    assert pool.run(warnings, 2, layout, WRONG, directly) == [WORDS, []]
-    assert pool.run(warnings, 2, layout, RIGHT, directly) == [[], []]
+def test_said_once_on_rank_0(run_on_ranks, layout, directly):
+    assert run_on_ranks(warnings, 2, layout, WRONG, directly) == [WORDS, []]
+    assert run_on_ranks(warnings, 2, layout, RIGHT, directly) == [[], []]
 
 
 def notes(rank):
@@ -126,5 +126,5 @@ def notes(rank):
     return json.dumps(kept["notes"])
 
 
-def test_kept_in_the_runs_notes(pool):
-    assert json.loads(pool.run(notes, 1)[0]) == ["a", *WORDS]
+def test_kept_in_the_runs_notes(run_on_ranks):
+    assert json.loads(run_on_ranks(notes, 1)[0]) == ["a", *WORDS]

@@ -113,9 +113,9 @@ def train(rank, model, layout, schedules):
 @pytest.mark.parametrize(
     ("pp", "schedules"), [(4, ("1F1B",)), (2, ("GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"))]
 )
-def test_pipelines_of_images(pool, model, pp, schedules):
+def test_pipelines_of_images(run_on_ranks, model, pp, schedules):
     wanted = expected(model)
-    for losses in pool.run(train, pp, model, Layout(pp=pp, dp_shard=1), schedules):
+    for losses in run_on_ranks(train, pp, model, Layout(pp=pp, dp_shard=1), schedules):
         for of_one in losses:
             assert of_one == pytest.approx(wanted, rel=1e-9)
 

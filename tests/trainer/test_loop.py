@@ -94,12 +94,12 @@ def halving(step):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "zero1", "zero2"])
-def test_micro_batches_clipping_and_schedule(pool, kind):
+def test_micro_batches_clipping_and_schedule(run_on_ranks, kind):
     """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
     ranks = 4 if kind == "hsdp" else 2
     accumulate = 2 if kind == "hsdp" else 4
     techniques = {"max_norm": 0.05, "schedule": halving, "eval_every": 3}
-    rows, evaluated = pool.run(train, ranks, kind, accumulate, techniques)[0]
+    rows, evaluated = run_on_ranks(train, ranks, kind, accumulate, techniques)[0]
     assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
     assert [row["iter"] for row in rows] == list(range(STEPS))
     assert ["test_acc" in row for row in rows] == [False, False, True] * 2
@@ -107,8 +107,8 @@ def test_micro_batches_clipping_and_schedule(pool, kind):
     assert all(row["dt"] == row["dtd"] + row["dtf"] + row["dtb"] + row["dto"] for row in rows)
 
 
-def test_one_row_an_epoch(pool):
-    rows, _ = pool.run(train, 2, "fsdp", None, {}, True)[0]
+def test_one_row_an_epoch(run_on_ranks):
+    rows, _ = run_on_ranks(train, 2, "fsdp", None, {}, True)[0]
     losses = reference()
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[0]["train_loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-9)
@@ -157,7 +157,7 @@ def biases_by_step(rank, max_norm):
 
     def look(*args, **kwargs):
         loss = record_row(*args, **kwargs)
-        assert all(layer.counts is None for layer in layers)
+        assert all(layer.tokens_per_expert is None for layer in layers)
         seen.append(([layer.expert_bias.tolist() for layer in layers], weight.full_tensor().detach()))
         return loss
 
@@ -168,8 +168,8 @@ def biases_by_step(rank, max_norm):
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_a_skipped_step_moves_no_biases(pool, max_norm):
-    for seen in pool.run(biases_by_step, 2, max_norm):
+def test_a_skipped_step_moves_no_biases(run_on_ranks, max_norm):
+    for seen in run_on_ranks(biases_by_step, 2, max_norm):
         (first, before), (second, after), (third, later) = seen
         assert torch.equal(before, after)  # it was skipped
         assert any(bias for layer in first for bias in layer)

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand.
 
     Returns:
-        The exit code: 2 for what the user can mend, said in one message.
+        The exit code: 2 for a user's error, printed as one message.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and arguments[0] in ("-V", "--version"):

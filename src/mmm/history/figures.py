@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmm.history.series import Limits, Series, limits, mean_over_ranks, metrics, outside, parts, series, slowest
+from mmm.history.series import AxisLimits, Series, limits, mean_over_ranks, metrics, outside, parts, series, slowest
 
 if TYPE_CHECKING:
     import xarray
@@ -108,7 +108,7 @@ def _spread(axes: "Axes", s: Series, color: str) -> None:
             axes.plot(*thin(s.x, s.by_rank[:, slow]), color=ORANGE, lw=1.0, alpha=0.8, label=f"rank {slow}, slowest")
 
 
-def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: Limits) -> float:
+def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -> float:
     """A metric's twin on held-out data, as markers over it. Returns its largest value."""
     twins = (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}")
     twin = next((name for name in twins if name in metrics(ds) and name != s.name), None)
@@ -122,8 +122,8 @@ def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: Limits) -> fl
     return float(v.y[kept].max())
 
 
-def set_limits(axes: "Axes", s: Series, shown: Limits) -> None:
-    """Limits with a margin; small triangles at the edge and a line above the axes for what lies outside."""
+def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
+    """AxisLimits with a margin; small triangles at the edge and a line above the axes for what lies outside."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     margin = 0.06 * (shown.high - shown.low) or 0.05 * abs(shown.high) or 1.0
@@ -162,7 +162,7 @@ def sentence(text: str) -> str:
 def head(axes: "Axes", title: str, size: float = 12) -> None:
     """Above the axes: the title on the left, the legend on the right, both above the note if there is one."""
     up = 20 if axes.texts else 6  # points
-    axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not worked out at each draw
+    axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not computed at each draw
     if len(axes.get_legend_handles_labels()[0]) > 1:
         tall = axes.get_window_extent().height * 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
         at = (1.01, 1 + (up - 3) / tall)
@@ -209,16 +209,16 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
 
 
 def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> None:
-    """The parts of a step on top of each other, and the whole step as a line: the gap is time no part accounts for."""
-    whole = parts_sum = np.sum([np.nan_to_num(part) for part in split.values()], axis=0)
+    """The parts of a step stacked, and the full step as a line: the gap is time that no part accounts for."""
+    full = parts_sum = np.sum([np.nan_to_num(part) for part in split.values()], axis=0)
     first = series(ds, next(iter(split)))
     x, x_name = first.x, first.x_name
     if "dt" in metrics(ds):
         first = series(ds, "dt")
-        whole = mean_over_ranks(first)
+        full = mean_over_ranks(first)
     span = "epoch" if x_name == "epoch" else "step"
-    kept = np.isfinite(whole)
-    total = Series("dt", "time of a step", "s", x[kept], x_name, np.maximum(whole, parts_sum)[kept])
+    kept = np.isfinite(full)
+    total = Series("dt", "time of a step", "s", x[kept], x_name, np.maximum(full, parts_sum)[kept])
     shown = limits(total)
     if shown is None:
         return
@@ -231,16 +231,11 @@ def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> 
         else:
             axes.fill_between(at, base, base + part, color=PART_COLORS[name], lw=0, label=PART_NAMES[name])
         base = base + part
-    axes.plot(*thin(x[kept], whole[kept]), "_" if bars else "-", color=INK, lw=1.0, label=f"whole {span}")
+    axes.plot(*thin(x[kept], full[kept]), "_" if bars else "-", color=INK, lw=1.0, label=f"full {span}")
     set_limits(axes, total, shown)
     axes.set_ylim(0, shown.high * 1.06)
-    over = (
-        ""
-        if ds.sizes.get("rank", 1) == 1
-        else ", mean over ranks"
-        if "dt" in ds or "dtf" in ds
-        else ", median over ranks"
-    )
+    reduction = "mean" if "dt" in ds or "dtf" in ds else "median"
+    over = f", {reduction} over ranks" if ds.sizes.get("rank", 1) > 1 else ""
     head(axes, f"Time of {'an' if span == 'epoch' else 'a'} {span}", 10.5)
     axes.set_ylabel(f"dt [s]{over}")
 

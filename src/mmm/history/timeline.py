@@ -1,4 +1,4 @@
-"""What ranks do when, drawn: a row a rank, a box an action; a picture, or characters for a terminal."""
+"""A timeline of ranks: a row a rank, a box an action; as a picture, or as characters for a terminal."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple

@@ -25,7 +25,7 @@ class Resolved:
 
     Attributes:
         layout: fitted to the number of ranks. techniques: on it.
-        sizes: of the model. model: on the meta device: shapes without memory, so that no rank ever holds it full.
+        sizes: of the model. model: an `nn.Module` on the meta device, shapes without memory: no rank ever holds it full.
         plan: how it is sharded. partition: into pipeline stages.
         sample: what a step's forward takes of one data-parallel coordinate, (local batch, …), on the meta device.
         local_batch_size, global_batch_size: samples of a step, of one data-parallel coordinate and of all.
@@ -36,7 +36,7 @@ class Resolved:
     layout: Layout
     techniques: Techniques
     sizes: Any
-    model: nn.Module
+    model: Any
     plan: Plan
     partition: Partition
     sample: Tensor

@@ -125,7 +125,8 @@ def resolve(options: CNNOptions) -> ResolvedCNN:
     local_batch_size, global_batch_size = batch_sizes(options.batch_size, options.global_batch_size, layout.dp, default)
     channels, size, _ = data.shape
     sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
-    sizes = sizes if options.dropout else sizes.without_dropout()
+    if not options.dropout or options.break_ is not None:  # one device would drop other units
+        sizes = sizes.without_dropout()
     check_cnn(sizes, layout)
     with torch.device("meta"):
         model, sample = CNN(sizes), torch.zeros(local_batch_size, *data.shape)

@@ -1,0 +1,319 @@
+"""The plan for ranks on the hosts of a job, or of a list: who starts them, how many, bound to what, and why.
+
+In this order, each stated in `ClusterPlan.why`:
+
+    hosts           --hosts, --hostfile; Slurm's job; PBS's job; else this is no cluster and `local` plans
+    ranks a host    -ppn; -n over the hosts; what the job asked for; slots in the host file; the site; GPUs the job has;
+                    accelerators of this host, if it is one of them; 1
+    device          --device; MMM_DEVICE; the site; what is found here; else each rank looks
+    MASTER_ADDR     MASTER_ADDR; 127.0.0.1 on one host; the first host, with the site's suffix
+    MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmm.contract import DEVICE_VARIABLE
+from mmm.errors import LaunchError
+from mmm.launch.job import accelerators, binding, hosts, local, mpi, scheduler, sites, slurm, variables
+from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.mpi import Request
+from mmm.launch.job.options import MAX_RANKS, LaunchOptions
+from mmm.launch.job.scheduler import Job
+from mmm.launch.job.sites import Site
+from mmm.launch.job.target import Target
+
+NO_REASON = "nothing says more"
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Everything `Controller` needs.
+
+    Attributes:
+        launcher: "srun", "hydra", "pals" or "openmpi". command: its whole command line.
+        site: the known machine's data, or the empty `Site`.
+        hosts: those used, in order; ranks 0 … per_host − 1 are on the first. ranks: in all.
+        by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
+        bind: how launch binds ranks itself; None: it does not. binding: in words.
+        shared: variables for every rank. environ: what the launcher backend itself gets on top of launch's environment.
+        threads: OMP_NUM_THREADS; None: computed on each host, from the cores its ranks have.
+        why: name of a value → where it came from.
+    """
+
+    target: Target
+    launcher: str
+    command: list[str]
+    job: Job
+    site: Site
+    hosts: tuple[str, ...]
+    per_host: int
+    ranks: int
+    by: str
+    bind: str | None
+    binding: str
+    accelerators: str
+    shared: dict[str, str]
+    environ: dict[str, str]
+    device: str | None
+    threads: int | None
+    prefork: bool
+    why: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def processes(self) -> int:
+        """How many the launcher backend starts."""
+        return self.ranks if self.by == "rank" else len(self.hosts)
+
+
+def plan(
+    target: Target,
+    options: LaunchOptions,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    found: Accelerators | None = None,
+    build: str | None = None,
+    version: str | None = None,
+) -> ClusterPlan | None:
+    """Plan `target` on the job's hosts, or None where there are none: then this host is all there is.
+
+    `found`, `build` and `version` stand in for this host's accelerators, its torch, and what mpiexec --version prints.
+    Raises `LaunchError`.
+    """
+    local.refuse_inside_a_rank(environ)
+    why: dict[str, str] = {}
+    job, listed = _hosts(options, environ, why)
+    if not listed:
+        return None
+    site, why["machine"] = sites.find(environ, options.site)
+    launcher, mpiexec, why["launcher"] = _launcher(options, job, site, environ, version)
+    here = any(hosts.is_here(name) for name in listed)
+    found = (found or accelerators.find(environ=environ, build=build)) if here else None
+    device, why[DEVICE_VARIABLE] = _device(options, site, environ, found)
+    devices, why["accelerators"] = _devices(device, site, job, found)
+    per_host, ranks, used, why["ranks"] = _ranks(options, job, listed, device, devices, why["accelerators"])
+    if per_host > MAX_RANKS:
+        raise LaunchError(
+            f"{per_host} ranks on each host: the number of ranks on a host must be from 1 to {MAX_RANKS}."
+        )
+    notes = [*job.notes]
+    if why["ranks"].startswith(NO_REASON):
+        notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
+    if len(used) < len(listed):
+        notes.append(f"{len(used)} of {len(listed)} hosts are used")
+    bind, words, binding_words, why["cpu binding"] = _binding(options, site, launcher, per_host)
+    shared = variables.of_cluster(options, site, job, used, ranks, device, environ, build, why)
+    threads, why["OMP_NUM_THREADS"] = variables.threads(options, job, environ)
+
+    all_of_job = tuple(used) == tuple(job.hosts)
+    all_listed = len(used) == len(listed) and set(listed.values()) == {1}
+    by_host = options.by == "host"
+    request = Request(
+        processes=len(used) if by_host else ranks,
+        per_host=1 if by_host else per_host,
+        hosts=used,
+        hostfile=(options.hostfile if all_listed else None) or (job.hostfile if all_of_job else None),
+        subset=not all_of_job,
+        bind=words,
+        env=options.env,
+        environ=environ,
+        more=options.launcher_args,
+    )
+    return ClusterPlan(
+        target=target,
+        launcher=launcher,
+        command=[*_line(launcher, mpiexec, request, site, by_host), *_agent(target)],
+        job=job,
+        site=site,
+        hosts=tuple(used),
+        per_host=per_host,
+        ranks=ranks,
+        by=options.by,
+        bind=bind,
+        binding=binding_words,
+        accelerators=_in_words(device, devices, why["accelerators"]),
+        shared=shared,
+        environ=dict(options.env),
+        device=device,
+        threads=threads,
+        prefork=options.prefork,
+        why=why,
+        notes=tuple(notes),
+    )
+
+
+def _hosts(options: LaunchOptions, environ: Mapping[str, str], why: dict[str, str]) -> tuple[Job, hosts.Hosts]:
+    """The job, and the hosts to use with their slots; none where ranks run on this host alone."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise LaunchError(f"--hosts {options.hosts} and --hostfile {options.hostfile}: give one of them.")
+    job = scheduler.detect(environ, options.scheduler)
+    why["scheduler"] = job.why["scheduler"]
+    if options.hosts is not None:
+        listed, why["hosts"] = hosts.parse_list(options.hosts), "--hosts"
+    elif options.hostfile is not None:
+        listed, why["hosts"] = hosts.parse_file(options.hostfile), f"--hostfile {options.hostfile}"
+    else:
+        why["hosts"] = job.why.get("hosts", "")
+        return job, dict.fromkeys(job.hosts, 1)
+    short = {name.partition(".")[0] for name in job.hosts}
+    strange = [name for name in listed if name.partition(".")[0] not in short] if job.hosts else []
+    if strange:
+        raise LaunchError(
+            f"{why['hosts']}: {', '.join(strange)} {'is' if len(strange) == 1 else 'are'} not among the "
+            f"{len(job.hosts)} hosts of {job.scheduler} job {job.job_id} ({job.why['hosts']}).\n"
+            "  Name hosts of the job, or leave it out of account: --scheduler none"
+        )
+    return job, listed
+
+
+def _launcher(
+    options: LaunchOptions, job: Job, site: Site, environ: Mapping[str, str], version: str | None
+) -> tuple[str, str, str]:
+    """The launcher backend: its kind, its program, and why."""
+    if job.scheduler == "slurm" and options.mpiexec is None:
+        return "srun", "srun", "inside a Slurm job"
+    mpiexec = "mpiexec" if version is not None and not options.mpiexec else mpi.find(options.mpiexec, environ)
+    if options.mpi is not None:
+        return options.mpi, mpiexec, "--mpi"
+    kind, words = mpi.flavour(mpiexec) if version is None else mpi.read_version(version)
+    if kind is not None:
+        return kind, mpiexec, f"{mpiexec} --version: {words}"
+    if site.mpi is not None:
+        return site.mpi, mpiexec, f"{site.name}'s; {mpiexec} --version does not say ({words})"
+    raise LaunchError(
+        f"{mpiexec} --version prints {words!r}, which is no MPI that launch knows.\n"
+        f"  Say what it is like: --mpi {'|'.join(mpi.FLAVOURS)}"
+    )
+
+
+def _device(
+    options: LaunchOptions, site: Site, environ: Mapping[str, str], found: Accelerators | None
+) -> tuple[str | None, str]:
+    """The device type, and why. `found`: on this host, if it is one of them."""
+    if given := variables.given_device(options.device, environ):
+        return given
+    if site.device:
+        return site.device, site.name
+    if found is not None and found.device:
+        return found.device, f"found {found.why} on this host"
+    return None, "not known here: each rank looks on its host"
+
+
+def _devices(device: str | None, site: Site, job: Job, found: Accelerators | None) -> tuple[int | None, str]:
+    """Devices a host, None where nothing says, and why."""
+    if device == "cpu":
+        return 0, "CPU was chosen"
+    if site.ranks_per_host and site.device in (None, device):
+        return site.ranks_per_host, site.name
+    if job.gpus_per_host:
+        return job.gpus_per_host, job.why["gpus_per_host"]
+    if found is None:
+        return None, "this host is none of them"
+    if found.count and device == found.device:
+        return found.count, f"{found.why} on this host"
+    return None, found.why
+
+
+def _in_words(device: str | None, devices: int | None, why: str) -> str:
+    if device == "cpu":
+        return "not used: ranks compute on the CPU"
+    if not devices:
+        return f"none known: {why}"
+    return f"{devices} a host" + (f", {device}" if device else "")
+
+
+def _default_per_host(
+    job: Job, listed: hosts.Hosts, device: str | None, devices: int | None, devices_why: str
+) -> tuple[int, str]:
+    """Ranks a host where neither -n nor -ppn says it, and why."""
+    if job.tasks_per_host:
+        return job.tasks_per_host, job.why["tasks_per_host"]
+    slots = set(listed.values())
+    if len(slots) > 1:
+        some = ", ".join(f"{name}:{count}" for name, count in list(listed.items())[:4])
+        raise LaunchError(
+            f"hosts have different numbers of slots ({some}), and launch puts as many ranks on each: give -ppn RANKS."
+        )
+    if slots != {1}:
+        return slots.pop(), "slots in the list of hosts"
+    if devices and device != "cpu":
+        return devices, f"one per accelerator: {devices_why}"
+    return 1, NO_REASON
+
+
+def _ranks(
+    options: LaunchOptions,
+    job: Job,
+    listed: hosts.Hosts,
+    device: str | None,
+    devices: int | None,
+    devices_why: str,
+) -> tuple[int, int, list[str], str]:
+    """Ranks a host, ranks in all, the hosts used, and why."""
+    total, per_host, nhosts, names = options.nproc, options.per_host, options.nhosts, list(listed)
+    default, reason = 1, "-ppn"
+    if per_host is None:
+        default, reason = _default_per_host(job, listed, device, devices, devices_why)
+    if nhosts is not None:
+        if nhosts > len(names):
+            are = "is 1 host" if len(names) == 1 else f"are {len(names)} hosts"
+            raise LaunchError(f"-N {nhosts}: there {are}.")
+        names = names[:nhosts]
+    if total is None:
+        per_host = per_host or default
+        return per_host, per_host * len(names), names, f"{reason}, × {len(names)} hosts"
+    why = "-n" if per_host is None else "-n, -ppn"
+    per_host = per_host or -(-total // len(names))
+    needed = -(-total // per_host)
+    if needed > len(names):
+        raise LaunchError(
+            f"-n {total} with {per_host} a host takes {needed} hosts, and there are {len(names)}: "
+            f"at most -n {per_host * len(names)}, or a larger -ppn."
+        )
+    if nhosts is not None and needed < nhosts:
+        raise LaunchError(
+            f"-n {total} -ppn {per_host} -N {nhosts}: {total} ranks, {per_host} a host, fill {needed} "
+            f"hosts, not {nhosts}. Leave one of the three out."
+        )
+    return per_host, total, names[:needed], why
+
+
+def _binding(
+    options: LaunchOptions, site: Site, launcher: str, per_host: int
+) -> tuple[str | None, list[str], str, str]:
+    """launch's own binding, or None; the launcher backend's words for it; both in words, and why."""
+    if options.by == "host" or launcher in ("hydra", "openmpi"):
+        bind = options.cpu_bind or site.bind
+        why = "--cpu-bind" if options.cpu_bind else site.name if bind else "not asked for"
+        if bind is not None:
+            binding.check(bind)
+        unbound = {"pals": ["--cpu-bind", "none"], "srun": ["--cpu-bind=none"]}.get(launcher, [])
+        return bind, unbound, f"{bind}, by launch" if bind else "none", why
+    if options.cpu_bind is not None:
+        words = ["--cpu-bind", options.cpu_bind] if launcher == "pals" else [f"--cpu-bind={options.cpu_bind}"]
+        return None, words, f"{options.cpu_bind}, by {launcher}", "--cpu-bind"
+    if launcher == "pals" and site.bind_args:
+        words = site.fill(site.bind_args, per_host)
+        return None, words, " ".join(words), site.name
+    if launcher == "srun" and site.srun:
+        return None, [], f"by srun: {' '.join(site.fill(site.srun, per_host))}", site.name
+    return None, [], f"left to {launcher}", "not asked for"
+
+
+def _line(launcher: str, mpiexec: str, request: Request, site: Site, by_host: bool) -> list[str]:
+    if launcher != "srun":
+        return mpi.line(launcher, mpiexec, request)
+    if words := site.srun_by_host if by_host else site.srun:
+        return slurm.line(request, site.fill(words, request.per_host))
+    cpus = request.environ.get("SLURM_CPUS_ON_NODE" if by_host else "SLURM_CPUS_PER_TASK")
+    words = [f"--ntasks-per-node={request.per_host}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    return slurm.line(request, words)
+
+
+def _agent(target: Target) -> list[str]:
+    """What the launcher backend starts: the agent, and python's words for the target, or `--exec` and a program."""
+    words = [*target.flags, *target.tail()] if target.is_python else ["--exec", *target.command]
+    return [sys.executable, "-m", "mmm.launch.host.agent", *words]
