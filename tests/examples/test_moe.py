@@ -50,7 +50,7 @@ def test_same_losses_as_on_one_device(tmp_path, flags, layout):
         ({"n_experts": 0}, "--n_experts 0"),
         ({"balance_rate": -1.0}, "--balance_rate -1.0"),
         ({"tpsize": 3}, "tp 3 needs a multiple of 3 ranks"),
-        ({"tpsize": 2, "compile": True}, "--compile with tp 2"),
+        ({"tpsize": 2, "compile": True}, "compile with tp 2"),
     ],
     ids=str,
 )

@@ -253,11 +253,11 @@ def test_ranks_of_a_host_follow_each_other():
         ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None)),
     ],
 )
-def test_a_place_is_what_its_own_starter_says(launcher, environ, expected):
+def test_a_place_is_what_its_own_launcher_backend_says(launcher, environ, expected):
     assert numbers(launcher, environ, 8) == expected
 
 
-def test_a_starter_that_says_nothing():
+def test_a_launcher_backend_that_says_nothing():
     with pytest.raises(LaunchError, match="hydra has given its process no rank: PMI_RANK is not set"):
         numbers("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
 

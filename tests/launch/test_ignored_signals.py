@@ -60,7 +60,7 @@ def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, wa
 
 @pytest.mark.parametrize("by", ["host", "rank"])
 def test_ctrl_c_where_only_the_hosts_ignore_it(launcher, by):
-    """A starter may ignore what launch does not: the ranks there still end in order."""
+    """A launcher backend may ignore what launch does not: the ranks there still end in order."""
     options = launcher.on_hosts(by)
     text = (launcher.folder / "mpiexec").read_text()
     launcher.write("mpiexec", text.replace("words =", "import signal; signal.signal(2, signal.SIG_IGN)\nwords =", 1))

@@ -8,9 +8,10 @@ import torch
 from mmm.analysis.bubble import action_lists, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Action, Recorder
-from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
+from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from support import reference
@@ -106,7 +107,7 @@ def run_schedules(rank, names, microbatches):
         with torch.device("meta"):
             model = Transformer(DEEP)
         parts, each = parts_of(model, plan), SCHEDULES[name].least
-        cuts = cut([1.0] * len(parts), layout.pp * each)
+        cuts = balance_stages([1.0] * len(parts), layout.pp * each)
         mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
         for stage in mine.values():
             apply(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))

@@ -11,9 +11,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.weights import Init
 from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.fsdp import is_offloaded
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.runtime.device import Precision
 
@@ -87,7 +89,7 @@ def buffers(rank, layout, techniques):
     techniques = Techniques(**techniques)
     partition = partition_model(net, plan(), layout, techniques, torch.empty(4, 8, device="meta"))
     mesh = build_mesh(layout, "cpu", 30)
-    made = ParallelModel(net, plan(), layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(net, plan(), mesh, FP64, techniques, partition, device=CPU, seed=0)
     made.step(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4)
     found, ids = {}, {}
     for module in made.modules.values():

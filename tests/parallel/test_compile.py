@@ -15,10 +15,12 @@ from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
-from mmm.parallel.compiled import CompileReport
+from mmm.parallel.compile import CompileReport
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 from mmm.runtime.process_group import gather_floats
@@ -61,7 +63,7 @@ def test_gradients(run_on_ranks):
 
 
 def test_refused_with_tp():
-    with pytest.raises(LayoutError, match=r"--compile with tp 2: .* silently wrong gradients"):
+    with pytest.raises(LayoutError, match=r"compile with tp 2: .* silently wrong gradients"):
         check_compile(transformer_plan(), Layout(dp_shard=1, tp=2))
     check_compile(transformer_plan(), Layout(dp_shard=2))
     check_compile(vit_plan(), Layout(dp_shard=1, tp=2))
@@ -93,7 +95,6 @@ def losses_and_graphs(rank, model, layout, techniques):
         made = ParallelModel(
             whole,
             plan,
-            layout,
             mesh,
             Precision("fp64", torch.float64, torch.float64),
             techniques,
@@ -176,7 +177,7 @@ def test_checkpointed_experts_are_refused(mode):
     with torch.device("meta"):
         model, sample = Transformer(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
     for layout in (ONE, Layout(pp=2, dp_shard=1)):
-        with pytest.raises(ConfigError, match=rf"--compile .* '{mode}' of layers with experts: .* compile nothing"):
+        with pytest.raises(ConfigError, match=rf"compile .* '{mode}' of layers with experts: .* nothing would be"):
             partition_model(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)
 
 
@@ -189,5 +190,5 @@ def test_nothing_compiled_is_said(caplog):
     report = CompileReport([module])
     module(torch.zeros(1, 2))
     with caplog.at_level("WARNING", logger=get_logger().name):
-        report.say()
+        report.log()
     assert "compiled none of the 1 modules" in caplog.text

@@ -23,8 +23,8 @@ from mmm.parallel import (
     local_value,
     materialize,
 )
-from mmm.parallel.context.apply import STYLES, apply_context_parallel, cut_batch, positions_of
-from mmm.parallel.context.block_attention import block_backward, block_forward, merge, written_out, written_out_backward
+from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of, shard_batch
+from mmm.parallel.context.block_attention import block_backward, block_forward, math_backward, math_forward, merge
 from mmm.parallel.context.ring import RingAttention
 from mmm.parallel.context.ulysses import UlyssesAttention
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
@@ -53,7 +53,7 @@ def test_every_token_once_and_the_same_work(cp):
 def test_inputs_and_targets_are_cut_alike():
     rows = torch.arange(2 * 17).view(2, 17)
     batch = Batch(rows[:, :-1], rows[:, 1:], count=32)
-    part, positions = cut_batch(batch, coordinate=1, cp=2)
+    part, positions = shard_batch(batch, coordinate=1, cp=2)
     assert positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert part.inputs[0].tolist() == positions.tolist()
     assert torch.equal(part.targets, part.inputs + 1)
@@ -87,7 +87,7 @@ def test_blocks_put_together(dtype):
     expected = torch.autograd.grad(whole, inputs, gradient[:, :, 8:])
     q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, 8:], k, v, gradient[:, :, 8:]))
     blocks = [(slice(0, 8), False), (slice(8, 16), True)]
-    for forward, backward in ((block_forward, block_backward), (written_out, written_out_backward)):
+    for forward, backward in ((block_forward, block_backward), (math_forward, math_backward)):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
         out, lse = merge(*parts[0], *parts[1])
         assert (out - whole).abs().max() <= bound
@@ -154,7 +154,7 @@ def train(rank, layout, style, steps=STEPS, checkpointing="none"):
     for step in range(steps):
         first_sample = layout.dp_coordinate(rank.rank) * size
         batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, first_sample, size)
-        part, positions = cut_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
+        part, positions = shard_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
         with loss_parallel():
             loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
             loss.backward()
@@ -223,12 +223,12 @@ def over_dp_alone(rank, layout):
 
 def equal_stretches(rank, layout):
     """A planted bug: positions that do not say where the tokens stand."""
-    original = globals()["cut_batch"]
-    globals()["cut_batch"] = lambda *args: (original(*args)[0], torch.arange(reference.SEQ // layout.cp))
+    original = globals()["shard_batch"]
+    globals()["shard_batch"] = lambda *args: (original(*args)[0], torch.arange(reference.SEQ // layout.cp))
     try:
         return train(rank, layout, "ulysses", 1)
     finally:
-        globals()["cut_batch"] = original
+        globals()["shard_batch"] = original
 
 
 @pytest.mark.parametrize("planted", [over_dp_alone, equal_stretches])
@@ -246,7 +246,7 @@ def test_planted_bugs_are_caught(run_on_ranks, planted):
     [
         ({}, Layout(dp_shard=1, cp=4), 36, "ring", r"seq_length 36 .* 2 · cp 4 = 8 .* seq_length 32 or 40, or cp 2$"),
         ({}, Layout(dp_shard=1, cp=2, tp=2), 4, "ring", r"seq_length 4 .* cp 2 · tp 2 = 8 .* seq_length 8, or cp 1$"),
-        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(.* use cp 1, or --cp_style ring$"),
+        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(.* use cp 1, or cp_style ring$"),
         ({}, Layout(dp_shard=1, cp=16, tp=4), 512, "ulysses", r"n_heads 32 .* = 64 .* use n_heads 64, or cp 8, or "),
     ],
 )
@@ -260,7 +260,7 @@ def test_refused():
     check_transformer(TransformerConfig(), Layout(dp_shard=1, cp=3), 96, "ring")
     with pytest.raises(ConfigError, match="cp_style 'rings' is not one of ring, ulysses"):
         check_transformer(TransformerConfig(), layout, 64, "rings")
-    with pytest.raises(LayoutError, match=r"--compile with cp 2: .* use cp 1"):
+    with pytest.raises(LayoutError, match=r"compile with cp 2: .* use cp 1"):
         check_compile(transformer_plan(), layout)
     with pytest.raises(LayoutError, match="cp 2: the ViT"):
         check_vit(ViTConfig(), layout)

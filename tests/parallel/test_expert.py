@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import mmm.models.experts
 import mmm.parallel.expert.apply
+import mmm.parallel.expert.balance
 import mmm.parallel.mesh
 from mmm.errors import LayoutError
 from mmm.models import weights
@@ -30,12 +31,12 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context.apply import cut_batch
+from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.expert.apply import apply_expert_parallel
-from mmm.parallel.mesh import expert_mesh, layout_of
-from mmm.parallel.pipeline.pipeline import Pipeline, stages_of
-from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
+from mmm.parallel.pipeline.pipeline import Pipeline
+from mmm.parallel.pipeline.schedules import stages_of
+from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
@@ -95,7 +96,7 @@ def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
 def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, accumulate=1, **techniques):
     """Losses of each step, whole gradients of the first and their norm, loads of each step, biases at the end."""
     mesh = build_mesh(layout, "cpu", 30, experts=True)
-    assert layout_of(mesh) == layout
+    assert mesh.layout == layout
     with torch.device("meta"):
         model = Transformer(config)
     model = apply(model, mesh, transformer_plan(), FP64, **techniques)
@@ -107,7 +108,7 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
     losses, first, norm, loads = [], {}, math.nan, []
     for step in range(steps):
         samples = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
-        part, positions = cut_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
+        part, positions = shard_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
         share = 0.0
         for i in range(accumulate):
             sync_gradients(model, i == accumulate - 1)
@@ -135,7 +136,7 @@ def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
         model, sample = Transformer(CONFIG), torch.zeros(2, reference.SEQ, dtype=torch.int64)
     plan, each = transformer_plan(), 2 if schedule == "ZBVZeroBubble" else 1
     parts = parts_of(model, plan)
-    cuts = cut(part_costs(model, parts, sample), layout.pp * each)
+    cuts = balance_stages(part_costs(model, parts, sample), layout.pp * each)
     mine = {}
     for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
         mine[number] = apply(take_stage(model, parts, cuts[number]), mesh, plan, FP64)
@@ -344,12 +345,12 @@ def over_dp_alone(rank, layout):
 
 def counted_on_dp_alone(rank, layout):
     """Loads are not added up over cp."""
-    original = mmm.parallel.expert.apply.has_axis
-    mmm.parallel.expert.apply.has_axis = lambda mesh, axis: axis != "cp" and original(mesh, axis)
+    original = mmm.parallel.expert.balance.TOKEN_AXES
+    mmm.parallel.expert.balance.TOKEN_AXES = tuple(axis for axis in original if axis != "cp")
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.apply.has_axis = original
+        mmm.parallel.expert.balance.TOKEN_AXES = original
 
 
 def not_back_in_order(rank, layout):
@@ -381,7 +382,7 @@ def test_planted_bugs_are_caught(run_on_ranks, planted, layout, words):
 
 
 def groups(rank, layout):
-    mesh = expert_mesh(build_mesh(layout, "cpu", 30, experts=True))
+    mesh = build_mesh(layout, "cpu", 30, experts=True).experts
     return {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in mesh.mesh_dim_names}
 
 
@@ -418,7 +419,7 @@ def test_layouts():
 @pytest.mark.parametrize(
     ("changes", "layout", "words"),
     [
-        ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "ep 2: the model has no experts to cut: give it n_experts"),
+        ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "ep 2: the model has no experts to shard: give it n_experts"),
         ({"n_experts": 6}, Layout(dp_shard=4, ep=4), "n_experts 6 is not divisible by ep 4 .*: use n_experts 4 or 8"),
         ({"top_k": 9}, Layout(dp_shard=1), "top_k is 9"),
     ],

@@ -11,12 +11,14 @@ from torch import nn
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
-from mmm.parallel.apply import local_box, local_part
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.local import local_box, to_local
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision
@@ -48,7 +50,7 @@ def plant(parameter: nn.Parameter) -> None:
     """Make the last element of a gradient infinite, on the ranks that hold it."""
     box = local_box(parameter)
     if all(first + n == whole for first, n, whole in zip(box.start, box.length, box.whole, strict=True)):
-        local_part(parameter.grad).view(-1)[-1] = math.inf
+        to_local(parameter.grad).view(-1)[-1] = math.inf
 
 
 @lru_cache
@@ -80,7 +82,7 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     sample = batch(model, 0)[0][:size].to("meta", None if model == "experts" else torch.float32)
     partition = partition_model(whole, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", 30, experts=model == "experts")
-    made = ParallelModel(whole, plan, layout, mesh, precision, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(whole, plan, mesh, precision, techniques, partition, device=CPU, seed=0)
     optimizer, scaler = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False), GradScaler("cpu", scale)
     (planted,) = (p for name, p in made.named_parameters() if name == PLANTED[model])
     losses, scales, skipped, norms = [], [], [], []

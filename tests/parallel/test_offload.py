@@ -55,10 +55,10 @@ def kept(rank, technique):
     loss_of(model)(model(batch.inputs), batch.targets, batch.count).backward()
     optimizer.step()
     if technique == "zero2":  # loading reaches the host as well
-        part = model.parts["layers.0.attention.wq.weight"]
+        one = model.sharded["layers.0.attention.wq.weight"]
         model.module.load_state_dict({name: p.detach() * 2 for name, p in model.module.state_dict().items()})
-        assert torch.equal(part.host, part.memory[part.rows])
-        assert part.host.data_ptr() != part.memory[part.rows].data_ptr()
+        assert torch.equal(one.host, one.memory[one.rows])
+        assert one.host.data_ptr() != one.memory[one.rows].data_ptr()
     return moved(model, optimizer), moved_text(model, optimizer, CPU)
 
 
@@ -75,17 +75,17 @@ def test_what_is_kept_and_moved(run_on_ranks, technique, times):
 
 def forgotten(rank):
     """A planted bug: what was updated on the host never reaches the device."""
-    original = mmm.parallel.data.zero.Part.gather
+    original = mmm.parallel.data.zero.ShardedParameter.gather
 
     def gather(self):
         self.host = None
         return original(self)
 
-    mmm.parallel.data.zero.Part.gather = gather
+    mmm.parallel.data.zero.ShardedParameter.gather = gather
     try:
         return anywhere.train(rank, Layout(dp_shard=2), {"data_parallel": "zero2", "offload": True})
     finally:
-        mmm.parallel.data.zero.Part.gather = original
+        mmm.parallel.data.zero.ShardedParameter.gather = original
 
 
 def test_a_planted_bug_is_caught(run_on_ranks):
@@ -103,7 +103,7 @@ def test_the_example(tmp_path, capsys):
 
 
 def test_refused():
-    with pytest.raises(ConfigError, match=r"--offload with ddp: .* use zero1, zero2 or fsdp"):
+    with pytest.raises(ConfigError, match=r"offload with ddp: .* use zero1, zero2 or fsdp"):
         check_offload("ddp")
-    with pytest.raises(ConfigError, match=r"--offload with --dtype fp16: .* use bf16 or fp32"):
+    with pytest.raises(ConfigError, match=r"offload with dtype fp16: .* use bf16 or fp32"):
         check_offload("fsdp", "fp16")

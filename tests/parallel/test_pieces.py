@@ -13,9 +13,10 @@ from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
-from mmm.parallel.apply import apply, materialize
+from mmm.parallel.apply import apply
+from mmm.parallel.materialize import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
-from mmm.parallel.memory.tiling import apply_tiles
+from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
@@ -48,7 +49,7 @@ class Largest(TorchDispatchMode):
 def large_model(chunks: int, tiles: int):
     model = Transformer(LARGE).double()
     weights.initialize(model, reference.SEED)
-    apply_tiles(model, apply_chunked_loss(model, transformer_plan(), chunks, F64), tiles)
+    apply_tiling(model, apply_chunked_loss(model, transformer_plan(), chunks, F64), tiles)
     numbers = torch.Generator().manual_seed(1)
     rows = torch.randint(VOCAB, (2, SEQ + 1), generator=numbers)
     return model, rows[:, :-1], rows[:, 1:]
@@ -271,11 +272,11 @@ def test_planted_bugs_are_caught(run_on_ranks, planted, layout):
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (lambda: apply_tiles(Transformer(LARGE), cnn_plan(), 2), "tile 2: the plan of this model names no MLP"),
-        (lambda: apply_tiles(Transformer(LARGE), transformer_plan(), 0), "tile 0: it must be at least 1"),
+        (lambda: apply_tiling(Transformer(LARGE), cnn_plan(), 2), "tile 2: the plan of this model names no MLP"),
+        (lambda: apply_tiling(Transformer(LARGE), transformer_plan(), 0), "tile 0: it must be at least 1"),
         (lambda: apply_chunked_loss(ViT(vision.CONFIGS["vit"]), vit_plan(), 2, F64), "2: .* names no output matrix"),
         (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0: it must be"),
-        (lambda: mmm.parallel.memory.tiling.check_tiles(2, "selective"), "use 'full' or 'none'"),
+        (lambda: mmm.parallel.memory.tiling.check_tiling(2, "selective"), "use 'full' or 'none'"),
     ],
 )
 def test_refused(refused, words):

@@ -6,11 +6,13 @@ import torch
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
-from mmm.parallel.expert.apply import balance_experts
-from mmm.parallel.pipeline.pipeline import SCHEDULES
+from mmm.parallel.expert.balance import balance_experts
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
+from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from support import reference, vision
 
@@ -43,7 +45,6 @@ def train_one(rank, config, techniques):
     made = ParallelModel(
         model,
         plan,
-        LAYOUT,
         mesh,
         FP64,
         techniques,
@@ -120,7 +121,7 @@ def first_gradients(rank, schedule):
         model = vision.build("vit")
     partition = partition_model(model, plan, layout, techniques, images.to("meta"))
     made = ParallelModel(
-        model, plan, layout, build_mesh(layout, "cpu", 30), BF16, techniques, partition, device=CPU, seed=vision.SEED
+        model, plan, build_mesh(layout, "cpu", 30), BF16, techniques, partition, device=CPU, seed=vision.SEED
     )
     made.step(images, classes, vision.GLOBAL_BATCH)
     return {name: parameter.grad.full_tensor() for name, parameter in made.named_parameters()}

@@ -12,9 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import NAMING, Plan, unmatched
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.parity import models
 from mmm.runtime.device import Precision
@@ -88,7 +90,7 @@ def warnings(rank, layout, plan, directly):
             apply(net, mesh, plan, FP64)
         else:
             partition = partition_model(net, plan, layout, Techniques(), torch.empty(4, 4, device="meta"))
-            ParallelModel(net, plan, layout, mesh, FP64, Techniques(), partition, device=CPU, seed=0)
+            ParallelModel(net, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=0)
     finally:
         logger.removeHandler(handler)
     return [text for text in records if text.startswith("the plan names")]

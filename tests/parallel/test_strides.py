@@ -10,10 +10,12 @@ from mmm.data.image_batches import ImageBatches
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
-from mmm.parallel.pipeline.strides import in_order
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
+from mmm.parallel.pipeline.strides import to_contiguous
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")
@@ -87,7 +89,6 @@ def train(rank, model, layout, schedules):
         made = ParallelModel(
             whole,
             plan,
-            layout,
             mesh,
             FP64,
             techniques,
@@ -125,7 +126,7 @@ def test_pipelines_of_images(run_on_ranks, model, pp, schedules):
 )
 def test_in_order(shape, strides):
     odd = torch.empty_strided(shape, strides).fill_(1.5)
-    assert in_order(odd).stride() == torch.empty(shape).stride()
-    assert torch.equal(in_order(odd), odd)
+    assert to_contiguous(odd).stride() == torch.empty(shape).stride()
+    assert torch.equal(to_contiguous(odd), odd)
     usual = torch.ones(shape)
-    assert in_order(usual) is usual
+    assert to_contiguous(usual) is usual

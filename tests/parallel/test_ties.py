@@ -12,9 +12,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from mmm.errors import LayoutError
 from mmm.models import weights
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
 from mmm.parity.fixtures import gpt
@@ -58,7 +60,7 @@ def train(rank, layout, techniques, gradients, tied=True):
     inputs, _ = batch(gpt, Training(), 0)
     partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
     mesh = build_mesh(layout, "cpu", 60)
-    made = ParallelModel(model, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
     (module,) = made.modules.values()
     inner = module.module if isinstance(module, Replicas) else module
     losses, norms, differences = [], [], {}
@@ -122,7 +124,7 @@ def test_one_weight(run_on_ranks, layout, techniques):
 
 def untied(rank, gradients):
     """A planted bug: nothing ties again what has been given memory."""
-    module = importlib.import_module("mmm.parallel.apply")
+    module = importlib.import_module("mmm.parallel.materialize")
     original, module.tie_again = module.tie_again, lambda *given: None
     try:
         return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=False)[1]

@@ -17,10 +17,10 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.context.apply import cut_batch
-from mmm.parallel.mesh import dp_shard_cp
-from mmm.parallel.pipeline.pipeline import Pipeline, check_pipeline, stages_of
-from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
+from mmm.parallel.context.apply import shard_batch
+from mmm.parallel.pipeline.pipeline import Pipeline
+from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
@@ -49,7 +49,7 @@ def sample(kind: str, layout: Layout, rank: int):
         return images.float(), classes, vision.GLOBAL_BATCH, ()
     size = reference.GLOBAL_BATCH // layout.dp
     whole = reference.tokens().batch(0, reference.GLOBAL_BATCH, first * size, size)
-    part, positions = cut_batch(whole, layout.coordinates(rank)["cp"], layout.cp)
+    part, positions = shard_batch(whole, layout.coordinates(rank)["cp"], layout.cp)
     return part.inputs, part.targets, part.count, (positions,)
 
 
@@ -158,7 +158,7 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     parts = parts_of(whole, plan)
     inputs, targets, count, (positions,) = sample("text", layout, rank.rank)
     each = check_pipeline(layout, schedule, microbatches, len(inputs), len(parts))
-    cuts = cut([1.0] * len(parts), layout.pp * each)
+    cuts = balance_stages([1.0] * len(parts), layout.pp * each)
     numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
     mine = {number: take_stage(whole, parts, cuts[number]) for number in numbers}
     expected = expected_traffic(
@@ -229,8 +229,8 @@ def single_calls(rank):
     before = _get_current_dispatch_mode_stack()
     patched = {name: getattr(dist, name) for name in dir(dist)}
     with count_traffic(mesh) as traffic:
-        dist.all_reduce(x, group=mesh.get_group("tp"))
-        dist.broadcast(x, src=rank.rank % 2, group=mesh.get_group("dp_shard"))
+        dist.all_reduce(x, group=mesh["tp"].get_group())
+        dist.broadcast(x, src=rank.rank % 2, group=mesh["dp_shard"].get_group())
         DTensor.from_local(x, mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).to_local().sum()
         dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [2] * 4, [2] * 4)
         works = dist.batch_isend_irecv(
@@ -262,7 +262,7 @@ def test_known_tensors(run_on_ranks):
 def meshes(rank):
     mesh = build_mesh(Layout(cp=2, dp_shard=2), "cpu", 30)
     with count_traffic(mesh) as traffic:
-        dist.all_reduce(torch.zeros(4), group=dp_shard_cp(mesh).get_group())
+        dist.all_reduce(torch.zeros(4), group=mesh["dp_shard_cp"].get_group())
     return traffic.by_axis, traffic.table()
 
 

@@ -127,7 +127,7 @@ def planted(rank, where: str, wrong, model: str, layout: Layout, technique: str)
 WRONG = {
     "mean instead of sum": lambda self, *inputs: self.ddp[0](*inputs),
     "no all-gather": lambda self: None,
-    "no sum over ranks": lambda self, keep_whole: (Done(), self.whole.grad[self.rows]),
+    "no sum over ranks": lambda self, keep_full: (Done(), self.full.grad[self.rows]),
     "summed over tp": lambda module, output, mesh: output.to_local(grad_placements=[Partial()]),
 }
 
@@ -143,7 +143,7 @@ class Done:
         ("mean instead of sum", "mmm.parallel.data.ddp DDP _run", Layout(dp_shard=2), "ddp"),
         ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero1"),
         ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero2"),
-        ("no sum over ranks", "mmm.parallel.data.zero Part reduce", Layout(dp_shard=2), "zero2"),
+        ("no sum over ranks", "mmm.parallel.data.zero ShardedParameter reduce", Layout(dp_shard=2), "zero2"),
         ("summed over tp", "mmm.parallel.tensor.replicated _leave", Layout(dp_shard=1, tp=2), "fsdp"),
     ],
 )

@@ -48,11 +48,11 @@ def calls(n: int, rank: int, part: int):
     }
 
 
-def measured(work, *meshes) -> tuple[int, int]:
-    """(worked out, sent by the sockets): of `work`, and of a barrier after which nothing is on its way."""
+def measured(work, mesh=None) -> tuple[int, int]:
+    """(computed, sent by the sockets): of `work`, and of a barrier after which nothing is on its way."""
     dist.barrier()
     before = socket_bytes()
-    with count_traffic(*meshes) as traffic:
+    with count_traffic(mesh) as traffic:
         work()
         dist.barrier()
     sent = sent_since(before)

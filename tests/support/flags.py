@@ -13,9 +13,10 @@ from typing import get_type_hints
 
 import tyro
 
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.mesh import Layout
-from mmm.trainer.options import FLAGS, BaseOptions, values_of
+from mmm.parallel.techniques import Techniques
+from mmm.trainer.flags import FLAGS
+from mmm.trainer.options import BaseOptions, values_of
 from mmm.trainer.run import Run
 
 ROOMS = ("mmm.examples.", "mmm.trainer.")

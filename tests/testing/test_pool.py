@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import mmm
 from mmm.testing import RanksFailed
+from support.processes import running, runs, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
 
 
@@ -50,7 +51,7 @@ def fail_or_wait(rank, folder):
 def test_a_failure_comes_with_its_traceback_and_ends_all(run_on_ranks, tmp_path):
     with pytest.raises(RanksFailed, match=r"^rank 1: ValueError: planted\nTraceback[\s\S]*in fail_or_wait"):
         run_on_ranks(fail_or_wait, 2, tmp_path)
-    assert not any(runs(int(path.read_text())) for path in tmp_path.iterdir())
+    assert not running(tmp_path)
     assert len(run_on_ranks(total, 2, 1)) == 2
 
 
@@ -76,7 +77,7 @@ def test_an_interrupted_call_leaves_neither_ranks_nor_an_answer(run_on_ranks, tm
     finally:
         watch.join()
         signal.signal(signal.SIGUSR1, before)
-    assert not any(runs(int(path.read_text())) for path in tmp_path.iterdir())
+    assert not running(tmp_path)
     assert [numbers.tolist() for numbers, _ in run_on_ranks(total, 2, 5)] == [[5.0] * 2] * 2
 
 
@@ -94,10 +95,8 @@ def test_it(run_on_ranks):
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.long, id="Ctrl-C"), pytest.param(signal.SIGKILL, id="kill -9")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
 def test_nothing_outlives_a_users_pytest(tmp_path, number):
     """Nor what ranks have forked themselves."""
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["mmm.testing.plugin"]\n')
@@ -106,7 +105,7 @@ def test_nothing_outlives_a_users_pytest(tmp_path, number):
     made.mkdir()
     env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_user.py")]
-    running = subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=made,
         env=env,
@@ -117,27 +116,9 @@ def test_nothing_outlives_a_users_pytest(tmp_path, number):
     )
     try:
         wait_for(made, 4)
-        os.killpg(running.pid, number)
-        out, _ = running.communicate(timeout=60)
+        os.killpg(process.pid, number)
+        out, _ = process.communicate(timeout=60)
         assert "KeyboardInterrupt" in out or number == signal.SIGKILL
-        deadline = time.monotonic() + 20
-        while left := [pid for path in made.iterdir() if runs(pid := int(path.read_text()))]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.02)
+        wait_for_ends(made)
     finally:
-        running.kill()
-
-
-def wait_for(folder, files):
-    """Until so many files there have been written."""
-    deadline = time.monotonic() + 100
-    while sum(bool(path.read_text()) for path in folder.iterdir()) < files:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        process.kill()

@@ -14,8 +14,8 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel
 from mmm.parallel.data.ddp import ScaleGradient
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
@@ -138,7 +138,6 @@ def biases_by_step(rank, max_norm):
     model = ParallelModel(
         model,
         resolved.plan,
-        layout,
         mesh,
         precision,
         resolved.techniques,

@@ -13,7 +13,7 @@ from mmm.errors import UserError
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
-    "examples": ("mmm.cli.examples", "list the runnable examples and trainers"),
+    "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
 }

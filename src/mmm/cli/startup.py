@@ -23,7 +23,7 @@ and a later line with a time and `iter` or `step` and its number. A log may hold
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where no path has a start."""
+    """Print the table, the parts of a single run, and the plot. Returns 0. Raises UserError without any start."""
     parser = argparse.ArgumentParser(
         prog="mmm startup", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

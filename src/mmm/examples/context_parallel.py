@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
-from mmm.parallel.context.apply import cut_batch
+from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.grad_scaler import GradScaler
-from mmm.runtime.failure import run_main
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import SHARDED_SEQUENCE, Need, parse
@@ -71,15 +71,7 @@ def train(config: Config) -> None:
 
     with start_run("context_parallel", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(
-            model,
-            mesh,
-            plan,
-            run.precision,
-            cp_style=resolved.techniques.cp_style,
-            compile=config.compile,
-            **config.memory(),
-        )
+        apply(model, mesh, plan, run.precision, resolved.techniques)
         materialize(model, run.device, config.seed)
         loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
@@ -87,7 +79,7 @@ def train(config: Config) -> None:
         def share(samples: Batch) -> Tensor:
             # Of the samples the tokens of this cp coordinate, and where they stand in the whole sequence, (seq / cp,):
             # the model turns heads by it, and cannot count from 0.
-            part, positions = cut_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
+            part, positions = shard_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
             return loss_fn(model(part.inputs, positions), part.targets, part.count)
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)

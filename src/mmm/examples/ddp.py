@@ -39,7 +39,7 @@ from mmm.errors import ConfigError
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize, sync_gradients
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.failure import run_main
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
@@ -75,7 +75,7 @@ def train(config: Config) -> None:
 
     with start_run("ddp", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        model = apply(model, mesh, transformer_plan(), run.precision, data_parallel="ddp", compile=config.compile)
+        model = apply(model, mesh, transformer_plan(), run.precision, resolved.techniques)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
 

@@ -29,8 +29,8 @@ from mmm.data.image_batches import ImageBatch, ImageBatches, evaluation
 from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.plans.cnn import cnn_plan
-from mmm.runtime.failure import run_main
 from mmm.runtime.seed import seed_step
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.progress import epochs_bar
@@ -60,7 +60,7 @@ def train(config: Config) -> None:
 
     with start_run("fsdp", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel)
+        model = apply(model, mesh, cnn_plan(), run.precision, resolved.techniques)
         materialize(model, run.device, config.seed)
         run.log.info("%s, %s\n%s", config.parallel, mesh, sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)

@@ -43,7 +43,7 @@ from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.runtime.failure import run_main
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse

@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.expert.apply import balance_experts, imbalance
-from mmm.runtime.failure import run_main
+from mmm.parallel.expert.balance import balance_experts, imbalance
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
@@ -73,7 +73,7 @@ def train(config: Config) -> None:
 
     with start_run("moe", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout, experts=True)
-        apply(model, mesh, resolved.plan, run.precision, compile=config.compile)
+        apply(model, mesh, resolved.plan, run.precision, resolved.techniques)
         materialize(model, run.device, config.seed)
         run.log.info("%s\n%s", mesh, sharded_model(model))
 

@@ -42,8 +42,8 @@ from mmm.parallel import batch_sizes
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit, vit_plan
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import Need, parse

@@ -27,10 +27,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.analysis.bubble import gather
 from mmm.errors import ConfigError
 from mmm.parallel import apply, build_mesh, loss_of, materialize
-from mmm.parallel.pipeline.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Recorder
-from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
-from mmm.runtime.failure import run_main
+from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
+from mmm.parallel.techniques import ScheduleName
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
@@ -80,7 +82,7 @@ def train(config: Config) -> None:
         compile=plan if config.compile else None,
     )
     costs = part_costs(model, parts, resolved.sample)
-    cuts = cut(costs, layout.pp * each)
+    cuts = balance_stages(costs, layout.pp * each)
     if config.summary:
         print_once(resolved.summary())
         return
@@ -96,7 +98,7 @@ def train(config: Config) -> None:
         numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each)
         mine = {number: take_stage(model, parts, cuts[number]) for number in numbers}
         for number, stage in mine.items():
-            apply(stage, mesh, plan, run.precision, compile=config.compile, **config.memory())
+            apply(stage, mesh, plan, run.precision, resolved.techniques)
             materialize(stage, run.device, config.seed)
             run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
 

@@ -28,14 +28,13 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer
-from mmm.parallel import apply, build_mesh, local_value, loss_of, materialize
-from mmm.runtime.failure import run_main
+from mmm.parallel import Mesh, apply, build_mesh, local_value, loss_of, materialize
 from mmm.runtime.peak import Peak
 from mmm.runtime.process_group import gather_floats
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import Unused, parse
@@ -90,7 +89,7 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(run: Run, mesh: DeviceMesh, resolved: Resolved, way: int) -> tuple[int, list[float]]:
+def train_way(run: Run, mesh: Mesh, resolved: Resolved, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.options
     assert isinstance(config, Config)

@@ -110,7 +110,7 @@ def read_config(folder: Path) -> str:
 
 
 def config_ending(text: str) -> Ending | None:
-    """The ending that the text of a config.json holds."""
+    """The ending in the text of a config.json."""
     try:
         return read_ending(json.loads(text or "{}"))
     except ValueError:

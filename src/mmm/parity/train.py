@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.analysis.traffic import count_traffic
@@ -21,10 +20,12 @@ from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
-from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
-from mmm.parallel.pipeline.pipeline import SCHEDULES
+from mmm.parallel.mesh import Layout, Mesh, build_mesh
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import Partition, partition_model
+from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.plan import unmatched
+from mmm.parallel.techniques import Techniques
 from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
@@ -119,7 +120,7 @@ def train(rank: Rank, ready: Prepared, references: Mapping[str, Reference], time
     return curves
 
 
-def _train(rank: Rank, ready: Prepared, mesh: DeviceMesh, optimizer: str, reference: Reference) -> Curve:
+def _train(rank: Rank, ready: Prepared, mesh: Mesh, optimizer: str, reference: Reference) -> Curve:
     began = time.perf_counter()
     model, training, layout = ready.model, ready.training, ready.layout
     dtype = DTYPES[training.dtype]
@@ -130,7 +131,6 @@ def _train(rank: Rank, ready: Prepared, mesh: DeviceMesh, optimizer: str, refere
     parallel_model = ParallelModel(
         module,
         model.plan(),
-        layout,
         mesh,
         precision,
         ready.techniques,
@@ -150,8 +150,7 @@ def _train(rank: Rank, ready: Prepared, mesh: DeviceMesh, optimizer: str, refere
     for step in range(training.steps):
         inputs, targets = batch(model.source, training, step)
         # The first step of a pipeline, or of DDP, sends more than the others.
-        counted = count_traffic(*filter(None, (mesh, expert_mesh(mesh)))) if step == 1 else nullcontext()
-        with counted as traffic:
+        with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
             local_loss = parallel_model.step(inputs[own], targets[own], targets.numel())
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)

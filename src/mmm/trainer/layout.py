@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from mmm.parallel.pipeline.pipeline import ScheduleName
+from mmm.parallel.techniques import ScheduleName
 from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
@@ -23,9 +23,6 @@ class MemoryOptions:
     """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
     offload: bool = False
     """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there."""
-
-    def memory(self) -> dict[str, Any]:
-        return {"loss_chunks": self.loss_chunks, "tile": self.tile, "offload": self.offload}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.runtime.failure import run_main
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions, MemoryOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer

@@ -17,20 +17,18 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.mesh import Layout
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import LONGEST, command_line
+from mmm.trainer.flags import FLAGS
 
 T = TypeVar("T")
 
 
 # A flag that a program inherits and has no use for: not in --help, and an error on the command line.
 Unused = Annotated[T, tyro.conf.Suppress, tyro.conf.Fixed]
-
-# The flag of a field of `Layout` or `Techniques`, where it is not called as the field is.
-FLAGS = {"tp": "tpsize", "data_parallel": "parallel", "checkpointing": "activation_checkpointing"}
 
 
 def values_of(options: Any, kind: type) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmm.models.experts import has_experts
 from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
-from mmm.parallel.assemble import ParallelModel
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.report import local_parameters, sharded_model, stage_table
@@ -31,7 +31,6 @@ def parallelize(run: Run, resolved: Resolved) -> ParallelModel:
     parallel = ParallelModel(
         model,
         plan,
-        run.layout,
         mesh,
         run.precision,
         techniques,

@@ -11,9 +11,10 @@ from mmm.analysis.fits import footprint_of
 from mmm.analysis.footprint import Footprint
 from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
-from mmm.parallel.assemble import Partition, Techniques, partition_model
 from mmm.parallel.mesh import Layout
+from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import Rank
 from mmm.trainer.options import RunOptions
 from mmm.trainer.report import model_summary
@@ -25,7 +26,7 @@ class Resolved:
 
     Attributes:
         layout: fitted to the number of ranks. techniques: on it.
-        sizes: of the model. model: an `nn.Module` on the meta device, shapes without memory: no rank ever holds it full.
+        sizes: of the model. model: an `nn.Module` on the meta device, shapes without memory.
         plan: how it is sharded. partition: into pipeline stages.
         sample: what a step's forward takes of one data-parallel coordinate, (local batch, …), on the meta device.
         local_batch_size, global_batch_size: samples of a step, of one data-parallel coordinate and of all.

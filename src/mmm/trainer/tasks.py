@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmm.data import Batch
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
-from mmm.parallel.assemble import ParallelModel
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
 from mmm.trainer.text import validation_batches

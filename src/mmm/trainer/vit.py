@@ -18,9 +18,9 @@ from mmm.models.vit import PRESETS, SDPA_BACKENDS, ViT, ViTConfig
 from mmm.parallel import batch_sizes
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device, choose_precision
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.sdpa import check_sdpa
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer

@@ -1,7 +1,7 @@
 """A folder of image files, one subfolder a class, decoded when they are read. One of::
 
 data_dir/train/cat/*.jpg  data_dir/val/cat/*.jpg   two sets; ``val`` may be called ``validation`` or ``test``
-data_dir/cat/*.jpg                                 one: a tenth is held out, chosen by a hash of each file's path
+data_dir/cat/*.jpg                                 one: a tenth is for testing, by a hash of each path
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from mmm.errors import LaunchError
 from mmm.launch.job import hosts
@@ -20,18 +19,21 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     if not job or name is None:
         return None
     why = {"scheduler": f"SLURM_JOB_ID={job}", "hosts": f"{name}={environ[name]}"}
-    found = Job("slurm", job, tuple(hosts.expand(environ[name])), why)
-    values: dict[str, int | None] = {}
-    values["tasks_per_host"] = _number(environ, "SLURM_NTASKS_PER_NODE", why, "tasks_per_host")
-    if values["tasks_per_host"] is None:
-        values["tasks_per_host"] = _tasks(environ, why)
-    values["gpus_per_host"] = _number(environ, "SLURM_GPUS_ON_NODE", why, "gpus_per_host")
+    tasks = _number(environ, "SLURM_NTASKS_PER_NODE", why, "tasks_per_host")
+    gpus = _number(environ, "SLURM_GPUS_ON_NODE", why, "gpus_per_host")
     asked = re.fullmatch(r"(?:.*:)?(\d+)", environ.get("SLURM_GPUS_PER_NODE", ""))
-    if values["gpus_per_host"] is None and asked:
-        values["gpus_per_host"] = int(asked[1])  # as typed: 4, a100:4
+    if gpus is None and asked:
+        gpus = int(asked[1])  # as typed: 4, a100:4
         why["gpus_per_host"] = f"SLURM_GPUS_PER_NODE={asked[0]}"
-    values["end_time"] = _number(environ, "SLURM_JOB_END_TIME", why, "end_time")
-    return replace(found, **values)
+    return Job(
+        "slurm",
+        job,
+        tuple(hosts.expand(environ[name])),
+        why,
+        tasks_per_host=_tasks(environ, why) if tasks is None else tasks,
+        gpus_per_host=gpus,
+        end_time=_number(environ, "SLURM_JOB_END_TIME", why, "end_time"),
+    )
 
 
 def _tasks(environ: Mapping[str, str], why: dict[str, str]) -> int | None:
