@@ -46,12 +46,10 @@ from mmm.parallel import Layout, cross_entropy, materialize
 from mmm.runtime.device import Precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import start_run
-from mmm.trainer.steps import text_steps
+from mmm.trainer.steps import text_run, text_steps
 from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
 
 
@@ -124,12 +122,8 @@ def train(config: Config) -> None:
         print_once(resolved.summary())
         return
 
-    with start_run("fsdp_tp", config, layout, resolved.about_data, footprint(model, config.optimizer)) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe())
-
-        # Shard first, on the meta device, so that no rank ever holds the full model. Then each rank draws its own part
-        # of the initial weights, which are the same on every mesh.
+    with text_run("fsdp_tp", config, resolved) as run:
+        # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
         materialize(model, run.device, config.seed)

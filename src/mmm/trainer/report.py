@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mmm.models.weights import canonical_name
 from mmm.parallel.apply import local_part
 from mmm.parallel.data.replicas import Replicas
 from mmm.runtime.ranks import whoami
@@ -70,7 +71,7 @@ def sharded_model(model: nn.Module) -> str:
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         whole, local = ("×".join(map(str, t.shape)) for t in (parameter, local_part(parameter)))
-        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", canonical_name(name))
         lines.setdefault((general, whole, _cut(parameter), local, str(parameter.dtype)[6:]), []).append(name)
     table = Table(title="parameters, cut (rank 0's view)", title_justify="left", box=None, pad_edge=False)
     for heading in ("parameter", "times", "whole", "cut", "held here", "dtype"):

@@ -17,6 +17,7 @@ and recorded. The row is a collective: every rank goes through every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -25,13 +26,15 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
+from mmm.parallel.assemble import Techniques
 from mmm.parallel.loss import local_value
 from mmm.runtime.seed import seed_step
 from mmm.trainer.cnn import ResolvedCNN
-from mmm.trainer.mistakes import STEPS, OneDevice
-from mmm.trainer.options import BreakOptions
+from mmm.trainer.fits import footprint
+from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
+from mmm.trainer.options import BaseOptions, BreakOptions
 from mmm.trainer.progress import epochs_bar
-from mmm.trainer.run import Run
+from mmm.trainer.run import Run, start_run
 from mmm.trainer.tasks import ImageTask, evaluate_images
 from mmm.trainer.text import ResolvedText, ValidationOptions, validate
 
@@ -62,6 +65,16 @@ class Step:
         """
         self.run.clock.lap("dtf")
         self.local_loss += local_value(loss)
+
+
+@contextmanager
+def text_run(name: str, options: BaseOptions, resolved: ResolvedText, data_parallel: str = "fsdp") -> Iterator[Run]:
+    """`start_run` for a program that trains a Transformer on text; the model, unsharded, is logged and recorded."""
+    holds = footprint(resolved.model, getattr(options, "optimizer", "adamw"), Techniques(data_parallel=data_parallel))
+    with start_run(name, options, resolved.layout, resolved.about_data, holds) as run:
+        run.log.info("model, whole:\n%s", resolved.summary(), stacklevel=3)
+        run.describe(**resolved.describe())
+        yield run
 
 
 def text_steps(
@@ -132,7 +145,8 @@ def image_steps(
 ) -> Iterator[Step]:
     """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
 
-    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets.
+    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets. With ``--break``
+    half the images of the first data-parallel coordinate have no label, and dropout is off.
 
     Args:
         workers: processes that read images ahead.
@@ -140,7 +154,7 @@ def image_steps(
 
     def whole_batch(step: int) -> Batch:
         images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
-        return Batch(images.images, images.labels, images.count)
+        return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.batch // 2)
 
     task = ImageTask(run, resolved.data, resolved.batch, resolved.global_batch, workers)
     steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
@@ -159,7 +173,10 @@ def image_steps(
             optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
         seed_step(run.options.seed, number, coordinate)  # for dropout
-        step = Step(run, number, next(batches))
+        batch = next(batches)
+        if one_device is not None:
+            batch = without_labels(batch, coordinate * resolved.batch, resolved.batch // 2)
+        step = Step(run, number, batch)
         run.clock.lap("dtd")
         yield step
         run.clock.lap("dto")
