@@ -54,8 +54,8 @@ class Config(TextProgramOptions, BreakOptions):
     BREAKS: ClassVar = {
         "no_all_reduce": "No backward all-reduces: each rank updates its replica with the gradient of its own samples. "
         "The loss of the first step is right, since the weights still are; from then on the replicas drift apart.",
-        "same_samples": "Every rank takes the first rank's samples, as ranks do whose data does not depend on the rank. "
-        "They all compute the same gradient: N ranks learn from the samples of one.",
+        "same_samples": "Every rank takes the first rank's samples, as where the data does not depend on the rank. All "
+        "compute the same gradient: N ranks learn from the samples of one.",
     }
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
@@ -118,7 +118,9 @@ def compare_by_hand(ddp: DDP, local_loss: Callable[[nn.Module], Tensor]) -> floa
     for gradient in by_hand:
         dist.all_reduce(gradient)  # in place: the sum over the ranks
     (local_loss(ddp) * dist.get_world_size()).backward()
-    apart = max(float((p.grad - hand).abs().max()) for p, hand in zip(parameters, by_hand, strict=True))
+    apart = max(
+        float((p.grad - hand).abs().max()) for p, hand in zip(parameters, by_hand, strict=True) if p.grad is not None
+    )
     ddp.zero_grad()
     return apart / max(float(gradient.abs().max()) for gradient in by_hand)
 

@@ -100,7 +100,6 @@ def train(config: Config) -> None:
     holds = footprint(meta, config.optimizer, Techniques(data_parallel=config.parallel))
     with start_run("fsdp", config, resolved.layout, resolved.data.describe(), holds) as run:
         run.describe(**resolved.describe())
-        width = torch.empty(0, dtype=run.precision.storage).element_size()  # bytes
         run.log.info("before\n%s", summary)
         model = parallelize(run, meta.to(run.precision.storage), config)
         run.log.info("after\n%s", sharded_model(model))
@@ -122,7 +121,8 @@ def train(config: Config) -> None:
             local = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
-        kept, ddp = (count * width / 1e6 for count in (sum(local.values()), elements * (2 + STATE[config.optimizer])))
+        numbers = sum(local.values()), elements * (2 + STATE[config.optimizer])
+        kept, ddp = (count * run.precision.storage.itemsize / 1e6 for count in numbers)
         run.log.info("rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB", kept, ddp)
         run.describe(local_elements=local)
         if config.save_model:

@@ -94,19 +94,18 @@ def train(config: Config) -> None:
     with text_run("hsdp", config, resolved, data_parallel="hsdp") as run:
         sizes = (layout.dp_replicate, layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
-        everyone: list[Any] = [None] * run.rank.world_size
-        dist.all_gather_object(everyone, groups_of(mesh))
-        rows, columns = (sorted({groups[axis] for groups in everyone}) for axis in ("dp_shard", "dp_replicate"))
+        rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis
         run.describe(groups={"dp_shard": rows, "dp_replicate": columns})
-        run.log.info("all-gather and reduce-scatter (dp_shard) in: %s", " ".join(str(list(row)) for row in rows))
-        run.log.info("all-reduce (dp_replicate) in: %s", " ".join(str(list(column)) for column in columns))
+        run.log.info("all-gather and reduce-scatter (dp_shard) in: %s", " ".join(map(str, rows)))
+        run.log.info("all-reduce (dp_replicate) in: %s", " ".join(map(str, columns)))
 
         model = resolved.model.to(run.precision.storage)
         shard(model, mesh["dp_shard"] if config.break_ == "one_axis" else mesh, run.precision)
         materialize(model, run.device, config.seed)  # each rank its own part; the replicas are equal
         if config.break_ == "own_weights":
-            for parameter in model.parameters():
-                nn.init.normal_(local_part(parameter.data), std=0.02, generator=torch.manual_seed(run.rank.rank))
+            torch.manual_seed(run.rank.rank)
+            for matrix in (p for p in model.parameters() if p.ndim > 1):
+                nn.init.normal_(local_part(matrix.data), std=0.02)
         run.log.info("%s", sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         for step in text_steps(run, resolved, model, optimizer):
@@ -117,28 +116,14 @@ def train(config: Config) -> None:
             held = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
-        whole = parameter_count(model)
-        shards, copies = layout.dp_shard, layout.dp_replicate
-        run.log.info(
-            "rank 0 holds %s of %s parameters (1/%d in theory: %.1f)",
-            f"{held['parameters']:,}",
-            f"{whole:,}",
-            shards,
-            whole / shards,
-        )
-        run.log.info(
-            "a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f",
-            3 * (shards - 1) / shards * whole,
-            2 * (copies - 1) / copies * whole / shards,
-        )
+        whole, (r, s) = parameter_count(model), sizes
+        held_text = f"rank 0 holds {held['parameters']:,} of {whole:,} parameters (1/{s} in theory: {whole / s:.1f})"
+        run.log.info("%s", held_text)
+        sent = (3 * (s - 1) / s * whole, 2 * (r - 1) / r * whole / s)
+        run.log.info("a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f", *sent)
         spread = copies_spread(model, mesh)
-        run.log.info("the %d copies, after %d steps: differ by %.1e at most", copies, step.number + 1, spread)
+        run.log.info("the %d copies, after %d steps: differ by %.1e at most", r, step.number + 1, spread)
         run.describe(held=held, whole=whole, copies_spread=spread)
-
-
-def groups_of(mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
-    """The ranks that this rank talks to, itself among them, along each axis."""
-    return {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in mesh.mesh_dim_names or ()}
 
 
 @torch.no_grad()
