@@ -120,8 +120,7 @@ def train(config: Config) -> None:
         return
 
     with start_run("fsdp_tp", config, resolved) as run:
-        # Shard first, on the meta device, so that no rank ever holds the full model. Then each rank draws its own part
-        # of the initial weights, which are the same on every mesh.
+        # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
         materialize(model, run.device, config.seed)

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mmm.models.weights import canonical_name
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import to_local
 from mmm.runtime.ranks import whoami
@@ -69,7 +70,7 @@ def sharded_model(model: nn.Module) -> str:
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         full, local = ("×".join(map(str, t.shape)) for t in (parameter, to_local(parameter)))
-        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", canonical_name(name))
         lines.setdefault((general, full, _placement(parameter), local, str(parameter.dtype)[6:]), []).append(name)
     table = Table(title="parameters, sharded (rank 0's view)", title_justify="left", box=None, pad_edge=False)
     for heading in ("parameter", "times", "full", "sharded", "local", "dtype"):

@@ -27,7 +27,7 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.parallel.loss import local_value
 from mmm.runtime.seed import seed_step
-from mmm.trainer.mistakes import STEPS, OneDevice
+from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.options import BreakOptions
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.resolve import Resolved
@@ -133,7 +133,8 @@ def image_steps(
 ) -> Iterator[Step]:
     """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
 
-    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets.
+    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets. With ``--break``
+    half the images of the first data-parallel coordinate have no label, and dropout is off.
 
     Args:
         workers: processes that read images ahead.
@@ -141,7 +142,7 @@ def image_steps(
 
     def whole_batch(step: int) -> Batch:
         images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
-        return Batch(images.images, images.labels, images.count)
+        return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.local_batch_size // 2)
 
     task = ImageTask(run, resolved, workers)
     steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
@@ -160,7 +161,10 @@ def image_steps(
             optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
         seed_step(run.options.seed, number, coordinate)  # for dropout
-        step = Step(run, number, next(batches))
+        batch = next(batches)
+        if one_device is not None:
+            batch = without_labels(batch, coordinate * resolved.local_batch_size, resolved.local_batch_size // 2)
+        step = Step(run, number, batch)
         run.clock.lap("dtd")
         yield step
         run.clock.lap("dto")
