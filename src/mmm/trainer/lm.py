@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmm.parallel.memory.offload import moved_text
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions, MemoryOptions
 from mmm.trainer.loop import Fit, fit
@@ -52,6 +53,8 @@ def train(config: Config) -> None:
             balance_rate=config.balance(),
         )
         fit(run, model, optimizer, task, how)
+        if config.offload:
+            run.log.info("%s", moved_text(model.modules.values(), optimizer, run.device))
         if config.save_model:
             save_model(run, model)
 
