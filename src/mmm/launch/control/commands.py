@@ -40,8 +40,8 @@ def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message
     for agent in agents:
         if plan.by == "host":
             first = agent.index * plan.per_host
-            here = range(first, min(first + plan.per_host, plan.ranks))
-            ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in here]
+            local_ranks = range(first, min(first + plan.per_host, plan.ranks))
+            ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in local_ranks]
             message = {"ranks": ranks, "shared": plan.shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}}
         else:
             mates = there[agent.host]

@@ -53,7 +53,7 @@ class Run(ABC):
         """Send every rank signal `number`. False if there is none yet."""
 
     @abstractmethod
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Send every rank a signal that is the program's to handle, once there are ranks."""
 
     @abstractmethod
@@ -170,7 +170,7 @@ class Run(ABC):
         number = self.limits.signal or 0
         left = (self.limits.job_end or time.time()) - time.time()
         say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
-        self.pass_on(number)
+        self.forward_signal(number)
 
     def left(self) -> str:
         left = self.total - len(self.ended)
@@ -195,7 +195,7 @@ class Run(ABC):
         if number == signal.SIGTSTP:
             self.stop()
         if number in PASSED_ON:
-            self.pass_on(number)
+            self.forward_signal(number)
         if number not in ENDING:
             return
         now = time.monotonic()

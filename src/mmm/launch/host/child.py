@@ -54,11 +54,11 @@ def prepare() -> None:
         faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     lifeline.tie_forks()
     # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
-    held = threading.local()
+    nested = threading.local()
     os.register_at_fork(
-        before=lambda: setattr(held, "mask", signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, held.mask),
-        after_in_child=lambda: _default_signals(held.mask),
+        before=lambda: setattr(nested, "mask", signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, nested.mask),
+        after_in_child=lambda: _default_signals(nested.mask),
     )
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
