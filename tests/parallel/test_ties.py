@@ -124,7 +124,7 @@ def test_one_weight(run_on_ranks, layout, techniques):
 
 def untied(rank, gradients):
     """A planted bug: nothing ties again what has been given memory."""
-    module = importlib.import_module("mmm.parallel.materialize")
+    module = importlib.import_module("mmm.parallel.apply")
     original, module.tie_again = module.tie_again, lambda *given: None
     try:
         return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=False)[1]

@@ -24,7 +24,7 @@ import torch
 
 from mmm.analysis.fits import footprint_of
 from mmm.analysis.step_traffic import Sent, apart, count_step, table
-from mmm.analysis.traffic_formulas import assembled_traffic
+from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes, build_mesh
@@ -91,7 +91,7 @@ def measure(run: Run, case: Case, partition: Partition, sizes: TransformerConfig
     tokens, size = data.train, run.config["global_batch_size"]
     local = size // layout.dp
     each = {"batch": local, "seq_length": tokens.seq_length, "precision": run.precision}
-    formula = assembled_traffic(model, plan, layout, case.techniques, partition, trained.modules, **each)
+    formula = expected_traffic(model, plan, layout, case.techniques, partition, trained.modules, **each)
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
     batch = tokens.batch(0, size, layout.dp_coordinate(run.rank.rank) * local, local).to(run.device)
 

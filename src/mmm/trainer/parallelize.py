@@ -17,7 +17,7 @@ def parallelize(run: Run, resolved: Resolved) -> ParallelModel:
     """Make the mesh, and on it this rank's part of the model with its initial weights; log who has what. A collective.
 
     Args:
-        resolved: its model is used up.
+        resolved: its model is consumed; do not reuse it.
     """
     model, plan, techniques, partition = resolved.model, resolved.plan, resolved.techniques, resolved.partition
     parameters = parameter_count(model)

@@ -33,6 +33,7 @@ from mmm.contract import LINE_VARIABLE
 from mmm.errors import DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
+from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
@@ -238,6 +239,7 @@ def start_run(
     times = startup.ready()
     with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
         stack.enter_context(full_float32(precision))
+        stack.enter_context(ignore_views())
         outdir = prepared[0] if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))

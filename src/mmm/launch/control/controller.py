@@ -206,7 +206,8 @@ class Controller(Run):
         self.rendezvous_ends, self.under_way = None, True
         assert self.output is not None
         self.output.last = time.monotonic()
-        for agent, message in start_commands(self.plan, [self.agents[i] for i in range(len(self.agents))]):
+        agents = [self.agents[index] for index in range(len(self.agents))]
+        for agent, message in zip(agents, start_commands(self.plan, agents), strict=True):
             agent.ranks = [int(rank["RANK"]) for rank in message["ranks"]]
             try:
                 agent.link.send({"go": message})

@@ -14,12 +14,11 @@ from mmm.contract import ENDING
 from mmm.launch.control import failures, stacks
 from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
+from mmm.launch.control.wire import PASSED_ON
 from mmm.launch.job.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C
-
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # what schedulers send before a job's end; the program's to handle
 
 
 class Run(ABC):
@@ -32,7 +31,7 @@ class Run(ABC):
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.exit_code: int | None = None  # once it is decided
-        self.decide_at: float | None = None  # when the failures known by then decide
+        self.decide_at: float | None = None  # when the cause is looked for among the failures known by then
         self.kill_at: float | None = None
         self.interrupted_at = -REPEAT
         self.again = False  # a new start may help: no signal, no user's mistake

@@ -23,9 +23,8 @@ from mmm.launch.control import commands
 from mmm.launch.control import link as links
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Link, Lost
-from mmm.launch.control.run import PASSED_ON
 from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.control.wire import CPUS_VARIABLE, Status
+from mmm.launch.control.wire import CPUS_VARIABLE, PASSED_ON, Status
 from mmm.launch.job import binding, local
 from mmm.launch.job import target as targets
 from mmm.launch.job.local import LaunchPlan
