@@ -31,18 +31,16 @@ from mmm.analysis.local_elements import local_elements
 from mmm.models.cnn import CNN
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
-from mmm.parallel.assemble import Techniques
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.cnn import CNNOptions, resolve
-from mmm.trainer.fits import footprint
 from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, RunOptions, parse
 from mmm.trainer.report import model_summary, print_once, sharded_model
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import Run
 from mmm.trainer.save import save_model
-from mmm.trainer.steps import image_steps
+from mmm.trainer.steps import image_run, image_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +90,14 @@ def train(config: Config) -> None:
     resolved = resolve(config, config, config.layout(whoami().world_size), whoami())
     with torch.device("meta"):
         meta = CNN(resolved.model)
-    summary, elements = model_summary(meta, resolved.sample), parameter_count(meta)
+    elements = parameter_count(meta)
     if config.summary:
-        print_once(summary)
+        print_once(model_summary(meta, resolved.sample))
         return
 
-    holds = footprint(meta, config.optimizer, Techniques(data_parallel=config.parallel))
-    with start_run("fsdp", config, resolved.layout, resolved.data.describe(), holds) as run:
-        run.describe(**resolved.describe())
-        run.log.info("before\n%s", summary)
+    with image_run("fsdp", config, resolved, meta, config.parallel) as run:
         model = parallelize(run, meta.to(run.precision.storage), config)
-        run.log.info("after\n%s", sharded_model(model))
+        run.log.info("%s", sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
         # Each local loss is a sum over the *global* count, so that ranks with fewer labels count for less: gradients

@@ -34,13 +34,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, cross_entropy, materialize
-from mmm.parallel.apply import local_part
 from mmm.runtime.device import Precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
@@ -104,8 +104,8 @@ def train(config: Config) -> None:
         materialize(model, run.device, config.seed)  # each rank its own part; the replicas are equal
         if config.break_ == "own_weights":
             torch.manual_seed(run.rank.rank)
-            for matrix in (p for p in model.parameters() if p.ndim > 1):
-                nn.init.normal_(local_part(matrix.data), std=0.02)
+            for matrix in (p.data for p in model.parameters() if p.ndim > 1):
+                nn.init.normal_(matrix.to_local() if isinstance(matrix, DTensor) else matrix, std=0.02)
         run.log.info("%s", sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         for step in text_steps(run, resolved, model, optimizer):
@@ -129,7 +129,7 @@ def train(config: Config) -> None:
 @torch.no_grad()
 def copies_spread(model: nn.Module, mesh: DeviceMesh) -> float:
     """The largest difference of a parameter between two copies. A collective."""
-    numbers = torch.cat([local_part(p).flatten() for p in model.parameters()])
+    numbers = torch.cat([p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)])
     highest, lowest = numbers.clone(), numbers.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group("dp_replicate"))
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group("dp_replicate"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmm.parallel.assemble import partition_model
+from mmm.parallel.memory.offload import moved_text
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
@@ -70,6 +71,8 @@ def train(config: Config) -> None:
             balance_rate=config.balance(),
         )
         fit(run, model, optimizer, task, how_long)
+        for module in model.modules.values() if config.offload else ():
+            run.log.info("%s", moved_text(module, optimizer, run.device))
         if config.save_model:
             save_model(run, model)
 

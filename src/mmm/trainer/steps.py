@@ -32,8 +32,9 @@ from mmm.runtime.seed import seed_step
 from mmm.trainer.cnn import ResolvedCNN
 from mmm.trainer.fits import footprint
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
-from mmm.trainer.options import BaseOptions, BreakOptions
+from mmm.trainer.options import BaseOptions, BreakOptions, RunOptions
 from mmm.trainer.progress import epochs_bar
+from mmm.trainer.report import model_summary
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.tasks import ImageTask, evaluate_images
 from mmm.trainer.text import ResolvedText, ValidationOptions, validate
@@ -73,6 +74,17 @@ def text_run(name: str, options: BaseOptions, resolved: ResolvedText, data_paral
     holds = footprint(resolved.model, getattr(options, "optimizer", "adamw"), Techniques(data_parallel=data_parallel))
     with start_run(name, options, resolved.layout, resolved.about_data, holds) as run:
         run.log.info("model, whole:\n%s", resolved.summary(), stacklevel=3)
+        run.describe(**resolved.describe())
+        yield run
+
+
+@contextmanager
+def image_run(name: str, options: RunOptions, resolved: ResolvedCNN, model: nn.Module, technique: str) -> Iterator[Run]:
+    """`start_run` for a program that trains the CNN on images; `model`, unsharded, is logged."""
+    holds = footprint(model, options.optimizer, Techniques(data_parallel=technique))
+    summary = model_summary(model, resolved.sample)
+    with start_run(name, options, resolved.layout, resolved.data.describe(), holds) as run:
+        run.log.info("model, whole:\n%s", summary, stacklevel=3)
         run.describe(**resolved.describe())
         yield run
 
