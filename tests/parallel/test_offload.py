@@ -5,13 +5,13 @@ import torch
 
 import mmm.parallel.data.zero
 from mmm.errors import ConfigError
-from mmm.examples import zero
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
 from mmm.parallel.memory.offload import check_offload, moved, moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from mmm.trainer import lm
 from support import anywhere, reference
 
 CPU = torch.device("cpu")
@@ -95,11 +95,22 @@ def test_a_planted_bug_is_caught(pool):
 
 
 @pytest.mark.long
-def test_the_example(tmp_path, capsys):
-    config = zero.Config(seq_length=16, max_iters=2, dtype="fp64", plots=False, offload=True, outdir=tmp_path)
-    assert zero.train(config)
-    out = capsys.readouterr().out
-    assert [f"stage {stage}, offload: on the host" in out for stage in range(4)] == [False, True, True, True]
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_what_it_moves_is_said(tmp_path, capsys, parallel):
+    lm.train(
+        lm.Config(
+            preset="debug",
+            seq_length=16,
+            max_iters=2,
+            dtype="fp64",
+            plots=False,
+            offload=True,
+            parallel=parallel,
+            eval_batches=1,
+            outdir=tmp_path,
+        )
+    )
+    assert "offload: on the host" in capsys.readouterr().out
 
 
 def test_refused():
