@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -77,7 +78,8 @@ def test_hsdp(alone, tmp_path):
 def stages(rank):
     """Every stage of `zero.train`, without a folder: what is held, and the losses."""
     options, layout = zero.Config(**SIZES, preset="debug"), Layout().fit(rank.world_size)
-    resolved = resolve(options, layout, default_batch=2)
+    with patch("mmm.trainer.text.whoami", lambda: rank):
+        resolved = resolve(options)
     about = [{"rank": r, "host": "here"} for r in range(rank.world_size)]
     run = Run(options, rank, layout, CPU, choose_precision("fp64", CPU), StepClock(CPU), get_logger(), None, about)
     mesh = init_device_mesh("cpu", (layout.dp,), mesh_dim_names=("dp_shard",))
