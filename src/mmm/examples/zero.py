@@ -108,9 +108,8 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
     with torch.device("meta"):
         full = Transformer(resolved.sizes).to(run.precision.storage)
     if stage == 3:  # all parameters are sharded; a unit is gathered for its forward and its backward
-        units: list[Any] = [full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full]
-        for unit in units:
-            fully_shard(unit, mesh=mesh)
+        for unit in (full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full):
+            fully_shard(unit, mesh=mesh)  # type: ignore[arg-type]
         for module in (each for each in full.modules() if isinstance(each, FSDPModule)):
             module.set_gradient_divide_factor(1.0)  # summed, not averaged: each local loss is over the global count
             module.set_force_sum_reduction_for_comms(True)
