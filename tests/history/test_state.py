@@ -12,7 +12,6 @@ import pytest
 import mmm.history
 from mmm.cli.history import main as history_command
 from mmm.history import History, finalize, load, write_config
-from mmm.history.journal import Journal
 from support.launcher import Launcher
 
 WRITER = """
@@ -116,15 +115,6 @@ def test_a_run_that_ended_before_its_dataset_was_in_place(tmp_path, monkeypatch)
         assert mmm.history.state(tmp_path) == "failed"
         assert load(tmp_path).attrs["error"] == "RuntimeError: no"
         finalize(tmp_path)
-
-
-def test_a_run_that_is_resumed_runs(tmp_path):
-    record(tmp_path, 2, RuntimeError("no"))
-    with History(tmp_path, ranks=[{}], resume=True, flush_every=1) as history:
-        history.update({"loss": 0.1})
-        assert mmm.history.state(tmp_path) == "running"
-        Journal.close(history._journal)  # as a kill does
-        assert mmm.history.state(tmp_path) == "killed"
 
 
 def test_a_record_that_says_nothing_is_a_finished_one(tmp_path):

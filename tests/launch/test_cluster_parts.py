@@ -20,6 +20,7 @@ from mmm.launch.control.link import Link, Lost
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, scheduler, walltime
 from mmm.launch.job.scheduler import Job
+from mmm.launch.job.sites import Site
 from support.launcher import START
 
 
@@ -216,14 +217,14 @@ def agent(index, host, cpus="0-7", local_rank=None):
 
 
 class Plan:
-    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, None
+    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, Site("")
 
     def __init__(self):
         self.shared = {"WORLD_SIZE": "3"}
 
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():
-    told = [message for _, message in commands.start_commands(Plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])]
+    told = commands.start_commands(Plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])
     assert [
         (m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"]) for m in told
     ] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
@@ -231,13 +232,13 @@ def test_local_ranks_are_counted_where_the_launcher_does_not_say():
 
 def test_ranks_that_are_bound_keep_their_cores():
     told = commands.start_commands(Plan(), [agent(0, "a", "0-1", 0), agent(1, "a", "2-3", 1), agent(2, "b", "0-1", 0)])
-    assert [m["cores"] for _, m in told] == [2, 2, 2]
+    assert [m["cores"] for m in told] == [2, 2, 2]
 
 
 def test_ranks_of_a_host_follow_each_other():
     made = Plan()
     made.by = "host"
-    told = [[r["RANK"] for r in m["ranks"]] for _, m in commands.start_commands(made, [agent(0, "a"), agent(1, "b")])]
+    told = [[r["RANK"] for r in m["ranks"]] for m in commands.start_commands(made, [agent(0, "a"), agent(1, "b")])]
     assert told == [["0", "1"], ["2"]]
 
 
@@ -252,11 +253,11 @@ def test_ranks_of_a_host_follow_each_other():
         ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None)),
     ],
 )
-def test_a_place_is_what_its_own_starter_says(launcher, environ, expected):
+def test_a_place_is_what_its_own_launcher_backend_says(launcher, environ, expected):
     assert numbers(launcher, environ, 8) == expected
 
 
-def test_a_starter_that_says_nothing():
+def test_a_launcher_backend_that_says_nothing():
     with pytest.raises(LaunchError, match="hydra has given its process no rank: PMI_RANK is not set"):
         numbers("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
 

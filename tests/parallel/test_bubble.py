@@ -8,9 +8,10 @@ import torch
 from mmm.analysis.bubble import action_lists, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Action, Recorder
-from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
+from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from support import reference
@@ -40,7 +41,7 @@ def test_by_hand():
         ("0B1", 7, 9),
     ]
     assert [b.begin for b in found.rows[1]] == [1, 2, 4, 5]
-    assert found.span == 9
+    assert found.seconds == 9
     assert found.idle(0) == found.idle(1) == pytest.approx(1 / 3)
     assert found.bubble == pytest.approx(bubble_formula("1F1B", 2, 2))
 
@@ -49,7 +50,7 @@ def test_unequal_times():
     """The slow rank never waits once it has begun; the other does whenever it is not needed."""
     rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
     found = replay(rows, {a: 3.0 if a.stage else 1.0 for row in rows for a in row})
-    assert found.span == 1 + 4 * 3 + 1
+    assert found.seconds == 1 + 4 * 3 + 1
     assert found.idle(1) == pytest.approx(2 / 14)
     assert found.idle(0) == pytest.approx(10 / 14)
     assert found.bubble == pytest.approx(6 / 14)
@@ -87,7 +88,7 @@ def test_formula_has_its_bounds():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="not go on: rank 0 waits at 0B0 for 0F0, rank 1 waits at 1F0 for 0F0"):
+    with pytest.raises(ValueError, match="is stuck: rank 0 waits at 0B0 for 0F0, rank 1 waits at 1F0 for 0F0"):
         replay([actions("0B0 0F0"), actions("1F0 1B0")], lambda _: 1.0)
     with pytest.raises(ValueError, match=r"rank 0 waits at 0B1 for 1B1 or 1I1, rank 1 waits at 1B0 for 1F0"):
         replay([actions("0F0 0F1 0B1 0B0"), actions("1B0 1F0 1F1 1B1")], lambda _: 1.0)
@@ -106,7 +107,7 @@ def run_schedules(rank, names, microbatches):
         with torch.device("meta"):
             model = Transformer(DEEP)
         parts, each = parts_of(model, plan), SCHEDULES[name].least
-        cuts = cut([1.0] * len(parts), layout.pp * each)
+        cuts = balance_stages([1.0] * len(parts), layout.pp * each)
         mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
         for stage in mine.values():
             apply(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))
@@ -151,11 +152,11 @@ def check_recorded(everyone, ranks, microbatches):
         assert 0 < replay(recorded.lists, recorded.seconds).bubble < 1
 
 
-def test_two_real_ranks(pool):
+def test_two_real_ranks(run_on_ranks):
     """Every action once, in the order of PyTorch's list; recording changes nothing, and ends."""
-    check_recorded(pool.run(run_schedules, 2, ["1F1B", "ZBVZeroBubble"], 4), 2, 4)
+    check_recorded(run_on_ranks(run_schedules, 2, ["1F1B", "ZBVZeroBubble"], 4), 2, 4)
 
 
 @pytest.mark.long
-def test_all_schedules_on_four_ranks(pool):
-    check_recorded(pool.run(run_schedules, 4, list(SCHEDULES), 8), 4, 8)
+def test_all_schedules_on_four_ranks(run_on_ranks):
+    check_recorded(run_on_ranks(run_schedules, 4, list(SCHEDULES), 8), 4, 8)

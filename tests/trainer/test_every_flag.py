@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmm.cli.examples import runnable_modules
 from mmm.examples import moe
+from mmm.examples.__main__ import runnable_modules
 from support.flags import flags, reads
 
 SAME = {"mmm.examples.vit": "mmm.trainer.vit"}  # one program under two names
 PROGRAMS = [name for name in runnable_modules() if name not in SAME]
-NO_FLAG = {"default_max_iters", "break_", "BREAKS"}  # of the class; `break_` of an example with mistakes is one
+DEFAULTS = {"default_max_iters", "default_batch_size", "break_", "BREAKS", "parallel"}
 NOTHING_TO_DRAW = {"plots"}
 # What shared code reads, and the program has no flag for: by design.
 FIXED = {
@@ -30,7 +30,7 @@ def test_what_is_read_can_be_given_and_what_can_be_given_is_read(name):
     program = importlib.import_module(name)
     given, read = flags(program.Config), reads(program)
     assert len(read) > 5
-    assert read - given - NO_FLAG == FIXED.get(name, set()), "read, and no flag"
+    assert read - given - DEFAULTS == FIXED.get(name, set()), "read, and no flag"
     assert given - read == set(), "flags without effect"
 
 

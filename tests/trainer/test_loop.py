@@ -14,17 +14,21 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.ddp import ScaleGradient
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
+from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.options import RunOptions
+from mmm.trainer.parallelize import parallelize
+from mmm.trainer.resolve import resolve_model
 from mmm.trainer.run import Run
 from mmm.trainer.tasks import ImageTask, TokenTask
+from mmm.trainer.text import TextData
 from support import reference as texts
 
 CONFIG = CNNConfig(image_size=8, width1=4, width2=4, hidden=8).without_dropout()
@@ -45,23 +49,18 @@ class Rows:
 
 def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     """Rows of a run of the loop in float64."""
-    layout = Layout(dp_replicate=2 if data_parallel == "hsdp" else 1).fit(rank.world_size)
-    mesh = build_mesh(layout, "cpu", 30)
+    options = LayoutOptions(lr=0.1, parallel=data_parallel, microbatches=accumulate)
+    layout = options.layout(rank.world_size)
     precision = Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
-        model = CNN(CONFIG)
-    techniques = Techniques(data_parallel=data_parallel, microbatches=accumulate)
-    partition = partition_model(
-        model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta")
-    )
-    record, clock = Rows([]), StepClock(CPU)
-    model = ParallelModel(
-        model, cnn_plan(), layout, mesh, precision, techniques, partition, device=CPU, seed=0, lap=clock.lap
-    )
-    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], record)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sample = CNN(CONFIG), torch.zeros(BATCH // layout.dp, 1, 8, 8)
     data = load_images("digits", image_size=8)
-    task = ImageTask(run, data, BATCH // layout.dp, BATCH)
+    resolved = resolve_model(options, layout, CONFIG, model, cnn_plan(), sample, data, STEPS)
+    record, clock = Rows([]), StepClock(CPU)
+    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, [], record)
+    model = parallelize(run, resolved)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = ImageTask(run, resolved)
     if by_epoch:
         task.steps_per_epoch = 4
         whole_epoch = task.batches
@@ -95,12 +94,12 @@ def halving(step):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "zero1", "zero2"])
-def test_micro_batches_clipping_and_schedule(pool, kind):
+def test_micro_batches_clipping_and_schedule(run_on_ranks, kind):
     """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
     ranks = 4 if kind == "hsdp" else 2
     accumulate = 2 if kind == "hsdp" else 4
     techniques = {"max_norm": 0.05, "schedule": halving, "eval_every": 3}
-    rows, evaluated = pool.run(train, ranks, kind, accumulate, techniques)[0]
+    rows, evaluated = run_on_ranks(train, ranks, kind, accumulate, techniques)[0]
     assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
     assert [row["iter"] for row in rows] == list(range(STEPS))
     assert ["test_acc" in row for row in rows] == [False, False, True] * 2
@@ -108,8 +107,8 @@ def test_micro_batches_clipping_and_schedule(pool, kind):
     assert all(row["dt"] == row["dtd"] + row["dtf"] + row["dtb"] + row["dto"] for row in rows)
 
 
-def test_one_row_an_epoch(pool):
-    rows, _ = pool.run(train, 2, "fsdp", None, {}, True)[0]
+def test_one_row_an_epoch(run_on_ranks):
+    rows, _ = run_on_ranks(train, 2, "fsdp", None, {}, True)[0]
     losses = reference()
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[0]["train_loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-9)
@@ -127,7 +126,8 @@ def biases_by_step(rank, max_norm):
     precision = Precision("fp16", torch.float32, torch.float16)
     with torch.device("meta"):
         model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
-    partition = partition_model(model, transformer_plan(), layout, Techniques(), sample, "fp16")
+    options, data = RunOptions(lr=0.1, dtype="fp16"), TextData(texts.tokens(), texts.tokens(), {})
+    resolved = resolve_model(options, layout, EXPERTS, model, transformer_plan(), sample, data, 3)
     calls = itertools.count()
 
     def loss(output, targets, count):
@@ -137,34 +137,38 @@ def biases_by_step(rank, max_norm):
     clock, seen = StepClock(CPU), []
     model = ParallelModel(
         model,
-        transformer_plan(),
-        layout,
+        resolved.plan,
         mesh,
         precision,
-        Techniques(),
-        partition,
+        resolved.techniques,
+        resolved.partition,
         device=CPU,
         seed=0,
         loss=loss,
         lap=clock.lap,
     )
-    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], Rows([]))
-    task = TokenTask(run, texts.tokens(), texts.tokens(), 4, 8, 1)
+    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, [], Rows([]))
+    task = TokenTask(run, resolved, eval_batches=1)
     layers = [module for module in model.modules[0].modules() if isinstance(module, MixtureOfExperts)]
     (weight,) = (p for name, p in model.named_parameters() if name == "output.weight")
 
-    def look(run, model, step):
+    record_row = run.row
+
+    def look(*args, **kwargs):
+        loss = record_row(*args, **kwargs)
         assert all(layer.tokens_per_expert is None for layer in layers)
         seen.append(([layer.expert_bias.tolist() for layer in layers], weight.full_tensor().detach()))
+        return loss
 
+    run.row = look
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    fit(run, model, optimizer, task, Fit(steps=3, max_norm=max_norm, balance_rate=0.125, callbacks=(look,)))
+    fit(run, model, optimizer, task, Fit(steps=3, max_norm=max_norm, balance_rate=0.125))
     return seen
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_a_skipped_step_moves_no_biases(pool, max_norm):
-    for seen in pool.run(biases_by_step, 2, max_norm):
+def test_a_skipped_step_moves_no_biases(run_on_ranks, max_norm):
+    for seen in run_on_ranks(biases_by_step, 2, max_norm):
         (first, before), (second, after), (third, later) = seen
         assert torch.equal(before, after)  # it was skipped
         assert any(bias for layer in first for bias in layer)

@@ -163,8 +163,8 @@ def idx(folder, damage):
         (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2 needs a multiple of 2 ranks"),
         (fsdp, {"dataset": "digits", "dp_replicate": 2}, "dp_replicate 2 needs a multiple of 2 ranks"),
         (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
-        (fsdp_trainer, {"dataset": "digits", "microbatches": 0}, "--microbatches 0: a batch of 32"),
-        (fsdp_trainer, {"dataset": "digits", "microbatches": 99}, "--microbatches 99: a batch of 32"),
+        (fsdp_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0: a batch of 32"),
+        (fsdp_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99: a batch of 32"),
         (fsdp_trainer, {"dataset": "digits", "activation_checkpointing": "full"}, "names no modules to checkpoint"),
         (fsdp_trainer, {"dataset": "digits", "pp": 2}, "pp 2 needs a multiple of 2 ranks"),
         (vit, {"patch_size": 7}, "image_size 32 is not divisible by patch_size 7: use image_size 28 or 35"),
@@ -225,7 +225,7 @@ def test_flags_of_the_loop_that_are_used(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fsdp", "--accumulate", "2", "--max_norm", "1", "--save_model"])
     config = parse(fsdp_trainer.Config)
     assert (config.microbatches, config.max_norm, config.save_model) == (2, 1.0, True)
-    with pytest.raises(UserError, match=r"--tile 99: .* 16 patches"):
+    with pytest.raises(UserError, match=r"--tile 99: .* the 16 tokens \(of an image, patches\)"):
         vit.train(vit.Config(tile=99))
     with pytest.raises(UserError, match="tile 2 with activation checkpointing 'selective'"):
         vit.train(vit.Config(tile=2, activation_checkpointing="selective"))

@@ -20,73 +20,58 @@ sequence, are 1 / cp on each rank. The losses are those of one device, whatever 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import tyro
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
-from mmm.parallel.assemble import Techniques
-from mmm.parallel.context.apply import cut_batch
+from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
+from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.grad_scaler import GradScaler
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
-from mmm.trainer.needs import CUT_SEQUENCE, Need, check_needs
+from mmm.trainer.flags import run_main
+from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, Preset, parse
+from mmm.trainer.options import SHARDED_SEQUENCE, Need, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
+from mmm.trainer.text import Preset, TextProgramOptions, ValidationOptions, resolve, validate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
+class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions, ValidationOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
-    NEEDS: ClassVar[dict[str, Need]] = {"cp_style": CUT_SEQUENCE}
+    NEEDS: ClassVar[dict[str, Need]] = {"cp_style": SHARDED_SEQUENCE}
     cp: int | None = None
     """Ranks along cp: over how many each sequence is cut. Default: all that --tpsize leaves."""
     cp_style: Literal["ring", "ulysses"] | None = None
     """ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp has to divide.
     Default: ring."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut."""
     preset: Preset = "debug"
     """Sizes to start from: small ones, so that long sequences are quick without an accelerator."""
     seq_length: int = 512
     """Tokens a sample: a multiple of 2 · cp · tp."""
 
-    def layout(self, ranks: int) -> Layout:
-        """The mesh for that many ranks."""
+    default_batch_size = 1
+
+    def axes(self, ranks: int) -> dict[str, int]:
         cp = Layout(tp=self.tpsize).fit(ranks).dp_shard if self.cp is None else self.cp
-        layout = Layout(cp=cp, tp=self.tpsize).fit(ranks)
-        check_needs(self, layout)
-        return layout
+        return {"tp": self.tpsize, "cp": cp}
 
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    layout = config.layout(whoami().world_size)
-    cp_style = config.cp_style or "ring"
-    resolved = resolve(config, layout, default_batch=1, cp_style=cp_style)
-    config.check_memory(config.seq_length // (layout.cp * layout.tp), config.dtype)
-    if config.compile:
-        check_compile(resolved.plan, layout)
-    model, plan, global_batch, steps = resolved.model, resolved.plan, resolved.global_batch, resolved.steps
+    resolved = resolve(config)
+    layout = resolved.layout
+    model, plan, global_batch, steps = resolved.model, resolved.plan, resolved.global_batch_size, resolved.steps
     if config.summary:
         print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
-    with start_run("context_parallel", config, layout, resolved.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe())
-
+    with start_run("context_parallel", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, plan, run.precision, cp_style=cp_style, compile=config.compile, **config.memory())
+        apply(model, mesh, plan, run.precision, resolved.techniques)
         materialize(model, run.device, config.seed)
         loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
@@ -94,16 +79,16 @@ def train(config: Config) -> None:
         def share(samples: Batch) -> Tensor:
             # Of the samples the tokens of this cp coordinate, and where they stand in the whole sequence, (seq / cp,):
             # the model turns heads by it, and cannot count from 0.
-            part, positions = cut_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
+            part, positions = shard_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
             return loss_fn(model(part.inputs, positions), part.targets, part.count)
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
-        mine = layout.dp_coordinate(run.rank.rank) * resolved.batch  # its first sample of each global batch
+        mine = layout.dp_coordinate(run.rank.rank) * resolved.local_batch_size  # its first sample of each global batch
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            samples = resolved.tokens.batch(step, global_batch, mine, resolved.batch).to(run.device)
+            samples = resolved.data.train.batch(step, global_batch, mine, resolved.local_batch_size).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
                 loss = share(samples)

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.errors import ConfigError
-from mmm.parallel import Layout, cross_entropy, materialize
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
+from mmm.parallel import cross_entropy, materialize
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once
-from mmm.trainer.steps import text_run, text_steps
+from mmm.trainer.run import start_run
+from mmm.trainer.steps import text_steps
 from mmm.trainer.text import TextProgramOptions, resolve
 
 
@@ -60,23 +60,25 @@ class Config(TextProgramOptions, BreakOptions):
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
+    parallel = "ddp"
+    default_batch_size = 8
     accumulate: int = 1
     """Micro-batches of a step; one all-reduce for all of them."""
 
 
 def train(config: Config) -> None:
-    layout = Layout().fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=8)
-    if config.accumulate < 1 or resolved.batch % config.accumulate:
+    resolved = resolve(config)
+    layout = resolved.layout
+    if config.accumulate < 1 or resolved.local_batch_size % config.accumulate:
         raise ConfigError(
-            f"--accumulate {config.accumulate} does not divide the batch of {resolved.batch} a rank into equal "
-            f"micro-batches: use a divisor of {resolved.batch}"
+            f"--accumulate {config.accumulate} does not divide the batch of {resolved.local_batch_size} a rank into "
+            f"equal micro-batches: use a divisor of {resolved.local_batch_size}"
         )
     if config.summary:
         print_once(resolved.summary())
         return
 
-    with text_run("ddp", config, resolved, data_parallel="ddp") as run:
+    with start_run("ddp", config, resolved) as run:
         model = resolved.model.to(run.precision.storage)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)
@@ -85,10 +87,9 @@ def train(config: Config) -> None:
         def local_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
             with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
                 logits = module(inputs)
-            return cross_entropy(logits, targets, resolved.global_batch * config.seq_length)
+            return cross_entropy(logits, targets, resolved.global_batch_size * config.seq_length)
 
-        first_sample = run.rank.rank * resolved.batch
-        batch = resolved.tokens.batch(0, resolved.global_batch, first_sample, resolved.batch).to(run.device)
+        batch = resolved.local_batch(resolved.data.train, 0, run.rank).to(run.device)
         apart = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))
         run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", apart)
         run.describe(by_hand_difference=apart)

@@ -31,20 +31,18 @@ from mmm.analysis.local_elements import local_elements
 from mmm.models.cnn import CNN
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.cnn import CNNOptions, resolve
-from mmm.trainer.layout import DataParallelOptions
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, RunOptions, parse
-from mmm.trainer.report import model_summary, print_once, sharded_model
-from mmm.trainer.run import Run
+from mmm.trainer.options import BreakOptions, parse
+from mmm.trainer.report import print_once, sharded_model
+from mmm.trainer.run import Run, start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.steps import image_run, image_steps
+from mmm.trainer.steps import image_steps
+from mmm.trainer.vision import CNNOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, DataParallelOptions, RunOptions, BreakOptions):
+class Config(CNNOptions, BreakOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says."""
 
     BREAKS: ClassVar = {
@@ -79,7 +77,7 @@ def parallelize(run: Run, model: CNN, config: Config) -> nn.Module:
     units: list[Any] = [model.fc1, model]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-        if isinstance(unit, FSDPModule) and config.break_ != "averaged":
+        if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     materialize(model, run.device, config.seed)
@@ -87,16 +85,14 @@ def parallelize(run: Run, model: CNN, config: Config) -> nn.Module:
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config, config, config.layout(whoami().world_size), whoami())
-    with torch.device("meta"):
-        meta = CNN(resolved.model)
-    elements = parameter_count(meta)
+    resolved = resolve(config)
     if config.summary:
-        print_once(model_summary(meta, resolved.sample))
+        print_once(resolved.summary())
         return
 
-    with image_run("fsdp", config, resolved, meta, config.parallel) as run:
-        model = parallelize(run, meta.to(run.precision.storage), config)
+    elements = parameter_count(resolved.model)
+    with start_run("fsdp", config, resolved) as run:
+        model = parallelize(run, resolved.model.to(run.precision.storage), config)
         run.log.info("%s", sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)

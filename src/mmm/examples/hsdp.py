@@ -40,14 +40,14 @@ from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, cross_entropy, materialize
+from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.steps import text_run, text_steps
+from mmm.trainer.run import start_run
+from mmm.trainer.steps import text_steps
 from mmm.trainer.text import TextProgramOptions, resolve
 
 
@@ -64,8 +64,13 @@ class Config(TextProgramOptions, BreakOptions):
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
+    parallel = "hsdp"
+    default_batch_size = 8
     replicas: int = 2
     """Replicas of the model: R."""
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        return {"dp_replicate": self.replicas}
 
 
 def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
@@ -82,17 +87,15 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
 
 def train(config: Config) -> None:
     if config.replicas < 2:
-        raise LayoutError(
-            f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or mmm.examples.fsdp"
-        )
-    layout = Layout(dp_replicate=config.replicas).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=8)
+        one = f"--replicas {config.replicas}: with one copy HSDP is FSDP"
+        raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
+    resolved = resolve(config)
     if config.summary:
         print_once(resolved.summary())
         return
 
-    with text_run("hsdp", config, resolved, data_parallel="hsdp") as run:
-        sizes = (layout.dp_replicate, layout.dp_shard)
+    with start_run("hsdp", config, resolved) as run:
+        sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
         rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis
         run.describe(groups={"dp_shard": rows, "dp_replicate": columns})

@@ -25,62 +25,55 @@ loss. Same seed and same global batch give the same losses, loads and biases on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError
-from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.expert.apply import balance_experts, imbalance
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.expert.balance import balance_experts, imbalance
+from mmm.trainer.flags import run_main
+from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import ExpertOptions, Preset, parse
+from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
+from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, resolve, validate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertOptions, TextProgramOptions, ValidationOptions):
+class Config(TensorParallelOptions, ExpertOptions, TextProgramOptions, ValidationOptions):
     """A Transformer with routed experts, cut over --ep of the data-parallel ranks; × tensor parallel."""
 
     n_experts: int = 8
     """Experts in each layer."""
     ep: int | None = None
     """Ranks that share the experts out: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut, but for the experts'."""
     preset: Preset = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
-    def layout(self, ranks: int) -> Layout:
-        """The mesh for that many ranks."""
+    default_batch_size = 4
+
+    def axes(self, ranks: int) -> dict[str, int]:
         ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
-        return Layout(tp=self.tpsize, ep=ep).fit(ranks)
+        return {"tp": self.tpsize, "ep": ep}
 
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     if config.n_experts < 1:
         raise ConfigError(f"--n_experts {config.n_experts}: it must be at least 1")
-    layout = config.layout(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=4)
-    if config.compile:
-        check_compile(resolved.plan, layout)
-    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
+    resolved = resolve(config)
+    layout = resolved.layout
+    model, steps = resolved.model, resolved.steps
+    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
     if config.summary:
         print_once(resolved.summary())
         return
 
-    with start_run("moe", config, layout, resolved.about_data, footprint(model, config.optimizer)) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe())
-
+    with start_run("moe", config, resolved) as run:
         mesh = build_mesh(layout, run.device.type, config.timeout, experts=True)
-        apply(model, mesh, resolved.plan, run.precision, compile=config.compile)
+        apply(model, mesh, resolved.plan, run.precision, resolved.techniques)
         materialize(model, run.device, config.seed)
         run.log.info("%s\n%s", mesh, sharded_model(model))
 
@@ -89,7 +82,7 @@ def train(config: Config) -> None:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
         for step in range(steps):
             run.clock.start()
-            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
+            part = resolved.data.train.batch(step, global_batch, mine, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # under tp the logits stay cut over the vocabulary
                 loss = cross_entropy(model(part.inputs), part.targets, part.count)

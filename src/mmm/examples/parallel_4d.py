@@ -28,35 +28,31 @@ axes it has nothing to be cut by: images have no cp. With --n_experts the Transf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmm.data.datasets import load_images
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import PRESETS, ViT
-from mmm.parallel import Layout, batch_sizes
-from mmm.parallel.assemble import partition_model
-from mmm.parallel.plan import Plan
+from mmm.parallel import batch_sizes
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit, vit_plan
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
-from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, parse
+from mmm.trainer.options import Need, parse
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.report import model_summary, print_once
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.report import print_once
+from mmm.trainer.resolve import Resolved, resolve_model
+from mmm.trainer.run import start_run
 from mmm.trainer.tasks import ImageTask, Task, TokenTask
-from mmm.trainer.text import check_tokens
+from mmm.trainer.text import TextOptions
 from mmm.trainer.vision import check_images
 
 MAX_NORM = 1.0
@@ -69,11 +65,10 @@ TOKENS = Need(
 LAYERS = Need(
     lambda config, _: config.model != "cnn", "--model transformer or vit", "the CNN's layers are four", "--model vit"
 )
-MakeTask = Callable[[Run], Task]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions, RunOptions):
+class Config(LayoutOptions):
     """A small model on any layout, where no axis is given one chosen for the ranks there are."""
 
     NEEDS: ClassVar[dict[str, Need]] = {"n_layers": LAYERS, "seq_length": TOKENS, "n_experts": TOKENS}
@@ -86,32 +81,33 @@ class Config(LayoutOptions, RunOptions):
     n_experts: int | None = None
     """Of each layer of the Transformer, for --ep to cut. Default: none."""
     default_max_iters = 20
+    default_batch_size = 8
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
-    def chooses(self) -> bool:
-        return self.parallel == "fsdp" and self.axes() == LayoutOptions().axes()
+    def chooses(self, ranks: int) -> bool:
+        return self.parallel == "fsdp" and super().axes(ranks) == LayoutOptions().axes(ranks)
 
-    def layout(self, world_size: int) -> Layout:
-        """The mesh for that many ranks. Chosen: 2 along each axis in turn, as long as the ranks divide; dp the rest."""
-        if not self.chooses():
-            return super().layout(world_size)
+    def axes(self, ranks: int) -> dict[str, int]:
+        """As given. Chosen: 2 along each axis in turn, as long as the ranks divide; dp the rest."""
+        if not self.chooses(ranks):
+            return super().axes(ranks)
         sizes = dict.fromkeys(("pp", "tp", "dp_shard", *(["cp"] if self.model == "transformer" else [])), 1)
         for axis in sizes:
-            if world_size % 2 == 0:
-                sizes[axis], world_size = 2, world_size // 2
-        layout = Layout(**{**sizes, "dp_shard": sizes["dp_shard"] * world_size})
-        check_needs(self, layout)
-        return layout
+            if ranks % 2 == 0:
+                sizes[axis], ranks = 2, ranks // 2
+        return {**sizes, "dp_shard": sizes["dp_shard"] * ranks}
 
 
-def choose(
-    config: Config, layout: Layout, batch: int, global_batch: int
-) -> tuple[nn.Module, Plan, Tensor, dict[str, object], MakeTask]:
-    """The model asked for; its plan; what its forward takes; what the record says of the data; what it trains on."""
+def resolve(config: Config) -> Resolved:
+    """The model asked for, its plan, and what it trains on; needs no process group."""
+    config.check()
+    ranks = whoami().world_size
+    layout = config.layout(ranks)
+    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, config.default_batch_size)
     n_layers = 4 if config.n_layers is None else config.n_layers
-    seq_length = 128 if config.seq_length is None else config.seq_length
-    n_experts = 0 if config.n_experts is None else config.n_experts
-    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
+    sizes: Any
+    data: Any
+    with torch.device("meta"):  # shapes without memory: no rank ever holds the full model
         if config.model == "transformer":
             sizes = TransformerConfig(
                 dim=64,
@@ -119,65 +115,56 @@ def choose(
                 n_heads=8,
                 n_kv_heads=4,
                 ffn_dim=192,
-                n_experts=n_experts,
-                top_k=1 if n_experts == 1 else 2,
+                n_experts=config.n_experts or 0,
+                top_k=1 if config.n_experts == 1 else 2,
             )
-            check_transformer(sizes, layout, seq_length, config.cp_style or "ring")
-            tokens, validation, about = TextOptions(seq_length=seq_length).load(sizes.vocab_size, config.seed)
-            check_tokens(tokens, validation, global_batch)
-            return (
-                Transformer(sizes),
-                transformer_plan(sizes),
-                torch.zeros(batch, seq_length).long(),
-                about,
-                lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4),
-            )
-        model: nn.Module
-        if config.model == "vit":
-            vit = replace(PRESETS["debug"], image_size=16, patch_size=4, channels=1, n_layers=n_layers)
-            check_vit(vit, layout)
-            model, plan = ViT(vit), vit_plan()
+            seq_length = 128 if config.seq_length is None else config.seq_length
+            check_transformer(sizes, layout, seq_length, config.techniques().cp_style)
+            model: nn.Module = Transformer(sizes)
+            plan, sample = transformer_plan(sizes), torch.zeros(batch, seq_length).long()
         else:
-            model, plan = CNN(CNNConfig(image_size=16).without_dropout()), cnn_plan()
-    digits, images = load_images("digits", image_size=16), torch.zeros(batch, 1, 16, 16, device="meta")
-    check_images(digits, global_batch, layout.dp)
-    return model, plan, images, digits.describe(), lambda run: ImageTask(run, digits, batch, global_batch)
+            sample = torch.zeros(batch, 1, 16, 16)
+            if config.model == "vit":
+                sizes = replace(PRESETS["debug"], image_size=16, patch_size=4, channels=1, n_layers=n_layers)
+                check_vit(sizes, layout)
+                model, plan = ViT(sizes), vit_plan()
+            else:
+                sizes = CNNConfig(image_size=16).without_dropout()
+                model, plan = CNN(sizes), cnn_plan()
+    if config.model == "transformer":
+        data = TextOptions(seq_length=seq_length).load(sizes.vocab_size, config.seed)
+        steps = config.steps(data.check(global_batch))
+    else:
+        data = load_images("digits", image_size=16)
+        steps = config.steps(check_images(data, global_batch, layout.dp))
+    notes = (f"no axis was given a size: layout {layout} chosen for {ranks} ranks",) if config.chooses(ranks) else ()
+    return resolve_model(config, layout, sizes, model, plan, sample, data, steps, notes=notes)
 
 
 def train(config: Config) -> None:
-    # Does it fit? Everything here is checked before any rank talks to another.
-    config.check()
-    layout, techniques = config.layout(whoami().world_size), config.techniques(config.compile)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=8)
-    model, plan, sample, about_data, make_task = choose(config, layout, batch, global_batch)
-    partition = partition_model(model, plan, layout, techniques, sample, config.dtype)
+    resolved = resolve(config)  # everything here is checked before any rank talks to another
     if config.summary:
-        print_once(model_summary(model, sample))
+        print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, techniques, partition, layout.pp)
-    with start_run("parallel_4d", config, layout, about_data, holds) as run:
-        if config.chooses():
-            run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
-        here = parallelize(
-            run, model, plan, techniques, partition
-        )  # cut into stages, each over tp, cp and dp; then the weights
-        optimizer = make_optimizer(config.optimizer, here.parameters(), config.lr)
-        task = make_task(run)
-        steps, batches = config.steps(task.steps_per_epoch), task.all_batches()
-        run.describe(global_batch_size=global_batch, steps=steps)
-        for step in range(steps):
+    with start_run("parallel_4d", config, resolved) as run:
+        model = parallelize(run, resolved)  # split into stages, each sharded over tp, cp and dp; then the weights
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        text = config.model == "transformer"
+        task: Task = TokenTask(run, resolved, eval_batches=4) if text else ImageTask(run, resolved)
+        batches = task.all_batches()
+        for step in range(resolved.steps):
             run.clock.start()
-            part = next(batches)  # of this dp coordinate: the same on each of its stages, and along cp and tp
+            batch = next(batches)  # of this dp coordinate: the same on each of its stages, and along cp and tp
             run.clock.lap("dtd")
-            loss = here.step(part.inputs, part.targets, part.count)  # laps dtf, dtb and, with pp, dtw
-            here.clip(MAX_NORM)  # of the whole gradient, over all stages and ranks
+            loss = model.step(batch.inputs, batch.targets, batch.count)  # laps dtf, dtb and, with pp, dtw
+            model.clip(MAX_NORM)  # of the full gradient, over all stages and ranks
             optimizer.step()
             optimizer.zero_grad()
-            here.balance_experts(measured=False)
+            model.balance_experts(measured=False)
             run.clock.lap("dto")
-            more = task.evaluate(here) if (last := step == steps - 1) else {}
-            run.step(step, loss, samples=global_batch, tokens=task.tokens, last=last, **more)
+            more = task.evaluate(model) if (last := step == resolved.steps - 1) else {}
+            run.step(step, loss, samples=task.global_batch_size, tokens=task.tokens, last=last, **more)
 
 
 def main() -> None:

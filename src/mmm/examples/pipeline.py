@@ -20,24 +20,22 @@ and same global batch give the losses of ``mmm.examples.fsdp_tp``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-import tyro
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.analysis.bubble import gather
 from mmm.errors import ConfigError
-from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
-from mmm.parallel.assemble import Partition, Techniques
-from mmm.parallel.pipeline.pipeline import Pipeline, ScheduleName, check_pipeline, stages_of
+from mmm.parallel import apply, build_mesh, loss_of, materialize
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Recorder
-from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
+from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
+from mmm.parallel.techniques import ScheduleName
+from mmm.trainer.flags import run_main
+from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, parse
+from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.run import start_run
 from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
@@ -45,13 +43,11 @@ from mmm.trainer.timeline import report_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
+class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions, ValidationOptions):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
     pp: int = 2
     """Ranks along pp: over how many the layers are cut."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut."""
     schedule: ScheduleName = "1F1B"
     """The order of forwards and backwards."""
     microbatches: int = 8
@@ -65,11 +61,10 @@ class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=16)
-    plan = resolved.plan
-    config.check_memory(config.seq_length // layout.tp, config.dtype)
-    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
+    resolved = resolve(config)
+    layout, plan = resolved.layout, resolved.plan
+    model, steps = resolved.model, resolved.steps
+    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
     if config.timeline and steps < 2:
         raise ConfigError(
             f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
@@ -87,19 +82,14 @@ def train(config: Config) -> None:
         compile=plan if config.compile else None,
     )
     costs = part_costs(model, parts, resolved.sample)
-    cuts = cut(costs, layout.pp * each)
+    cuts = balance_stages(costs, layout.pp * each)
     if config.summary:
         print_once(resolved.summary())
         return
 
-    techniques = Techniques(schedule=config.schedule, offload=config.offload)
-    holds = footprint(
-        model, config.optimizer, techniques, Partition(parts, costs, cuts, config.microbatches), layout.pp
-    )
-    with start_run("pipeline", config, layout, resolved.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
+    with start_run("pipeline", config, resolved) as run:
         stages = [[name for i in held for name in parts[i]] for held in cuts]
-        run.describe(**resolved.describe(), stages=stages)
+        run.describe(stages=stages)
         shares = [sum(costs[held.start : held.stop]) / sum(costs) for held in cuts]
         run.log.info("the stages\n%s", stage_table(stages, shares))
 
@@ -108,7 +98,7 @@ def train(config: Config) -> None:
         numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each)
         mine = {number: take_stage(model, parts, cuts[number]) for number in numbers}
         for number, stage in mine.items():
-            apply(stage, mesh, plan, run.precision, compile=config.compile, **config.memory())
+            apply(stage, mesh, plan, run.precision, resolved.techniques)
             materialize(stage, run.device, config.seed)
             run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
 
@@ -133,7 +123,7 @@ def train(config: Config) -> None:
             if config.timeline and step == 1:
                 pipeline.record_to(recorder)
             run.clock.start()
-            part = resolved.tokens.batch(step, global_batch, first, batch).to(run.device)
+            part = resolved.data.train.batch(step, global_batch, first, batch).to(run.device)
             run.clock.lap("dtd")
             with loss_parallel():  # the logits stay cut over the vocabulary
                 loss = pipeline.step(part.inputs, part.targets, positions=positions)  # laps dtf, dtb, dtw

@@ -36,9 +36,9 @@ from torch.distributed.tensor import DTensor
 from mmm.errors import LayoutError
 from mmm.examples.tensor_plans import SEQ, Case, Ways, columns_then_rows, forward_backward, loss_cut, sequence_cut
 from mmm.parallel import Layout, build_mesh
-from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
+from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import start_run
 

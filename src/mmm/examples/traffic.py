@@ -22,19 +22,22 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mmm.analysis.traffic_formulas import assembled_traffic
+from mmm.analysis.fits import footprint_of
+from mmm.analysis.step_traffic import Sent, apart, count_step, table
+from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.data import Tokens
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes, build_mesh
-from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
-from mmm.trainer.options import BatchOptions, TextOptions, TransformerOptions, parse
+from mmm.trainer.flags import run_main
+from mmm.trainer.options import BatchOptions, parse
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.traffic import Sent, apart, count_step, table
+from mmm.trainer.text import TextOptions, TransformerOptions
 
 LIMIT = 0.05
 
@@ -89,7 +92,6 @@ def measure(
     model = ParallelModel(
         on_meta(sizes),
         plan,
-        layout,
         mesh,
         run.precision,
         case.techniques,
@@ -98,7 +100,7 @@ def measure(
         seed=options.seed,
     )
     each = global_batch // layout.dp
-    formula = assembled_traffic(
+    formula = expected_traffic(
         on_meta(sizes),
         plan,
         layout,
@@ -134,8 +136,8 @@ def train(config: Config) -> bool:
             "1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         )
     _, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
-    tokens, _, about_data = config.load(sizes.vocab_size, config.seed)
-    tokens.steps_per_epoch(global_batch)  # there is one
+    data = config.load(sizes.vocab_size, config.seed)
+    data.train.steps_per_epoch(global_batch)  # there is one
     partition, why_not = {}, {}
     for case in cases(ranks, config.microbatches):
         sample = torch.zeros(global_batch // case.layout.dp, config.seq_length, dtype=torch.int64, device="meta")
@@ -147,11 +149,11 @@ def train(config: Config) -> bool:
             why_not[case] = error
     if not partition:
         raise next(iter(why_not.values()))
-    with start_run("traffic", config, Layout().fit(ranks), about_data, footprint(on_meta(sizes), "sgd")) as run:
+    with start_run("traffic", config, Layout().fit(ranks), data.describe(), footprint_of(on_meta(sizes), "sgd")) as run:
         run.describe(model=sizes, global_batch_size=global_batch)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
-        found = {case: measure(run, case, partition[case], sizes, tokens, global_batch) for case in partition}
+        found = {case: measure(run, case, partition[case], sizes, data.train, global_batch) for case in partition}
         worst = {case: max(map(apart, by_rank)) for case, by_rank in found.items()}
         rows = {(case.name, str(case.layout)): by_rank for case, by_rank in found.items()}
         run.log.info(

@@ -12,8 +12,8 @@ AdamW, which has two numbers of state for each::
       stage 3       P/N          P/N          2P/N          3P    all-gather twice, reduce-scatter (this is FSDP)
 
 (Sent: times (N-1)/N.) Stages 1 and 2 are by hand: each rank updates its slice of each parameter. Each stage trains for
-5 steps, from the same weights to the same losses. Then a table says what the rank that holds most holds, beside the
-theory. MB: 10⁶ bytes. With communication during backward, and with offload: ``mmm.trainer.lm --parallel zero2``.
+5 steps, from the same weights to the same losses; a table says what the rank that holds most holds (MB: 10⁶ bytes).
+With offload, and with communication during backward: ``mmm.trainer.lm --parallel zero2``.
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
 """
 
@@ -33,15 +33,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, cross_entropy, materialize
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
+from mmm.parallel import cross_entropy, materialize
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once
-from mmm.trainer.run import Run
-from mmm.trainer.steps import text_run, text_steps
-from mmm.trainer.text import ResolvedText, TextProgramOptions, resolve
+from mmm.trainer.resolve import Resolved
+from mmm.trainer.run import Run, start_run
+from mmm.trainer.steps import text_steps
+from mmm.trainer.text import TextProgramOptions, resolve
 from mmm.trainer.zero_stages import most_elements, report_stages
 
 
@@ -57,8 +57,9 @@ class Config(TextProgramOptions, BreakOptions):
     default_max_iters = 5
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
-    optimizer: Literal["adamw"] = "adamw"
-    """SGD has no state, and stage 1 would save nothing."""
+    parallel = "ddp"  # stage 0, which holds most
+    default_batch_size = 2
+    optimizer: Literal["adamw"] = "adamw"  # SGD has no state: stage 1 would save nothing
 
 
 class Slices(nn.Module):
@@ -68,8 +69,7 @@ class Slices(nn.Module):
     def __init__(self, module: nn.Module, mesh: DeviceMesh, stage: int) -> None:
         super().__init__()
         self.forward, self.mesh, self.ranks, self.stage = module.forward, mesh, mesh.size(), stage
-        self.slices: dict[str, nn.Parameter] = {}
-        self.memory: list[Tensor] = []
+        self.slices, self.memory = dict[str, nn.Parameter](), list[Tensor]()
         for name, p in module.named_parameters():
             memory = F.pad(p.detach().flatten(), (0, -p.numel() % self.ranks))  # N equal slices
             p.data = memory[: p.numel()].view(p.shape)
@@ -101,7 +101,7 @@ class Slices(nn.Module):
         yield from self.slices.items()
 
 
-def train_stage(run: Run, mesh: DeviceMesh, resolved: ResolvedText, stage: int) -> tuple[dict[str, int], list[float]]:
+def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
         full = Transformer(resolved.sizes).to(run.precision.storage)
@@ -132,12 +132,12 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: ResolvedText, stage: int) 
 
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
-    resolved = resolve(config, Layout().fit(whoami().world_size), default_batch=2)
+    resolved = resolve(config)
     if config.summary:
         print_once(resolved.summary())
         return True
 
-    with text_run("zero", config, resolved, data_parallel="ddp") as run:  # stage 0 holds most
+    with start_run("zero", config, resolved) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
         return report_stages(run, [train_stage(run, mesh, resolved, stage) for stage in range(4)], resolved.model)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -109,16 +108,3 @@ class CNN(nn.Module):
         c = self.config
         fan_in = {"conv1": 9 * c.channels, "conv2": 9 * c.width1, "fc1": c.features, "fc2": c.hidden}
         return Init("uniform", fan_in[name.split(".")[0]] ** -0.5)
-
-
-def parity_model() -> CNN:
-    """A small one to try layouts on, without dropout: 4 parts to cut into stages; ``hidden`` divides by 8."""
-    return CNN(CNNConfig(image_size=12, width1=4, width2=8, hidden=32, conv_dropout=0, fc_dropout=0))
-
-
-def parity_batch(samples: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noise with one bright row, whose number is the class: (samples, 1, 12, 12) float64, (samples,) int64."""
-    images = torch.randn(samples, 1, 12, 12, generator=numbers, dtype=torch.float64)
-    classes = torch.randint(10, (samples,), generator=numbers)
-    images[torch.arange(samples), 0, classes] += 2
-    return images, classes

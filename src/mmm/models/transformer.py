@@ -256,17 +256,3 @@ class Transformer(nn.Module):
     def buffer_rule(self, name: str) -> Init | None:
         """The experts' bias starts as 0, also where the model is built on the meta device."""
         return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None
-
-
-def parity_model() -> Transformer:
-    """A small one to try layouts on: 8 parts to cut into stages; heads, widths and vocabulary divide by 8."""
-    config = TransformerConfig(dim=64, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=96, vocab_size=96)
-    return Transformer(config)
-
-
-def parity_batch(samples: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens and the ones after them: sequences that count upwards in steps of 1, 2 or 3. Each (samples, 32) int64."""
-    first = torch.randint(96, (samples, 1), generator=numbers)
-    step = torch.randint(1, 4, (samples, 1), generator=numbers)
-    tokens = (first + step * torch.arange(33)) % 96  # (samples, 33)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

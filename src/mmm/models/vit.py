@@ -139,7 +139,7 @@ class PatchEmbedding(nn.Module):
         return self.projection(x) + self.positions  # (batch, patches, dim)
 
 
-class Attention(nn.Module):
+class ViTAttention(nn.Module):
     """Every patch attends to every patch; (batch, patches, dim) in and out."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -183,7 +183,7 @@ class ViTBlock(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = ViTAttention(config)
         self.mlp_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config)
 
@@ -240,17 +240,3 @@ class ViT(nn.Module):
         if name.endswith(("attention.wo.weight", "mlp.fc2.weight")):
             return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
         return Init("normal", 0.02)
-
-
-def parity_model() -> ViT:
-    """A small one to try layouts on: 8 parts to cut into stages; heads and widths divide by 8, the 9 patches do not."""
-    config = ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=32, n_layers=6, n_heads=8, mlp_dim=64)
-    return ViT(config)
-
-
-def parity_batch(samples: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noise with one bright row, whose number is the class: (samples, 1, 12, 12) float64, (samples,) int64."""
-    images = torch.randn(samples, 1, 12, 12, generator=numbers, dtype=torch.float64)
-    classes = torch.randint(10, (samples,), generator=numbers)
-    images[torch.arange(samples), 0, classes] += 2
-    return images, classes

@@ -1,35 +1,36 @@
-"""One case after the other: ready, reference, ranks, verdict. This process starts them and computes nothing itself."""
+"""One case after the other: prepare, reference, ranks, verdict. This process starts ranks and computes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch._dynamo  # what DTensor and optimizers import at their first use, and each rank would pay for
 
 from mmm.errors import UserError
 from mmm.parity import models, reference
-from mmm.parity.layouts import Case
+from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
-from mmm.parity.report import ERRORS, Row, failed, judge
-from mmm.parity.train import Ready, make_ready, plan_problems, train
+from mmm.parity.report import ERRORS, Comparison, evaluate, failed
+from mmm.parity.train import Prepared, plan_problems, prepare, train
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 
 
-def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready], list[tuple[Case, str]]]:
+def prepare_cases(
+    cases: Sequence[ParityCase], training: Training
+) -> tuple[list[Prepared], list[tuple[ParityCase, str]]]:
     """The cases that go, and those that do not with the reason."""
-    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
+    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads, in them neither
     said: set[str] = set()
-    good: list[Ready] = []
-    refused: list[tuple[Case, str]] = []
+    good: list[Prepared] = []
+    refused: list[tuple[ParityCase, str]] = []
     for case in cases:
         try:
             model = models.find(case.model)
-            good.append(make_ready(model, case, replace(training, data=case.data)))
+            good.append(prepare(model, case, replace(training, data=case.data)))
         except UserError as error:
             refused.append((case, str(error)))
             continue
@@ -41,8 +42,8 @@ def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready],
 
 
 def compare(
-    ready: Sequence[Ready], training: Training, timeout: float, folder: Path, say: Callable[[str], None]
-) -> Iterator[Row]:
+    ready: Sequence[Prepared], timeout: float, folder: Path, say: Callable[[str], None]
+) -> Iterator[Comparison]:
     """Train every case and hold it against the reference of its model and optimizer, which is trained once.
 
     Args:
@@ -51,26 +52,20 @@ def compare(
     references: dict[tuple[str, str], dict[str, Reference | RanksFailed]] = {}
     for number, each in enumerate(ready):
         case = each.case
-        model, of_case = models.find(case.model), replace(training, data=case.data)
         known = references.setdefault((case.model, case.data), {})
         for optimizer in case.optimizers:
             if optimizer not in known:
-                known[optimizer] = _reference(model.source, of_case, optimizer, timeout)
-        rows = list(_compare_one(model, each, of_case, known, timeout, folder))
+                known[optimizer] = _reference(each, optimizer, timeout)
+        rows = list(_compare_one(each, known, timeout, folder))
         what = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
         say(f"[{number + 1}/{len(ready)}] {case}: {what}")
         yield from rows
 
 
 def _compare_one(
-    model: models.Model,
-    each: Ready,
-    training: Training,
-    known: Mapping[str, Reference | RanksFailed],
-    timeout: float,
-    folder: Path,
-) -> Iterator[Row]:
-    case = each.case
+    each: Prepared, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path
+) -> Iterator[Comparison]:
+    case, training = each.case, each.training
     good: dict[str, Reference] = {}
     try:
         for optimizer in case.optimizers:
@@ -78,23 +73,21 @@ def _compare_one(
             if isinstance(expected, RanksFailed):
                 raise expected
             good[optimizer] = expected
-        answers = fork_ranks(train, case.ranks, model, each, training, good, timeout, timeout=timeout)
+        answers = fork_ranks(train, case.ranks, each, good, timeout, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")
         yield from (failed(case, optimizer, training, str(error)) for optimizer in case.optimizers)
         return
     for number, optimizer in enumerate(case.optimizers):
-        yield judge(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
+        yield evaluate(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
 
 
-def _reference(source: ModuleType, training: Training, optimizer: str, timeout: float) -> Reference | RanksFailed:
+def _reference(each: Prepared, optimizer: str, timeout: float) -> Reference | RanksFailed:
+    def alone(rank: Rank) -> Reference:
+        return reference.train(each.model.source, each.training, optimizer)
+
     try:
-        return fork_ranks(_train_alone, 1, source, training, optimizer, timeout=timeout)[0]
+        return fork_ranks(alone, 1, timeout=timeout)[0]
     except RanksFailed as error:
         return RanksFailed(f"the reference: {error}", error.details)
-
-
-def _train_alone(rank: Rank, source: ModuleType, training: Training, optimizer: str) -> Reference:
-    torch.set_num_threads(1)
-    return reference.train(source, training, optimizer)

@@ -46,7 +46,7 @@ def process_group(
         dist.init_process_group(store=alone, rank=0, world_size=1, **options)
     else:
         # While ranks meet, a signal makes PyTorch print C++ frames and go on. launch kills who does not heed it.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if MARKER_VARIABLE in os.environ else ())
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if MARKER_VARIABLE in os.environ else ())
         try:
             where = f"tcp://{rank.address}:{rank.port}"
             store, *_ = next(dist.rendezvous(where, rank.rank, rank.world_size, timeout=limit))
@@ -66,7 +66,7 @@ def process_group(
                 f"(MASTER_ADDR, MASTER_PORT): {error}"
             ) from None
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     with default_timeout(limit):
         yield
     dist.destroy_process_group()
@@ -97,7 +97,7 @@ def gather_floats(values: list[float], device: torch.device) -> list[list[float]
     world = dist.get_world_size()
     if world == 1:
         return [list(values)]
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(everyone, mine)
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(everyone, own)
     return torch.stack(everyone).tolist()

@@ -27,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm import history
+from mmm.analysis.fits import check_fits
 from mmm.analysis.footprint import Footprint
 from mmm.contract import LINE_VARIABLE
 from mmm.errors import DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
+from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
@@ -42,9 +44,9 @@ from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, facts_of_run
-from mmm.trainer.fits import check_fits
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
+from mmm.trainer.resolve import Resolved
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 
@@ -191,21 +193,22 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
 def start_run(
     module: str,
     options: BaseOptions,
-    layout: Layout,
+    resolved: Resolved | Layout,
     data: Mapping[str, Any] | None = None,
-    holds: Footprint | None = None,
+    footprint: Footprint | None = None,
 ) -> Iterator[Run]:
-    """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
+    """A run, for the length of a ``with`` block: everything up before it, the record complete and on disk after it.
 
     Everything that can be refused without the other ranks is refused before they meet; then the ranks compare what has
     to be equal on all of them (`mmm.trainer.facts`), and rank 0 prepares the run's folder, before any process group.
 
     Args:
         module: short name, for the log and the default folder.
-        layout: fitted to the number of ranks.
+        resolved: what has been decided; or, of a program that has no model, the layout, fitted to the number of ranks,
+            and beside it data and footprint.
         data: what the record keeps of the data, None for a program that reads none. Its name (``dataset``) and hash
             (``sha256``) have to be equal on all ranks; what it has to tell the user (``note``) is logged.
-        holds: what the ranks will hold; None for next to nothing.
+        footprint: what the ranks will hold; None for next to nothing.
 
     Raises:
         ConfigError: it cannot fit into the memory here; or the ranks differ, and then on every rank.
@@ -215,14 +218,17 @@ def start_run(
     rank = whoami()
     device = choose_device(options.device, rank)
     precision = choose_precision(options.dtype, device)
-    if holds is not None:
-        check_fits(holds, layout, rank, device, precision)
+    layout = resolved.layout if isinstance(resolved, Resolved) else resolved
+    if isinstance(resolved, Resolved):
+        data, footprint = resolved.data.describe(), resolved.footprint
+    if footprint is not None:
+        check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[Path] = []
     earlier: list[str] = []  # attempts of the same launch
 
     def prepare() -> None:
-        if options.outdir is not None and (note := make_room(options.outdir)):
+        if options.outdir is not None and (note := make_room(options.outdir, this_attempt())):
             earlier.append(note)
         prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
 
@@ -233,6 +239,7 @@ def start_run(
     times = startup.ready()
     with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
         stack.enter_context(full_float32(precision))
+        stack.enter_context(ignore_views())
         outdir = prepared[0] if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
@@ -273,6 +280,12 @@ def start_run(
             run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])
+        if isinstance(resolved, Resolved):
+            if rank.is_main or options.log_all_ranks:
+                log.info("model:\n%s", resolved.summary())
+            run.describe(**resolved.describe())
+            for note in resolved.notes:
+                run.note(note)
         if outdir is None:
             yield run
             run.record_startup()  # of a program that has no steps

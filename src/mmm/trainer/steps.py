@@ -17,7 +17,6 @@ and recorded. The row is a collective: every rank goes through every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,18 +25,16 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.loss import local_value
 from mmm.runtime.seed import seed_step
-from mmm.trainer.cnn import ResolvedCNN
-from mmm.trainer.fits import footprint
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
-from mmm.trainer.options import BaseOptions, BreakOptions, RunOptions
+from mmm.trainer.options import BreakOptions
 from mmm.trainer.progress import epochs_bar
-from mmm.trainer.report import model_summary
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.resolve import Resolved
+from mmm.trainer.run import Run
 from mmm.trainer.tasks import ImageTask, evaluate_images
-from mmm.trainer.text import ResolvedText, ValidationOptions, validate
+from mmm.trainer.text import ValidationOptions, validate
+from mmm.trainer.vision import ResolvedCNN
 
 
 @dataclass
@@ -68,30 +65,9 @@ class Step:
         self.local_loss += local_value(loss)
 
 
-@contextmanager
-def text_run(name: str, options: BaseOptions, resolved: ResolvedText, data_parallel: str = "fsdp") -> Iterator[Run]:
-    """`start_run` for a program that trains a Transformer on text; the model, unsharded, is logged and recorded."""
-    holds = footprint(resolved.model, getattr(options, "optimizer", "adamw"), Techniques(data_parallel=data_parallel))
-    with start_run(name, options, resolved.layout, resolved.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", resolved.summary(), stacklevel=3)
-        run.describe(**resolved.describe())
-        yield run
-
-
-@contextmanager
-def image_run(name: str, options: RunOptions, resolved: ResolvedCNN, model: nn.Module, technique: str) -> Iterator[Run]:
-    """`start_run` for a program that trains the CNN on images; `model`, unsharded, is logged."""
-    holds = footprint(model, options.optimizer, Techniques(data_parallel=technique))
-    summary = model_summary(model, resolved.sample)
-    with start_run(name, options, resolved.layout, resolved.data.describe(), holds) as run:
-        run.log.info("model, whole:\n%s", summary, stacklevel=3)
-        run.describe(**resolved.describe())
-        yield run
-
-
 def text_steps(
     run: Run,
-    resolved: ResolvedText,
+    resolved: Resolved,
     model: nn.Module | Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     local_loss: Callable[[Batch], Tensor] | None = None,
@@ -109,7 +85,7 @@ def text_steps(
         at: what a row says besides its step, such as ``{"stage": 1}``.
     """
     options, steps = run.options, resolved.steps
-    size, global_batch = resolved.batch, resolved.global_batch
+    size, global_batch, tokens = resolved.local_batch_size, resolved.global_batch_size, resolved.data.train
     first_sample = size * (run.layout.dp_coordinate(run.rank.rank) if coordinate is None else coordinate)
     one_device = None
     if options.break_ is not None:
@@ -122,14 +98,14 @@ def text_steps(
             full,
             modules,
             optimizer,
-            lambda step: resolved.tokens.batch(step, global_batch, 0, global_batch).to(run.device),
+            lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
         )
     optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
     if not at:
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, resolved.tokens.seq_length, stacklevel=2)
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
     for number in range(steps):
         run.clock.start()
-        batch = resolved.tokens.batch(number, global_batch, first_sample, size).to(run.device)
+        batch = tokens.batch(number, global_batch, first_sample, size).to(run.device)
         run.clock.lap("dtd")
         last = number == steps - 1
         step = Step(run, number, batch, due=last or number % options.log_every == 0)
@@ -166,18 +142,18 @@ def image_steps(
 
     def whole_batch(step: int) -> Batch:
         images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
-        return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.batch // 2)
+        return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.local_batch_size // 2)
 
-    task = ImageTask(run, resolved.data, resolved.batch, resolved.global_batch, workers)
+    task = ImageTask(run, resolved, workers)
     steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
     one_device = None
     if run.options.break_ is not None:
         steps = per_epoch = min(steps, STEPS)
         with torch.device("meta"):
-            full = CNN(resolved.model)
+            full = CNN(resolved.sizes)
         one_device = OneDevice(run, full, [model], optimizer, whole_batch)
     optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
-    run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch, stacklevel=2)
+    run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
     batches, local_loss, since = task.all_batches(), 0.0, 0
     for number in epochs_bar(range(steps), per_epoch, run.rank):
         if since == 0:
@@ -187,7 +163,7 @@ def image_steps(
         seed_step(run.options.seed, number, coordinate)  # for dropout
         batch = next(batches)
         if one_device is not None:
-            batch = without_labels(batch, coordinate * resolved.batch, resolved.batch // 2)
+            batch = without_labels(batch, coordinate * resolved.local_batch_size, resolved.local_batch_size // 2)
         step = Step(run, number, batch)
         run.clock.lap("dtd")
         yield step
@@ -199,7 +175,7 @@ def image_steps(
             run.row(
                 {"epoch": number // per_epoch + 1},
                 {"train_loss": local_loss / since},
-                samples=since * resolved.global_batch,
+                samples=since * resolved.global_batch_size,
                 more={**step.row, **evaluate_images(run, model, task.test_loader)},
                 depth=2,
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mmm.analysis.bubble import Recorded, Timeline, bubble_formula, replay
+from mmm.analysis.bubble import PipelineTimeline, Recorded, bubble_formula, replay
 from mmm.history import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
 from mmm.trainer.run import Run
 
 
-def panel(title: str, timeline: Timeline) -> Panel:
+def panel(title: str, timeline: PipelineTimeline) -> Panel:
     rows = []
     for row in timeline.rows:
         stages = sorted({box.action.stage for box in row})
@@ -21,7 +21,7 @@ def panel(title: str, timeline: Timeline) -> Panel:
     return Panel(title, rows)
 
 
-def bubble_table(replayed: Timeline, wall: Timeline, formula: float | None) -> str:
+def bubble_table(replayed: PipelineTimeline, wall: PipelineTimeline, formula: float | None) -> str:
     """A line a rank, how much of the step it waits; and all ranks together, beside the formula."""
     lines = [f"{'waiting':10}{'replayed':>10}{'formula':>10}{'wall':>10}"]
     for rank in range(len(replayed.rows)):

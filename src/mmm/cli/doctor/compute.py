@@ -131,11 +131,11 @@ def matmul(kind: str, index: int, multiply: Callable[[Any, Any], Any] | None = N
         yield Finding(
             name,
             "fail",
-            f"{wrong:,} of {SIZE * SIZE:,} numbers of a product are wrong",
+            f"{wrong:,} of {SIZE * SIZE:,} elements of a product are wrong",
             "do not compute on it: " + (REINSTALL if kind == "cpu" else "report the device"),
         )
     else:
-        yield Finding(name, "ok", f"right: all {SIZE * SIZE:,} numbers of a {SIZE} × {SIZE} product, {seconds:.2f} s")
+        yield Finding(name, "ok", f"right: all {SIZE * SIZE:,} elements of a {SIZE} × {SIZE} product, {seconds:.2f} s")
 
 
 def check_all_reduce(place: Place) -> Iterator[Finding]:

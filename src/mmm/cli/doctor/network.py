@@ -130,7 +130,7 @@ def check_host_name(
     several = _several_hosts(place)
     outside = [each for each, address in found.items() if address and not ipaddress.ip_address(address).is_loopback]
     cure = (
-        f"export GLOO_SOCKET_IFNAME={outside[0]} on every host, or mend /etc/hosts"
+        f"export GLOO_SOCKET_IFNAME={outside[0]} on every host, or fix /etc/hosts"
         if outside
         else "give the host an address in /etc/hosts or DNS"
     )

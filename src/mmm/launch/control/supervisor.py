@@ -1,4 +1,4 @@
-"""Runs a plan: starts the agent, passes signals on, and ends every process of the run, however it ends.
+"""Runs a plan: starts the fork server, passes signals on, and ends every process of the run, however it ends.
 
 The first failure in order of cause is printed, once, and its exit code is launch's.
 """
@@ -29,7 +29,7 @@ class Supervisor(Run):
     """This host's ranks. No process of the run is left after `run`."""
 
     host = ""  # said of failures where it is not clear which host is meant
-    shielded = False  # a scheduler may signal all of the run's processes, the agent too
+    shielded = False  # a scheduler may signal all of the run's processes, the fork server too
 
     def __init__(self, plan: LaunchPlan, limits: Limits | None = None) -> None:
         super().__init__(len(plan.ranks), limits)
@@ -43,11 +43,11 @@ class Supervisor(Run):
         if self.verdict_fd is not None:
             os.close(self.verdict_fd)
         with contextlib.suppress(AttributeError, ProcessLookupError):
-            if self.agent.returncode is None:  # only after an error of launch's own
-                os.killpg(self.agent.pid, signal.SIGKILL)
+            if self.fork_server.returncode is None:  # only after an error of launch's own
+                os.killpg(self.fork_server.pid, signal.SIGKILL)
 
     def start(self) -> None:
-        """Start the agent, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
+        """Start the fork server, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
         plan = self.plan
         control_read, self.control = os.pipe()
         self.status, status_write = os.pipe()
@@ -69,11 +69,11 @@ class Supervisor(Run):
         if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
             self.verdict_fd = os.memfd_create("verdict")
             own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
-        agent = [sys.executable, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
+        server = [sys.executable, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
         self.output = Output(self.selector) if self.limits.timeout is not None else None
         out = (self.output.stdout, self.output.stderr) if self.output is not None else (None, None)
-        self.agent = subprocess.Popen(
-            agent,
+        self.fork_server = subprocess.Popen(
+            server,
             stdin=subprocess.DEVNULL,
             env={**os.environ, **plan.shared, **own},
             stdout=out[0],
@@ -90,7 +90,7 @@ class Supervisor(Run):
             self.selector.register(source, selectors.EVENT_READ)
 
     def serve(self) -> bool:
-        """Take in what has happened. False once the agent is gone."""
+        """Take in what has happened. False once the fork server is gone."""
         ready = self.wait()
         self.read_reports()  # before statuses: a report is sent before its rank ends
         if self.status not in ready:
@@ -123,12 +123,12 @@ class Supervisor(Run):
         if self.verdict and self.verdict_fd is not None:
             os.pwrite(self.verdict_fd, self.verdict.encode("utf-8", "backslashreplace"), 0)
         if self.pids:
-            self.pass_on(number)
+            self.forward_signal(number)
         return bool(self.pids)
 
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.control, bytes([number]))  # the agent reads it when all ranks have been started
+            os.write(self.control, bytes([number]))  # the fork server reads it when all ranks have been started
 
     def stacks(self) -> dict[int, stacks.Stack]:
         """Where the ranks are that have not ended."""
@@ -144,17 +144,17 @@ class Supervisor(Run):
     def kill(self) -> None:
         self.kill_at = None
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.agent.pid, signal.SIGKILL)  # not reaped yet, so the number is still the agent's
+            os.killpg(self.fork_server.pid, signal.SIGKILL)  # not reaped yet, so the number is still the fork server's
 
     def finish(self) -> int:
         """The fork server is gone: end what it left, and decide on the exit code."""
         self.read_reports()
-        os.waitid(os.P_PID, self.agent.pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, self.fork_server.pid, os.WEXITED | os.WNOWAIT)
         if self.exit_code is None and self.failures:
             self.fail()
-        processes.end(self.agent.pid, self.marker, grace=LEFTOVER_GRACE if self.exit_code is None else 0.0)
+        processes.end(self.fork_server.pid, self.marker, grace=LEFTOVER_GRACE if self.exit_code is None else 0.0)
         self.kill()
-        code = self.agent.wait()
+        code = self.fork_server.wait()
         if self.output is not None:
             self.output.drain(self.selector, time.monotonic() + DRAIN)
         if self.exit_code is not None:
@@ -162,14 +162,13 @@ class Supervisor(Run):
         if len(self.ended) == len(self.plan.ranks):
             return 0
         self.again = True
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        say(f"launch: the process that holds the ranks (pid {self.agent.pid}) {how}; the ranks were killed")
+        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        say(f"launch: the process that holds the ranks (pid {self.fork_server.pid}) {reason}; the ranks were killed")
         return 128 - code if code < 0 else code or 1
 
     def stop(self) -> None:
-        """Ctrl-Z: stop the ranks and launch, until launch is continued. The agent goes on: it notices if launch is
-        killed."""
-        ranks = set(processes.of_run(self.agent.pid, self.marker)) - {self.agent.pid}
+        """Ctrl-Z: stop the ranks and launch, until launch is continued. The fork server goes on, to notice its end."""
+        ranks = set(processes.of_run(self.fork_server.pid, self.marker)) - {self.fork_server.pid}
         processes.send(ranks, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         processes.send(ranks, signal.SIGCONT)

@@ -27,13 +27,13 @@ from mmm.launch.control.wire import (
     FAILURE_VARIABLE,
     FORK_SERVER,
     FORK_SERVER_VARIABLE,
+    PASSED_ON,
     Instructions,
     Status,
 )
 from mmm.launch.host import child, lifeline
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.job import binding
-from mmm.launch.job import target as targets
 from mmm.launch.job.preloads import preloads
 from mmm.launch.job.target import Target
 
@@ -42,49 +42,36 @@ TORCH_LATER = ("torch._dynamo",)
 TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = (
-    "mpi4py.MPI",
-    "horovod",
-    "cupy",
-    "jaxlib",
-    "tensorflow",
-    "transformer_engine",
-    "deepspeed",
-    "apex",
-    "intel_extension_for_pytorch",
-    "oneccl_bindings_for_pytorch",
-    "ray",
+    *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
+    *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"),
 )
-# A batch system sends these to all processes of a job before it ends. They are for the ranks, not for this process.
-RANKS_ALONE = (signal.SIGUSR1, signal.SIGUSR2)
 PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
 
 
 def main() -> NoReturn:
-    """The agent's whole life, and that of each rank it forks."""
+    """The fork server's whole life, and that of each rank it forks."""
     todo = Instructions.loads(os.environ.pop(FORK_SERVER_VARIABLE))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
-    for number in (*RANKS_ALONE, *([signal.SIGTERM] if todo.shielded else [])):
+    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.shielded else [])):
         signal.signal(number, signal.SIG_IGN)
-    lifeline.die_with_parent(todo.launcher)  # until there are ranks, which have to be ended first
+    lifeline.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, False)
-    if child._has_current_folder():
-        sys.path.pop(0)
-    target = targets.from_tail([*child._interpreter_flags(), *sys.argv[1:]]) if todo.fork else None
+    target = child.own_target()  # None where ranks are not forked
     if target is not None:
         preload(target, todo)
-    agent = Agent(todo)
+    server = ForkServer(todo)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
     for variables in todo.ranks:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            agent.become_rank(variables)
+            server.become_rank(variables)
             execute(todo) if target is None else child.finish(child.run(target))
-        agent.started(int(variables["RANK"]), pid)
+        server.started(int(variables["RANK"]), pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     lifeline.outlive_parent()
-    agent.watch()
+    server.watch()
     os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
 
 
@@ -123,7 +110,7 @@ def preload(target: Target, todo: Instructions) -> None:
 
 
 def start_anew(todo: Instructions, skip: str) -> NoReturn:
-    """Replace this process by a new agent that does not preload module `skip`."""
+    """Replace this process by a new fork server that does not preload module `skip`."""
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, True)
     skip = "*" if len(todo.skip) >= 3 else skip
@@ -172,7 +159,7 @@ def execute(todo: Instructions) -> NoReturn:
         os._exit(126)
 
 
-class Agent:
+class ForkServer:
     """Knows the ranks, and watches over them until the last is gone."""
 
     def __init__(self, todo: Instructions) -> None:
@@ -193,10 +180,10 @@ class Agent:
             os.write(self.todo.status, status.dumps())
 
     def become_rank(self, variables: dict[str, str]) -> None:
-        """In the forked child: drop everything of the agent's, take the rank's own environment."""
+        """In the forked child: drop everything of the fork server's, take the rank's own environment."""
         lifeline.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, *RANKS_ALONE):
+        for number in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
             signal.signal(number, signal.SIG_IGN if number in self.todo.ignored else signal.SIG_DFL)
         for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
             os.close(fd)
@@ -207,7 +194,9 @@ class Agent:
             contract.attach(self.todo.failure)
             child.prepare()
             torch = sys.modules.get("torch")
-            if torch is not None and "OMP_NUM_THREADS" in variables:  # torch has read the agent's when it was loaded
+            if (
+                torch is not None and "OMP_NUM_THREADS" in variables
+            ):  # torch has read the fork server's when it was loaded
                 torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
             numpy = sys.modules.get("numpy.random")
             if numpy is not None:  # or all ranks would draw the same "random" numbers

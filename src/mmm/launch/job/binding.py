@@ -82,7 +82,7 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
 def set_threads(shared: dict[str, str], ranks: Sequence[dict[str, str]], threads: Sequence[int]) -> None:
     """Put OMP_NUM_THREADS into `shared`, the variables of all ranks of this host; into a rank's own if it has fewer.
 
-    Libraries read it when they are loaded, which is before the fork, in the agent: it gets what is shared.
+    Libraries read it when they are loaded, which is before the fork, in the fork server: it gets what is shared.
     """
     most = max(threads)
     shared["OMP_NUM_THREADS"] = str(most)

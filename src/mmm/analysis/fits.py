@@ -8,15 +8,16 @@ from torch import nn
 from mmm.analysis.footprint import STATE, Footprint, stage_parameters
 from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
-from mmm.parallel.assemble import Partition, Techniques
-from mmm.parallel.data.apply import WHOLE
+from mmm.parallel.data.apply import UNSHARDED
 from mmm.parallel.mesh import Layout
+from mmm.parallel.partition import Partition
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank
 
 
-def footprint(
+def footprint_of(
     model: nn.Module,
     optimizer: str,
     techniques: Techniques | None = None,
@@ -26,7 +27,8 @@ def footprint(
     """What the ranks will hold of `model`.
 
     Args:
-        model: on the meta device. optimizer: adamw or sgd. how: None for FSDP. division: of a pipeline over `pp` ranks.
+        model: on the meta device. optimizer: adamw or sgd. techniques: None for FSDP.
+        partition: of a pipeline over `pp` ranks.
     """
     techniques = techniques or Techniques()
     counts: tuple[int, ...] = (parameter_count(model),)
@@ -67,7 +69,7 @@ def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.devic
 
 def _more(holds: Footprint, of_what: str, least: int) -> str:
     """What else would help."""
-    if holds.data_parallel in WHOLE:
+    if holds.data_parallel in UNSHARDED:
         return f"or one that is cut over the ranks: with {holds.data_parallel} each has all parameters"
     return f"or at least {least:,} {of_what} such as this to cut it over"
 
