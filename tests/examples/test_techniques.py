@@ -136,8 +136,8 @@ def apart(rank, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_written_out_is_what_parallel_does(pool, name):
-    assert max(pool.run(apart, 4, name)) < 1e-9
+def test_written_out_is_what_parallel_does(run_on_ranks, name):
+    assert max(run_on_ranks(apart, 4, name)) < 1e-9
 
 
 def broken_apart(rank):
@@ -152,8 +152,8 @@ def broken_apart(rank):
     return float((ours[0][1][name] - theirs[0][1][name]).abs().max() / theirs[0][1][name].abs().max())
 
 
-def test_a_mistake_is_not_within_the_bound(pool):
-    assert min(pool.run(broken_apart, 4)) > 1e-3
+def test_a_mistake_is_not_within_the_bound(run_on_ranks):
+    assert min(run_on_ranks(broken_apart, 4)) > 1e-3
 
 
 MODEL = '''
@@ -285,8 +285,8 @@ class Whole:
         self.inputs, self.targets, self.count = inputs, targets, count
 
 
-def test_what_is_not_broken_is_as_on_one_device(pool):
-    for steps in pool.run(compared, 2):
+def test_what_is_not_broken_is_as_on_one_device(run_on_ranks):
+    for steps in run_on_ranks(compared, 2):
         for loss, wrong, compared_with in steps:
             assert loss < 1e-12
             assert wrong == []
