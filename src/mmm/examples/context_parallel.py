@@ -1,130 +1,85 @@
-"""Context parallel: every sequence cut over the ranks, for texts that are too long for one of them.
+"""Context parallel: every sequence sharded over the ranks, for texts that are too long for one of them.
 
     launch python3 -m mmm.examples.context_parallel
     launch -n 4 --device cpu python3 -m mmm.examples.context_parallel --cp_style ulysses
+    launch -n 2 --device cpu python3 -m mmm.examples.context_parallel --break positions
 
-N ranks stand on a mesh of dp × cp × tp. Along cp the ranks have the same samples, but different tokens of them: two
-chunks each, one from the head and one from the tail, because later tokens have more to look back at; cp = 4::
+Along cp the ranks have the same samples, but different tokens of them: two chunks each, one from the head and one from
+the tail, because later tokens have more to look back at; cp = 4, 512 tokens::
 
     a sequence     ┌────┬────┬────┬────┬────┬────┬────┬────┐
-                   │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank holds the chunk
+                   │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank has the chunk of 64 tokens
                    └────┴────┴────┴────┴────┴────┴────┴────┘
-    all but attention         each rank its own tokens, nothing to send
-    attention, ring           keys and values go from rank to rank, cp - 1 times, while each attends to what is there
-    attention, ulysses        all-to-all: each rank gets the whole sequence of heads / cp heads; and back
+    all but attention      each rank its own 128 tokens, nothing to send
+    attention, ring        hop 1, 2, 3: send the keys and values held to the next rank, take those of the rank before
+                           rank 1 has keys of    hop 0: rank 1    hop 1: rank 0    hop 2: rank 3    hop 3: rank 2
+    attention, ulysses     all-to-all: each rank gets the full sequence of heads / cp heads; and back
 
-Parameters are cut over dp × cp together (FSDP), gradients are added up over both. Activations, which grow with the
-sequence, are 1 / cp on each rank. The losses are those of one device, whatever the style and the mesh.
+`ring_attention` writes the ring out for one layer, and is compared with attention to the full sequence. The model then
+trains with the package's ring, which sends while it computes. Parameters are sharded over dp × cp together (FSDP).
+The losses are those of one device, whatever the style and the mesh.
+
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+import math
+from typing import Any
 
-import tyro
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
-
-from mmm.data import Batch
-from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
-from mmm.parallel.assemble import Techniques
-from mmm.parallel.context.apply import cut_batch
-from mmm.parallel.grad_scaler import GradScaler
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
-from mmm.trainer.needs import CUT_SEQUENCE, Need, check_needs
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, Preset, parse
-from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
-    """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
+class SendToNext(torch.autograd.Function):
+    """To the next rank of the ring, in exchange for what the rank before sends; gradients go the other way."""
 
-    NEEDS: ClassVar[dict[str, Need]] = {"cp_style": CUT_SEQUENCE}
-    cp: int | None = None
-    """Ranks along cp: over how many each sequence is cut. Default: all that --tpsize leaves."""
-    cp_style: Literal["ring", "ulysses"] | None = None
-    """ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp has to divide.
-    Default: ring."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut."""
-    preset: Preset = "debug"
-    """Sizes to start from: small ones, so that long sequences are quick without an accelerator."""
-    seq_length: int = 512
-    """Tokens a sample: a multiple of 2 · cp · tp."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int = 1) -> Tensor:
+        ctx.group, ctx.step = group, step
+        ranks, received = dist.get_process_group_ranks(group), torch.empty_like(x)
+        at = dist.get_rank(group)
+        send = dist.P2POp(dist.isend, x.contiguous(), ranks[(at + step) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, received, ranks[(at - step) % len(ranks)], group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        return received
 
-    def layout(self, ranks: int) -> Layout:
-        """The mesh for that many ranks."""
-        cp = Layout(tp=self.tpsize).fit(ranks).dp_shard if self.cp is None else self.cp
-        layout = Layout(cp=cp, tp=self.tpsize).fit(ranks)
-        check_needs(self, layout)
-        return layout
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return SendToNext.apply(gradient, ctx.group, -ctx.step), None, None
 
 
-def train(config: Config) -> None:
-    # Does it fit? Everything here is checked before any rank talks to another.
-    layout = config.layout(whoami().world_size)
-    cp_style = config.cp_style or "ring"
-    resolved = resolve(config, layout, default_batch=1, cp_style=cp_style)
-    config.check_memory(config.seq_length // (layout.cp * layout.tp), config.dtype)
-    if config.compile:
-        check_compile(resolved.plan, layout)
-    model, plan, global_batch, steps = resolved.model, resolved.plan, resolved.global_batch, resolved.steps
-    if config.summary:
-        print_once(resolved.summary())
-        return
-
-    holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
-    with start_run("context_parallel", config, layout, resolved.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe())
-
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, plan, run.precision, cp_style=cp_style, compile=config.compile, **config.memory())
-        materialize(model, run.device, config.seed)
-        loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
-        run.log.info("%s\n%s", mesh, sharded_model(model))
-
-        def share(samples: Batch) -> Tensor:
-            # Of the samples the tokens of this cp coordinate, and where they stand in the whole sequence, (seq / cp,):
-            # the model turns heads by it, and cannot count from 0.
-            part, positions = cut_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
-            return loss_fn(model(part.inputs, positions), part.targets, part.count)
-
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
-        mine = layout.dp_coordinate(run.rank.rank) * resolved.batch  # its first sample of each global batch
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
-        for step in range(steps):
-            run.clock.start()
-            samples = resolved.tokens.batch(step, global_batch, mine, resolved.batch).to(run.device)
-            run.clock.lap("dtd")
-            with loss_parallel():  # under tp the logits stay cut over the vocabulary
-                loss = share(samples)
-                run.clock.lap("dtf")
-                scaler.scale(loss).backward()
-            run.clock.lap("dtb")
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            run.clock.lap("dto")
-
-            last = step == steps - 1
-            more = {}
-            if config.validates(step, steps):
-                more["val_loss"] = validate(run, resolved, config.eval_batches, share)
-            run.step(step, loss, samples=global_batch, tokens=samples.count, last=last, **more)
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over some of the keys, and the logarithm of its sum of exponentials: (…, queries, head_dim), (…, 1)."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (batch, heads, queries, keys)
+    scores = scores.masked_fill(~visible, -1e30)  # not -inf: a query that sees none of these keys merges with weight 0
+    lse = scores.logsumexp(-1, keepdim=True)
+    return torch.exp(scores - lse) @ v, lse
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
+def positions_of(rank: int, ranks: int, seq: int) -> Tensor:
+    """The tokens that a rank has: one chunk from the head and one from the tail, (seq / ranks,)."""
+    chunks = torch.arange(seq).chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
-if __name__ == "__main__":
-    run_main(main)
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, triangle: bool = True) -> Tensor:
+    """Causal attention of this rank's tokens to those of all ranks: (batch, heads, seq / ranks, head_dim) each."""
+    rank, ranks, wide = dist.get_rank(group), dist.get_world_size(group), torch.promote_types(q.dtype, torch.float32)
+    kv = torch.stack((k, v)).to(wide)  # (2, batch, kv heads, seq / ranks, head_dim)
+    mine = positions_of(rank, ranks, ranks * q.shape[2])
+    for hop in range(ranks):
+        if hop:
+            kv = SendToNext.apply(kv, group)
+        theirs = positions_of((rank - hop) % ranks, ranks, ranks * q.shape[2])
+        visible = mine[:, None] >= theirs if triangle else torch.ones(len(mine), len(mine), dtype=torch.bool)
+        heads = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)  # each serves several heads of q
+        part, part_lse = attention(q.to(wide), *heads, visible.to(q.device))
+        if not hop:
+            out, lse = part, part_lse
+            continue
+        total = torch.logaddexp(lse, part_lse)  # the softmax over both: each weighed by its sum of exponentials
+        out, lse = out * torch.exp(lse - total) + part * torch.exp(part_lse - total), total
+    return out.to(q.dtype)

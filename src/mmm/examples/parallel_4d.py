@@ -1,7 +1,8 @@
-"""Four axes at once, from flags alone, for each model: pipeline × data × context × tensor parallel.
+"""Four axes at once for a Transformer, built rank by rank: pipeline × data × context × tensor parallel.
 
-    launch python3 -m mmm.examples.parallel_4d --model vit
+    launch python3 -m mmm.examples.parallel_4d
     launch -n 8 --device cpu python3 -m mmm.examples.parallel_4d --pp 2 --cp 2 --tp 2
+    launch -n 2 --device cpu python3 -m mmm.examples.parallel_4d --dp_shard 2 --break samples
 
 N ranks stand on a mesh of pp × dp × cp × tp, tp varying fastest; the 16 of pp2·dp2·cp2·tp2::
 
@@ -14,170 +15,181 @@ N ranks stand on a mesh of pp × dp × cp × tp, tp varying fastest; the 16 of p
       dp 1  │   4  │   5  │   6  │   7  │ ────────► │  12  │  13  │  14  │  15  │   samples b … 2b-1
             └──────┴──────┴──────┴──────┘           └──────┴──────┴──────┴──────┘
 
-Which ranks talk to rank 0, what about, and how often::
-
     tp   0 1        parts of the same matrices: activations, several times in every layer
     cp   0 2        parts of the same sequences: keys and values, once in every layer
     dp   0 2 4 6    the same layers (FSDP, over dp × cp): parameters and gradients, once a layer and step
     pp   0 8        other layers: the activations of a micro-batch, once a stage
 
-What talks most stands innermost, on neighbours. An axis of size 1 costs nothing, and is not there. A model lacks the
-axes it has nothing to be cut by: images have no cp. With --n_experts the Transformer has experts, and
---ep cuts them over ranks of dp. 20 steps. Same seed and same global batch give one device's losses.
+Those are the ranks that talk to rank 0; what talks most stands innermost. Other techniques on any layout:
+``mmm.trainer.lm``, and for the ViT and the CNN ``mmm.trainer.vit`` and ``mmm.trainer.fsdp``. 20 steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+import torch.distributed.pipelining as pipelining
+import torch.distributed.tensor.parallel as tp
+import tyro
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
 
-from mmm.data.datasets import load_images
-from mmm.models.cnn import CNN, CNNConfig
+from mmm.data import Batch
+from mmm.errors import ConfigError, LayoutError
+from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.vit import PRESETS, ViT
-from mmm.parallel import Layout, batch_sizes
-from mmm.parallel.assemble import partition_model
-from mmm.parallel.plan import Plan
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
-from mmm.parallel.plans.vit import check_vit, vit_plan
+from mmm.models.weights import convert
+from mmm.parallel import Layout, clip_grad_norm, cross_entropy, local_value, materialize
+from mmm.parallel.assemble import Techniques, partition_model
+from mmm.runtime.device import Precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
-from mmm.trainer.layout import LayoutOptions
-from mmm.trainer.needs import Need, check_needs
+from mmm.trainer.needs import PIPELINE, Need, check_needs
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, TextOptions, parse
-from mmm.trainer.parallelize import parallelize
-from mmm.trainer.report import model_summary, print_once
-from mmm.trainer.run import Run, start_run
-from mmm.trainer.tasks import ImageTask, Task, TokenTask
-from mmm.trainer.text import check_tokens
-from mmm.trainer.vision import check_images
-
-MAX_NORM = 1.0
-TOKENS = Need(
-    lambda config, _: config.model == "transformer",
-    "--model transformer",
-    "images have none of it",
-    "--model transformer",
-)
-LAYERS = Need(
-    lambda config, _: config.model != "cnn", "--model transformer or vit", "the CNN's layers are four", "--model vit"
-)
-MakeTask = Callable[[Run], Task]
+from mmm.trainer.options import BreakOptions, Preset, parse
+from mmm.trainer.report import print_once, sharded_model
+from mmm.trainer.run import start_run
+from mmm.trainer.steps import text_steps
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.timeline import PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions, RunOptions):
-    """A small model on any layout, where no axis is given one chosen for the ranks there are."""
+class Config(BreakOptions, TextProgramOptions, ValidationOptions):
+    """A small Transformer on four axes. Where no axis is given, each in turn gets 2 ranks, as long as they divide."""
 
-    NEEDS: ClassVar[dict[str, Need]] = {"n_layers": LAYERS, "seq_length": TOKENS, "n_experts": TOKENS}
-    model: Literal["transformer", "vit", "cnn"] = "transformer"
-    """The Transformer trains on the standard library's source, the others on the digits: both come with the package."""
-    n_layers: int | None = None
-    """Of the Transformer and the ViT. Default: 4."""
-    seq_length: int | None = None
-    """Tokens a sample, of the Transformer. Default: 128."""
-    n_experts: int | None = None
-    """Of each layer of the Transformer, for --ep to cut. Default: none."""
+    BREAKS: ClassVar[dict[str, str]] = {
+        "samples": "every dp rank trains on the samples of the first: the others are never seen, and those count twice",
+        "init": "each rank draws what it holds from a generator of its own: the model depends on the mesh",
+    }
+    NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "microbatches": PIPELINE}
+    model: Annotated[str, tyro.conf.Suppress] = "transformer"
+    pp: int = 1
+    dp_shard: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = -1
+    cp: int = 1
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    schedule: Literal["GPipe", "1F1B"] | None = None
+    microbatches: int | None = None
+    """Parts that a batch goes through the stages in. Default: pp."""
+    preset: Preset = "debug"
+    n_layers: int | None = 4
+    n_heads: int | None = 8
+    n_kv_heads: int | None = 4
+    ffn_dim: int | None = 192
+    eval_every: int = 0
     usual_iters = 20
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
-    def chooses(self) -> bool:
-        return self.parallel == "fsdp" and self.axes() == LayoutOptions().axes()
-
-    def layout(self, world_size: int) -> Layout:
-        """The mesh for that many ranks. Chosen: 2 along each axis in turn, as long as the ranks divide; dp the rest."""
-        if not self.chooses():
-            return super().layout(world_size)
-        sizes = dict.fromkeys(("pp", "tp", "dp_shard", *(["cp"] if self.model == "transformer" else [])), 1)
-        for axis in sizes:
-            if world_size % 2 == 0:
-                sizes[axis], world_size = 2, world_size // 2
-        layout = Layout(**{**sizes, "dp_shard": sizes["dp_shard"] * world_size})
+    def layout(self, ranks: int) -> Layout:
+        """The mesh for that many ranks."""
+        if self.model != "transformer":
+            raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp")
+        sizes = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
+        if sizes == {"pp": 1, "dp_shard": -1, "cp": 1, "tp": 1}:
+            for at, axis in enumerate(("pp", "tp", "dp_shard", "cp")):
+                if axis != "dp_shard" and ranks % 2 ** (at + 1) == 0:
+                    sizes[axis] = 2
+        layout = Layout(**sizes).fit(ranks)
         check_needs(self, layout)
         return layout
 
 
-def choose(
-    config: Config, layout: Layout, batch: int, global_batch: int
-) -> tuple[nn.Module, Plan, Tensor, dict[str, object], MakeTask]:
-    """The model asked for; its plan; what its forward takes; what the record says of the data; what it trains on."""
-    n_layers = 4 if config.n_layers is None else config.n_layers
-    seq_length = 128 if config.seq_length is None else config.seq_length
-    n_experts = 0 if config.n_experts is None else config.n_experts
-    with torch.device("meta"):  # shapes without memory: no rank ever holds the whole model
-        if config.model == "transformer":
-            sizes = TransformerConfig(
-                dim=64,
-                n_layers=n_layers,
-                n_heads=8,
-                n_kv_heads=4,
-                ffn_dim=192,
-                n_experts=n_experts,
-                top_k=1 if n_experts == 1 else 2,
-            )
-            check_transformer(sizes, layout, seq_length, config.cp_style or "ring")
-            tokens, validation, about = TextOptions(seq_length=seq_length).load(sizes.vocab_size, config.seed)
-            check_tokens(tokens, validation, global_batch)
-            return (
-                Transformer(sizes),
-                transformer_plan(sizes),
-                torch.zeros(batch, seq_length).long(),
-                about,
-                lambda run: TokenTask(run, tokens, validation, batch, global_batch, 4),
-            )
-        model: nn.Module
-        if config.model == "vit":
-            vit = replace(PRESETS["debug"], image_size=16, patch_size=4, channels=1, n_layers=n_layers)
-            check_vit(vit, layout)
-            model, plan = ViT(vit), vit_plan()
-        else:
-            model, plan = CNN(CNNConfig(image_size=16).without_dropout()), cnn_plan()
-    digits, images = load_images("digits", image_size=16), torch.zeros(batch, 1, 16, 16, device="meta")
-    check_images(digits, global_batch, layout.dp)
-    return model, plan, images, digits.describe(), lambda run: ImageTask(run, digits, batch, global_batch)
+def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precision: Precision) -> Transformer:
+    """One rank's part of the model, on the meta device. names: the modules of its stage. mesh: pp, dp, cp, tp."""
+    # 1. Its stage: the others' modules are left out, and forward skips them.
+    with torch.device("meta"):
+        model = Transformer(sizes)
+    convert(model, precision.storage)
+    for number in [number for number in model.layers if f"layers.{number}" not in names]:
+        del model.layers[number]
+    for name in {"tok_embeddings", "norm", "output"}.difference(names):
+        setattr(model, name, None)
+    # 2. Tensor parallel: columns, then rows; between them the sequence is sharded.
+    columns, rows, norm = tp.ColwiseParallel, tp.RowwiseParallel(output_layouts=Shard(1)), tp.SequenceParallel
+    full = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}  # all-gather
+    attention = {name: (each, None, None) for name, each in full.items()}  # its other two inputs are angles
+    inside = {"attention_norm": norm(), "attention": tp.PrepareModuleInput(**attention), "attention.wo": rows}
+    inside |= {f"attention.{name}": columns() for name in ("wq", "wk", "wv")}
+    inside |= {"ffn_norm": norm(), "feed_forward": tp.PrepareModuleInput(**full), "feed_forward.w2": rows}
+    inside |= {f"feed_forward.{name}": columns() for name in ("w1", "w3")}
+    plan = {f"layers.{number}.{name}": style for number in model.layers for name, style in inside.items()}
+    plan["tok_embeddings"] = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    plan["output"] = columns(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    plan["norm"] = norm()
+    if mesh["tp"].size() > 1:
+        tp.parallelize_module(model, mesh["tp"], {name: plan[name] for name in plan if name.split(".")[0] in names})
+    # 3. Context parallel: attention to the tokens of all ranks of cp.
+    for layer in model.layers.values() if mesh["cp"].size() > 1 else ():
+        layer.attention.attend = lambda q, k, v: ring_attention(q, k, v, mesh["cp"].get_group())
+    # 4. FSDP over dp × cp, whose ranks have other tokens: gradients are sums, and a stage is gathered once a step.
+    policy = MixedPrecisionPolicy(precision.compute, precision.storage) if precision.mixed else MixedPrecisionPolicy()
+    for module in [*model.layers.values(), *filter(None, (model.tok_embeddings, model.output)), model]:
+        fully_shard(module, mesh=mesh["dp", "cp"]._flatten("dp_cp"), mp_policy=policy, reshard_after_forward=False)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    return model
 
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    config.check()
-    layout, techniques = config.layout(whoami().world_size), config.techniques(config.compile)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, default=8)
-    model, plan, sample, about_data, make_task = choose(config, layout, batch, global_batch)
-    partition = partition_model(model, plan, layout, techniques, sample, config.dtype)
+    layout = config.layout(whoami().world_size)
+    resolved = resolve(config, layout, default_batch=8)
+    if resolved.sizes.n_kv_heads % layout.tp:
+        raise LayoutError(f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}")
+    microbatches = config.microbatches or layout.pp
+    techniques = Techniques(schedule=config.schedule or "1F1B", microbatches=microbatches)
+    partition = partition_model(resolved.model, resolved.plan, layout, techniques, resolved.sample, config.dtype)
     if config.summary:
-        print_once(model_summary(model, sample))
+        print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, techniques, partition, layout.pp)
-    with start_run("parallel_4d", config, layout, about_data, holds) as run:
-        if config.chooses():
-            run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
-        here = parallelize(
-            run, model, plan, techniques, partition
-        )  # cut into stages, each over tp, cp and dp; then the weights
-        optimizer = make_optimizer(config.optimizer, here.parameters(), config.lr)
-        task = make_task(run)
-        steps, batches = config.steps(task.steps_per_epoch), task.all_batches()
-        run.describe(global_batch_size=global_batch, steps=steps)
-        for step in range(steps):
-            run.clock.start()
-            part = next(batches)  # of this dp coordinate: the same on each of its stages, and along cp and tp
-            run.clock.lap("dtd")
-            loss = here.step(part.inputs, part.targets, part.count)  # laps dtf, dtb and, with pp, dtw
-            here.clip(MAX_NORM)  # of the whole gradient, over all stages and ranks
+    names = partition.names() or [[name for name, _ in resolved.model.named_modules()]]
+    with start_run("parallel_4d", config, layout, resolved.about_data) as run:
+        run.describe(**resolved.describe(), stages=names)
+        axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
+        mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+        model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)
+        materialize(model, run.device, config.seed)
+        if config.break_ == "init":
+            torch.manual_seed(config.seed + run.rank.rank)
+            for parameter in model.parameters():
+                parameter.data.to_local().normal_(std=0.02)
+        run.log.info("%s\n%s", mesh, sharded_model(model))
+
+        tokens = resolved.global_batch * config.seq_length
+        positions = positions_of(at["cp"], layout.cp, config.seq_length).to(run.device)
+        whole = {"positions": positions}  # not split into micro-batches
+        model.register_forward_pre_hook(lambda _, x, named: (x, named | whole), with_kwargs=True)
+        stage = pipelining.PipelineStage(model, at["pp"], layout.pp, run.device, group=mesh["pp"].get_group())
+        kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
+        # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
+        loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
+        schedule = kind(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+        PipelineTimes(run, schedule, [stage])  # dtf, dtb, dtw
+
+        def through(go: Callable[..., Any], batch: Batch) -> Tensor:
+            losses: list[Tensor] = []
+            inputs = [batch.inputs[:, positions]] if stage.is_first else []
+            targets = batch.targets[:, positions] if stage.is_last else None
+            with tp.loss_parallel():  # the logits stay sharded over the vocabulary
+                go(*inputs, target=targets, losses=losses, return_outputs=False)
+            return torch.tensor(sum(map(local_value, losses)))
+
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        samples_of = 0 if config.break_ == "samples" else at["dp_shard"]
+        evaluate = partial(through, schedule.eval)
+        for step in text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
+            step.log(through(schedule.step, step.batch))
+            if config.break_ is None:
+                clip_grad_norm(model.parameters(), 1.0, stages=mesh["pp"])
             optimizer.step()
             optimizer.zero_grad()
-            here.balance_experts(measured=False)
-            run.clock.lap("dto")
-            more = task.evaluate(here) if (last := step == steps - 1) else {}
-            run.step(step, loss, samples=global_batch, tokens=task.tokens, last=last, **more)
 
 
 def main() -> None:
