@@ -85,7 +85,7 @@ class Config(LayoutOptions, RunOptions):
     """Tokens a sample, of the Transformer. Default: 128."""
     n_experts: int | None = None
     """Of each layer of the Transformer, for --ep to cut. Default: none."""
-    usual_iters = 20
+    default_max_iters = 20
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
     def chooses(self) -> bool:

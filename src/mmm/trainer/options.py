@@ -84,7 +84,7 @@ class BatchOptions(BaseOptions):
 class RunOptions(BatchOptions):
     """Flags that every example and trainer that trains has."""
 
-    usual_iters: ClassVar[int] = 50
+    default_max_iters: ClassVar[int] = 50
     max_iters: int | None = None
     """End after this many optimizer steps, whatever --epochs says. With neither: 50, unless the text above says
     otherwise."""
@@ -115,7 +115,7 @@ class RunOptions(BatchOptions):
         """Optimizer steps of the run."""
         limits = [] if self.max_iters is None else [self.max_iters]
         limits += [] if self.epochs is None else [self.epochs * steps_per_epoch]
-        return min(limits, default=self.usual_iters)
+        return min(limits, default=self.default_max_iters)
 
 
 @dataclass(frozen=True, kw_only=True)

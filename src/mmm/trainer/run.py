@@ -28,10 +28,10 @@ from torch import Tensor
 
 from mmm import history
 from mmm.analysis.footprint import Footprint
+from mmm.contract import LINE_VARIABLE
 from mmm.errors import DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
-from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
