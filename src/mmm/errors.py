@@ -1,4 +1,4 @@
-"""What can go wrong that a user can mend. Each message says what was given, which rule it breaks, and what to change.
+"""What can go wrong that a user can fix. Each message says what was given, which rule it breaks, and what to change.
 
 A `UserError` ends the run with exit code 2 and is printed without a traceback: under `launch` once for the whole run;
 elsewhere by each rank that has it, unless it is `on_every_rank`.

@@ -320,7 +320,7 @@ def test_slurms_time_limit(launcher, slurm):
     assert "SIGTERM" in err
 
 
-def test_a_meeting_point_that_is_taken(launcher, mpi):
+def test_a_master_address_that_is_taken(launcher, mpi):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = launcher.run(*mpi.options, "sh", "-c", "sleep 20", MASTER_PORT=port, **mpi.variables)

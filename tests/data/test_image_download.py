@@ -17,6 +17,7 @@ import pytest
 import mmm.data.datasets as datasets
 from mmm.data.datasets import download, idx, load_images
 from mmm.data.datasets.download import File, Refused, cache_folder, obtain
+from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 from mmm.runtime.ranks import Rank
 from support.clock import stretched
@@ -223,7 +224,7 @@ def offered(serve, monkeypatch, tmp_path):
         for name, array in zip(idx.FILES, arrays, strict=True)
     }
     server = serve(contents)
-    dataset = datasets.import_torchvision("datasets").MNIST
+    dataset = import_torchvision("datasets").MNIST
     monkeypatch.setattr(dataset, "mirrors", [server.url()])
     monkeypatch.setattr(dataset, "resources", [(file.name, file.md5) for file in server.files()])
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
@@ -234,7 +235,7 @@ def test_mnist_is_downloaded_once_and_then_read(offered, tmp_path):
     first = load_images("mnist")
     assert (first.name, first.note, first.source) == ("mnist", "", str(tmp_path / "cache" / "mnist"))
     assert (first.train.samples, first.test.samples) == (5, 3)
-    assert load_images("mnist", download=False).sha256 == first.sha256
+    assert load_images("mnist").sha256 == first.sha256
     assert len(offered.asked) == 4
 
 
@@ -247,10 +248,14 @@ def test_mnist_is_downloaded_once_and_then_read(offered, tmp_path):
     ],
 )
 def test_real_digits_stand_in_and_it_is_said(monkeypatch, tmp_path, name, options, shape):
+    def refuse(*_):
+        raise Refused("no network")
+
     monkeypatch.setenv("MMM_DATA", str(tmp_path))
-    data = load_images(name, download=False, **options)
+    monkeypatch.setattr(datasets, "obtain", refuse)
+    data = load_images(name, **options)
     assert (data.name, data.asked, data.shape, data.train.samples) == ("digits", name, shape, 1437)
-    assert f"{name} is not in {tmp_path} and cannot be downloaded (downloading is switched off)" in data.note
+    assert f"{name} is not in {tmp_path} and cannot be downloaded (no network)" in data.note
     assert "digits" in data.note
     assert "--data_dir" in data.note
     assert data.describe()["note"] == data.note
@@ -258,7 +263,7 @@ def test_real_digits_stand_in_and_it_is_said(monkeypatch, tmp_path, name, option
 
 def test_no_network_stands_in_at_once(offered, monkeypatch):
     mirrors = ["http://127.0.0.1:9/", "http://no.invalid/"]
-    monkeypatch.setattr(datasets.import_torchvision("datasets").MNIST, "mirrors", mirrors)
+    monkeypatch.setattr(import_torchvision("datasets").MNIST, "mirrors", mirrors)
     began = time.monotonic()
     data = load_images("mnist")
     assert time.monotonic() - began < stretched(download.ANSWER_SECONDS)

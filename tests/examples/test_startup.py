@@ -6,10 +6,10 @@ import sys
 import pytest
 
 import mmm.history
+from mmm.analysis import startup_cost as measure
 from mmm.errors import ConfigError, LaunchError
 from mmm.examples import startup
 from mmm.examples.startup import Config, Found, growth, one_import, start_once, table, train
-from mmm.runtime.startup import measure
 
 BY_RANKS = {
     1: {"forked": Found(3.0, 4.0), "torchrun": Found(5.0, 6.0)},

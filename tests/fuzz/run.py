@@ -35,9 +35,8 @@ import xarray  # noqa: F401
 from fuzz.draw import Case
 from fuzz.flags import PROGRAMS, arguments
 from mmm.errors import DivergedError, UserError
-from mmm.parity.ranks import RanksFailed
-from mmm.parity.ranks import run as fork
 from mmm.runtime.ranks import Rank
+from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer.options import parse
 
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
@@ -91,7 +90,7 @@ def run_case(case: Case, scratch: Path, plant: Plant | None = None) -> Outcome:
     if outcome is None:
         limit = COMPILE_TIMEOUT if case.flags.get("compile") == "on" else TIMEOUT
         try:
-            answers = fork(_train, case.ranks, case.program, config, words, folder, plant, timeout=limit)
+            answers = fork_ranks(_train, case.ranks, case.program, config, words, folder, plant, timeout=limit)
         except RanksFailed as error:
             outcome = Outcome("crashed", str(error), _short(error.details))
         else:

@@ -122,8 +122,9 @@ def test_what_the_environment_says():
 def test_hosts_get_it_too():
     """What `launch` gives every rank goes to those on other hosts as well."""
     code = (
-        "import sys; from mmm.launch import main, target; from mmm.launch.cluster import Wishes\n"
-        "plan = main.plan_run(target.parse(['python3', 'x.py']), Wishes(hosts='a,b', nproc=2, mpi='hydra',"
+        "import sys; from mmm.launch import main; from mmm.launch.job import target\n"
+        "from mmm.launch.job.options import LaunchOptions\n"
+        "plan = main.plan_run(target.parse(['python3', 'x.py']), LaunchOptions(hosts='a,b', nproc=2, mpi='hydra',"
         " mpiexec=sys.executable, scheduler='none'), {'MMM_ATTEMPTS_OF': 'x'}); print(plan.shared)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ import h5py
 import pytest
 
 from mmm.errors import RecordError
-from mmm.history import History, fold, load
+from mmm.history import History, finalize, load
 from mmm.history import reader as reading
 from mmm.history.journal import Journal
 
@@ -48,7 +48,7 @@ def test_a_killed_process_keeps_all_but_its_last_rows(tmp_path):
     try:
         assert process.stdout.readline() == "ready\n"
         with pytest.raises(RecordError, match="still writing"):
-            fold(tmp_path)
+            finalize(tmp_path)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -57,7 +57,7 @@ def test_a_killed_process_keeps_all_but_its_last_rows(tmp_path):
     assert ds.sizes["draw"] >= 30
     assert ds["loss"].values.tolist() == [1.0 / (step + 1) for step in range(ds.sizes["draw"])]
     assert not (tmp_path / "train_dataset.h5").exists()  # reading left the folder as it was
-    assert fold(tmp_path) == tmp_path / "train_dataset.h5"
+    assert finalize(tmp_path) == tmp_path / "train_dataset.h5"
     assert not (tmp_path / "journal.jsonl").exists()
     assert load(tmp_path).identical(ds)
     with h5py.File(tmp_path / "train_dataset.h5") as file:
@@ -120,16 +120,16 @@ def test_a_kill_between_the_dataset_and_the_journal(tmp_path):
     """The dataset is in place and the journal not yet removed: every row counts once."""
     path = journal_of(tmp_path)
     kept = path.read_bytes()
-    fold(tmp_path)
+    finalize(tmp_path)
     path.write_bytes(kept)
     assert load(tmp_path)["draw"].values.tolist() == [0, 1, 2, 3, 4]
-    fold(tmp_path)
+    finalize(tmp_path)
     assert load(tmp_path)["loss"].values.tolist() == [step / 3 for step in range(5)]
     assert [p.name for p in tmp_path.iterdir()] == ["train_dataset.h5"]
 
 
 def test_what_is_no_record(tmp_path):
-    for read in (load, fold):
+    for read in (load, finalize):
         with pytest.raises(RecordError, match="does not exist"):
             read(tmp_path / "no")
         with pytest.raises(RecordError, match=r"holds no run's record.*nothing"):
@@ -231,7 +231,7 @@ def test_a_failed_fold_keeps_the_journal(tmp_path, monkeypatch):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
         history._journal.close()
         with pytest.raises(RecordError, match=r"train_dataset.h5: No space left"):
-            fold(tmp_path)
+            finalize(tmp_path)
     assert load(tmp_path).sizes["draw"] == 1
     history.close()  # a second try, with room
     assert [p.name for p in tmp_path.iterdir()] == ["train_dataset.h5"]
@@ -242,5 +242,5 @@ def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, caplog
     with pytest.raises(ZeroDivisionError), History(tmp_path, ranks=RANKS) as history:  # noqa: PT012
         history.update({"iter": 0})
         1 / 0  # noqa: B018
-    assert "was not folded" in caplog.text
+    assert "was not finalized" in caplog.text
     assert json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[1])["row"] == {"iter": 0}

@@ -12,7 +12,7 @@ import pytest
 
 import mmm.history
 from mmm.errors import RecordError
-from mmm.history import History, alive, fold, load
+from mmm.history import History, alive, finalize, load
 from mmm.history import reader as reading
 
 NO_LOCKS = f"""
@@ -40,7 +40,7 @@ from mmm.errors import UserError
 from mmm.history import alive
 alive.socket.gethostname = lambda: sys.argv[2]
 try:
-    main([sys.argv[1], "--fold"])
+    main([sys.argv[1], "--finalize"])
 except UserError as error:
     sys.exit(str(error))
 """
@@ -68,7 +68,7 @@ def writer(tmp_path):
 
 
 def fold_elsewhere(folder, host=HERE):
-    """`mmm history --fold` on a host of that name."""
+    """`mmm history --finalize` on a host of that name."""
     return subprocess.run([sys.executable, "-c", FOLD, str(folder), host], capture_output=True, text=True, check=False)
 
 
@@ -125,7 +125,7 @@ def test_a_killed_run_is_folded_once_it_is_old(writer):
 
 
 def test_a_run_that_was_folded_under_its_feet_keeps_every_row(writer):
-    """Another host folds a run that has paused for long: no process to ask, no lock."""
+    """Another host finalizes a run that has paused for long: no process to ask, no lock."""
     assert writer(5) == 5
     age(writer.folder, alive.RECENT + 5)
     assert fold_elsewhere(writer.folder, "another").returncode == 0
@@ -146,7 +146,7 @@ def test_state_without_locks(tmp_path, no_locks):
     history.update({"loss": 1.0})
     assert mmm.history.state(tmp_path) == load(tmp_path).attrs["state"] == "running"
     with pytest.raises(RecordError, match=r"still writing \(this file system has no locks"):
-        fold(tmp_path)
+        finalize(tmp_path)
     text = (tmp_path / "journal.jsonl").read_text()
     header = json.loads(text.splitlines()[0])
     header["writer"]["began"] = "another process of that pid"
@@ -169,7 +169,7 @@ def test_a_journal_that_grows_while_it_is_folded_stays(tmp_path, monkeypatch):
         patch.setattr(alive, "lock", lambda fd: alive.Lock.HELD)
         patch.setattr(reading, "write_dataset", grows)
         with pytest.raises(RecordError, match=r"still writing \(its journal has grown beyond the \d+ bytes"):
-            fold(tmp_path)
+            finalize(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "train_dataset.h5"]
     assert losses(tmp_path) == [1.0, 0.5]
 

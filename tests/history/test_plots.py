@@ -12,7 +12,7 @@ from mmm.history import History, load, plot_all, terminal_plot
 from mmm.history import figures as drawing
 from mmm.history.series import limits, metrics, outside, series, slowest
 
-RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "coordinates": {"tp": r % 2}} for r in range(4)]
+RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_the_command_folds_and_plots(tmp_path, capsys):
     with pytest.raises(RecordError, match="still writing"):
         command.main([str(tmp_path), "--fold"])
     history._journal.close()  # what a kill leaves: the file, and no lock on it
-    assert command.main([str(tmp_path), "--fold", "--plot"]) == 0
+    assert command.main([str(tmp_path), "--finalize", "--plot"]) == 0
     assert "5 plots in" in capsys.readouterr().out
     assert (tmp_path / "train_dataset.h5").exists()
 

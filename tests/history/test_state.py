@@ -11,14 +11,13 @@ import pytest
 
 import mmm.history
 from mmm.cli.history import main as history_command
-from mmm.history import History, fold, load, write_config
-from mmm.history.journal import Journal
+from mmm.history import History, finalize, load, write_config
 from support.launcher import Launcher
 
 WRITER = """
 import signal, sys, time
 from mmm.history import History, write_config
-from mmm.runtime import child
+from mmm.launch.host import child
 outdir, ends = sys.argv[1:]
 if ends == "ranks":
     child.prepare()
@@ -91,10 +90,10 @@ def test_signals(tmp_path, ends, number, state, said):
         process.communicate(timeout=120)
     finally:
         process.kill()
-    for _ in range(2):  # before and after it is folded
+    for _ in range(2):  # before and after it is finalized
         assert mmm.history.state(tmp_path) == state
         assert (load(tmp_path).attrs["state"], load(tmp_path).attrs.get("error")) == (state, said)
-        fold(tmp_path)
+        finalize(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["state"] == state
 
 
@@ -115,16 +114,7 @@ def test_a_run_that_ended_before_its_dataset_was_in_place(tmp_path, monkeypatch)
     for _ in range(2):
         assert mmm.history.state(tmp_path) == "failed"
         assert load(tmp_path).attrs["error"] == "RuntimeError: no"
-        fold(tmp_path)
-
-
-def test_a_run_that_is_resumed_runs(tmp_path):
-    record(tmp_path, 2, RuntimeError("no"))
-    with History(tmp_path, ranks=[{}], resume=True, flush_every=1) as history:
-        history.update({"loss": 0.1})
-        assert mmm.history.state(tmp_path) == "running"
-        Journal.close(history._journal)  # as a kill does
-        assert mmm.history.state(tmp_path) == "killed"
+        finalize(tmp_path)
 
 
 def test_a_record_that_says_nothing_is_a_finished_one(tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mmm.launch import accelerators
-from mmm.launch.accelerators import Accelerators
+from mmm.launch.job import accelerators
+from mmm.launch.job.accelerators import Accelerators
 
 
 def make(root, **files):

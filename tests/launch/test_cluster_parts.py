@@ -10,14 +10,16 @@ import time
 
 import pytest
 
+from mmm.contract import Report
 from mmm.errors import LaunchError
-from mmm.launch import binding, hosts, job, link, main, orders, stacks, walltime
-from mmm.launch.failures import Failure
-from mmm.launch.job import Job
-from mmm.launch.link import Link, Lost
-from mmm.launch.orders import Member
-from mmm.launch.wire import Report
-from mmm.runtime import ranks
+from mmm.launch import main
+from mmm.launch.control import commands, link, stacks
+from mmm.launch.control.commands import RemoteAgent
+from mmm.launch.control.failures import Failure
+from mmm.launch.control.link import Link, Lost
+from mmm.launch.host.agent import numbers
+from mmm.launch.job import binding, hosts, scheduler, walltime
+from mmm.launch.job.scheduler import Job
 from support.launcher import START
 
 
@@ -76,7 +78,7 @@ def test_a_rank_is_bound(launcher, how):
         ("--ranks-by host", "ranks on this host alone are started by launch itself"),
         ("--mpi hydra", "--mpi hydra: ranks on"),
         ("--env A", "--env A: write NAME=VALUE"),
-        ("--env RANK=1", "RANK is what launch works out: use -n and -ppn"),
+        ("--env RANK=1", "RANK is what launch sets: use -n and -ppn"),
         ("--timeout 0", "--timeout 0: it has to be a number of seconds"),
         ("--retries -1", "--retries -1: it has to be"),
         ("--signal USR1", "--signal USR1: write NAME@SECONDS"),
@@ -101,7 +103,7 @@ def test_options_that_cannot_be(tmp_path, monkeypatch, capsys, options, says):
 
 def test_walltimes():
     assert [walltime.seconds(text) for text in ("90", "1:30", "1:00:00", "2-00:00:01")] == [90, 90, 3600, 172801]
-    assert walltime.read_wish("SIGUSR1@60") == (signal.SIGUSR1, 60)
+    assert walltime.read_signal("SIGUSR1@60") == (signal.SIGUSR1, 60)
     assert walltime.limits(None, "TERM@30", None, Job(end_time=1000.0), {}).signal_at == 970
 
 
@@ -200,17 +202,17 @@ def test_no_retry_after_a_users_error_or_a_signal(launcher):
 
 def test_a_failure_travels():
     sent = Failure(3, 1, 100.0, 2, Report(3, "traceback", "text", 1, 5.0), host="n2")
-    found = orders.read_failure(orders.write_failure(sent, now=101.5), "n2", now=7.0)
+    found = commands.read_failure(commands.write_failure(sent, now=101.5), "n2", now=7.0)
     assert found == Failure(3, 1, 5.5, 2, sent.report, host="n2")
 
 
-def member(index, host, cpus="0-7", local_rank=None):
+def agent(index, host, cpus="0-7", local_rank=None):
     class NoLink:
         def fileno(self):
             return index
 
     cores = 8 if cpus == "0-7" else 2
-    return Member(NoLink(), "", index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
+    return RemoteAgent(NoLink(), "", index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
 
 
 class Plan:
@@ -221,26 +223,26 @@ class Plan:
 
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():
-    told = [message for _, message in orders.orders(Plan(), [member(0, "a"), member(1, "a"), member(2, "b")])]
+    told = [message for _, message in commands.start_commands(Plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])]
     assert [
         (m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"]) for m in told
     ] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
 
 
 def test_ranks_that_are_bound_keep_their_cores():
-    told = orders.orders(Plan(), [member(0, "a", "0-1", 0), member(1, "a", "2-3", 1), member(2, "b", "0-1", 0)])
+    told = commands.start_commands(Plan(), [agent(0, "a", "0-1", 0), agent(1, "a", "2-3", 1), agent(2, "b", "0-1", 0)])
     assert [m["cores"] for _, m in told] == [2, 2, 2]
 
 
 def test_ranks_of_a_host_follow_each_other():
     made = Plan()
     made.by = "host"
-    told = [[r["RANK"] for r in m["ranks"]] for _, m in orders.orders(made, [member(0, "a"), member(1, "b")])]
+    told = [[r["RANK"] for r in m["ranks"]] for _, m in commands.start_commands(made, [agent(0, "a"), agent(1, "b")])]
     assert told == [["0", "1"], ["2"]]
 
 
 @pytest.mark.parametrize(
-    ("starter", "environ", "expected"),
+    ("launcher", "environ", "expected"),
     [
         ("pals", {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}, (5, 8, 1)),  # Aurora: the size is not said
         ("pals", {"PALS_RANKID": "5", "PMI_SIZE": "6", "PMI_LOCAL_RANK": "2", "PMI_RANK": "5"}, (5, 6, 2)),
@@ -250,13 +252,13 @@ def test_ranks_of_a_host_follow_each_other():
         ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None)),
     ],
 )
-def test_a_place_is_what_its_own_starter_says(starter, environ, expected):
-    assert ranks.started_by(starter, environ, 8) == expected
+def test_a_place_is_what_its_own_starter_says(launcher, environ, expected):
+    assert numbers(launcher, environ, 8) == expected
 
 
 def test_a_starter_that_says_nothing():
     with pytest.raises(LaunchError, match="hydra has given its process no rank: PMI_RANK is not set"):
-        ranks.started_by("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
+        numbers("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
 
 
 def test_the_first_address_that_is_launchs_own():
@@ -355,7 +357,7 @@ def test_slurm_with_uneven_tasks():
         "SLURM_TASKS_PER_NODE": "3,2(x2)",
         "SLURM_GPUS_PER_NODE": "a100:4",
     }
-    found = job.detect(environ, None)
+    found = scheduler.detect(environ, None)
     assert (found.tasks_per_host, found.gpus_per_host) == (2, 4)
 
 

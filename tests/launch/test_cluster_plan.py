@@ -7,11 +7,12 @@ import re
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch import cluster, main, mpi
-from mmm.launch.accelerators import Accelerators
-from mmm.launch.cluster import Wishes
-from mmm.launch.table import shown, table
-from mmm.launch.target import Target
+from mmm.launch import main
+from mmm.launch.job import cluster, mpi
+from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.options import LaunchOptions
+from mmm.launch.job.table import shown, table
+from mmm.launch.job.target import Target
 
 TARGET = Target("module", "train", ("--lr", "1"))
 HYDRA = "HYDRA build details:\n    Version:                                 4.0.2\n"
@@ -19,7 +20,7 @@ OPENMPI = "mpiexec (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/com
 PALS = "PALS version 1.3.4"
 NO_GPU = Accelerators(None, 0, "torch is built for CPU")
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
-ENTRY = "python3 -m mmm.runtime.enter -m train --lr 1"
+ENTRY = "python3 -m mmm.launch.host.agent -m train --lr 1"
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def pbs(tmp_path):
     return make
 
 
-def plan(environ, version=HYDRA, found=NO_GPU, **wishes):
-    return cluster.plan(TARGET, Wishes(**wishes), environ=environ, version=version, found=found, build="cpu")
+def plan(environ, version=HYDRA, found=NO_GPU, **options):
+    return cluster.plan(TARGET, LaunchOptions(**options), environ=environ, version=version, found=found, build="cpu")
 
 
 def line(made):
@@ -69,7 +70,7 @@ def test_sophia(pbs):
     made = plan(pbs("sophia-gpu-01", "sophia-gpu-02", PBS_O_HOST="sophia-login-02"), OPENMPI)
     assert line(made).startswith("mpiexec -n 16 --host sophia-gpu-01:8,sophia-gpu-02:8 --map-by slot --bind-to none ")
     assert "-x MMM_CLUSTER" in line(made)
-    assert (made.starter, made.device) == ("openmpi", "cuda")
+    assert (made.launcher, made.device) == ("openmpi", "cuda")
 
 
 def test_perlmutter():
@@ -126,16 +127,16 @@ def test_nothing_of_the_kind_is_this_host_alone():
 def test_a_program_that_is_no_python():
     made = cluster.plan(
         Target("program", "bash", command=("bash", "-c", "x")),
-        Wishes(hosts="a", per_host=1),
+        LaunchOptions(hosts="a", per_host=1),
         environ={},
         version=HYDRA,
         build="cpu",
     )
-    assert line(made).endswith("python3 -m mmm.runtime.enter --exec bash -c x")
+    assert line(made).endswith("python3 -m mmm.launch.host.agent --exec bash -c x")
 
 
 @pytest.mark.parametrize(
-    ("wishes", "ranks", "per_host", "used"),
+    ("options", "ranks", "per_host", "used"),
     [
         ({"nproc": 4}, 4, 2, 2),
         ({"nproc": 5}, 5, 3, 2),
@@ -147,13 +148,13 @@ def test_a_program_that_is_no_python():
         ({}, 2, 1, 2),
     ],
 )
-def test_how_many_ranks(wishes, ranks, per_host, used):
-    made = plan({}, hosts="a,b", **wishes)
+def test_how_many_ranks(options, ranks, per_host, used):
+    made = plan({}, hosts="a,b", **options)
     assert (made.ranks, made.per_host, len(made.hosts)) == (ranks, per_host, used)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "says"),
+    ("options", "says"),
     [
         ({"nhosts": 3}, "-N 3: there are 2 hosts"),
         ({"nproc": 9, "per_host": 4}, "-n 9 with 4 a host takes 3 hosts, and there are 2: at most -n 8"),
@@ -163,9 +164,9 @@ def test_how_many_ranks(wishes, ranks, per_host, used):
         ({"site": "perlmuter"}, "Did you mean perlmutter?"),
     ],
 )
-def test_numbers_that_contradict(wishes, says):
+def test_numbers_that_contradict(options, says):
     with pytest.raises(LaunchError, match=re.escape(says)):
-        plan({}, hosts="a,b", **wishes)
+        plan({}, hosts="a,b", **options)
 
 
 def test_hosts_that_are_not_the_jobs(pbs):
@@ -186,15 +187,15 @@ RANK_OF = [
 
 @pytest.mark.parametrize("inside", RANK_OF, ids=lambda e: next(iter(e)))
 @pytest.mark.parametrize("job", ["none", "pbs", "slurm", "both"])
-@pytest.mark.parametrize("wishes", [{}, {"hosts": "n1"}], ids=["", "--hosts"])
-def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, wishes):
+@pytest.mark.parametrize("options", [{}, {"hosts": "n1"}], ids=["", "--hosts"])
+def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
     environ = inside | (pbs("n1") if job in ("pbs", "both") else {}) | (SLURM if job in ("slurm", "both") else {})
     with pytest.raises(LaunchError, match="already a rank"):
-        plan(environ, **wishes)
+        plan(environ, **options)
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "given", "starter", "hosts"),
+    ("scheduler", "given", "launcher", "hosts"),
     [
         (None, {}, "srun", ("n1", "n2")),  # Slurm before PBS
         ("pbs", {}, "hydra", ("p1",)),
@@ -205,9 +206,9 @@ def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, wishes):
         (None, {"mpiexec": "sh"}, "hydra", ("n1", "n2")),
     ],
 )  # an MPI's own start in a Slurm job
-def test_slurm_inside_pbs(pbs, scheduler, given, starter, hosts):
+def test_slurm_inside_pbs(pbs, scheduler, given, launcher, hosts):
     made = plan(pbs("p1") | SLURM | {"PATH": os.environ["PATH"]}, scheduler=scheduler, per_host=1, **given)
-    assert (made.starter, made.hosts) == (starter, hosts)
+    assert (made.launcher, made.hosts) == (launcher, hosts)
     assert any("PBS job 123.cluster is in the environment too" in note for note in made.notes) == (scheduler is None)
 
 
@@ -224,7 +225,7 @@ def test_threads(pbs):
     assert plan(SLURM, env={"OMP_NUM_THREADS": "2"}).shared["OMP_NUM_THREADS"] == "2"
 
 
-def test_meeting_point():
+def test_master_address():
     first = plan(SLURM)
     assert 20_000 <= int(first.shared["MASTER_PORT"]) < 32_000
     assert first.shared["MASTER_PORT"] == plan(SLURM).shared["MASTER_PORT"]  # from the job's number
@@ -256,13 +257,13 @@ def test_flavours(text, kind):
 def test_an_mpiexec_that_is_not_known(pbs):
     with pytest.raises(LaunchError, match=r"prints 'fancy 1\.0', which is no MPI that launch knows"):
         plan(pbs("a"), "fancy 1.0")
-    assert plan(pbs("a", job="1.polaris-x"), "fancy 1.0").starter == "pals"
-    assert plan(pbs("a"), "fancy 1.0", mpi="openmpi").starter == "openmpi"
+    assert plan(pbs("a", job="1.polaris-x"), "fancy 1.0").launcher == "pals"
+    assert plan(pbs("a"), "fancy 1.0", mpi="openmpi").launcher == "openmpi"
 
 
 def test_no_mpiexec(tmp_path):
     with pytest.raises(LaunchError, match="no mpiexec and no mpirun on PATH"):
-        cluster.plan(TARGET, Wishes(hosts="a"), environ={"PATH": str(tmp_path)}, build="cpu")
+        cluster.plan(TARGET, LaunchOptions(hosts="a"), environ={"PATH": str(tmp_path)}, build="cpu")
 
 
 def test_a_list_of_hosts_that_is_too_long(tmp_path):

@@ -4,9 +4,10 @@ import signal
 
 import pytest
 
-from mmm.launch import wire
-from mmm.launch.supervise import Failure
-from mmm.launch.wire import Report, Status
+from mmm import contract
+from mmm.contract import Report
+from mmm.launch.control.supervisor import Failure
+from mmm.launch.control.wire import Status
 
 BOOM = Failure.reported(Report(1, "traceback", "Traceback …\nValueError: boom\n", 1, time=5.0))
 LOST = Failure.reported(Report(0, "traceback", "Traceback …\nRuntimeError: … Connection closed by peer\n", 1, time=4.0))
@@ -46,12 +47,12 @@ def test_exit_codes():
 def test_a_report_survives_the_way():
     report = Report(1, "traceback", "naïve \udcff \n", 1, 2.5)
     assert Report.loads(report.dumps()).text == report.text
-    assert len(Report(1, "traceback", "é" * 10**6, 1, 2.5).dumps()) < wire.SOCKET_BUFFER // 4
+    assert len(Report(1, "traceback", "é" * 10**6, 1, 2.5).dumps()) < contract.SOCKET_BUFFER // 4
 
 
 def test_shortening_keeps_both_ends():
-    text = wire.shorten("a" * 500 + "b" * 500, limit=90)
+    text = contract.shorten("a" * 500 + "b" * 500, limit=90)
     assert text.startswith("a" * 30 + "\n")
     assert text.endswith("\n" + "b" * 60)
     assert "910 characters left out" in text
-    assert wire.shorten("abc") == "abc"
+    assert contract.shorten("abc") == "abc"

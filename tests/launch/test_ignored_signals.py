@@ -32,7 +32,7 @@ finally: open("cleaned-" + rank, "w")
 
 @pytest.fixture(params=["prefork", "spawn", "host", "rank"])
 def ways(request, launcher):
-    """This host's ranks, and those of a cluster, whose starter has launch's signals."""
+    """This host's ranks, and those of a cluster, whose launcher backend has launch's signals."""
     if request.param in ("host", "rank"):
         return launcher.on_hosts(request.param)
     return ["--no-prefork"] if request.param == "spawn" else []
@@ -45,9 +45,9 @@ def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, wa
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(ignored[0])
     for rank in (0, 1):
-        own, childs, agents = (launcher.folder / f"ready-{rank}").read_text().split("|")
+        own, childs, servers = (launcher.folder / f"ready-{rank}").read_text().split("|")
         assert own == childs == ignored[0].name
-        assert ignored[0].name in agents.split()
+        assert ignored[0].name in servers.split()
     time.sleep(0.3)
     assert process.poll() is None
     process.terminate()  # SIGTERM still ends all, in order
@@ -95,7 +95,7 @@ def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
 
 
 def test_a_signal_for_the_program(launcher, how):
-    """USR1 that launch ignores does not end ranks that do not expect it, also after the agent has started anew."""
+    """USR1 that launch ignores does not end ranks that do not expect it, also where the fork server has started anew."""
     launcher.write("site-packages/broken.py", "raise ValueError")
     launcher.write("t.py", "try: import broken\nexcept ValueError: pass\n" + LOOK)
     process = launcher.start(

@@ -1,4 +1,4 @@
-"""No process outlives launch: not when the run ends, not when launch, the agent or a rank is killed."""
+"""No process outlives launch: not when the run ends, not when launch, the fork server or a rank is killed."""
 
 import os
 import signal
@@ -65,13 +65,13 @@ def test_launch_is_killed(launcher, family, how, start):
 
 def test_the_agent_is_killed(launcher, family, how):
     process = family(*how, "-n", "2", "python3", "t.py", "fork", "wait")
-    agent = parent(rank_pid(launcher, 0))
-    assert agent != process.pid
-    os.kill(agent, signal.SIGKILL)
+    fork_server = parent(rank_pid(launcher, 0))
+    assert fork_server != process.pid
+    os.kill(fork_server, signal.SIGKILL)
     err = process.communicate(timeout=SOON)[1]
     assert launcher.gone(within=0.1)
     assert process.returncode == 137
-    assert f"the process that holds the ranks (pid {agent}) was killed by SIGKILL" in err
+    assert f"the process that holds the ranks (pid {fork_server}) was killed by SIGKILL" in err
 
 
 def test_launch_and_agent_are_killed_at_once(launcher, how):
@@ -83,9 +83,9 @@ def test_launch_and_agent_are_killed_at_once(launcher, how):
     )
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
-    agent = parent(rank_pid(launcher, 0))
-    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot act on the agent's death
-    os.kill(agent, signal.SIGKILL)
+    fork_server = parent(rank_pid(launcher, 0))
+    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot act on the fork server's death
+    os.kill(fork_server, signal.SIGKILL)
     process.kill()
     assert launcher.gone(within=SOON)
     process.wait()
@@ -142,7 +142,7 @@ time.sleep(90)
     )
     process = launcher.start("-n", "1", "python3", "t.py", OMP_NUM_THREADS="1")
     launcher.wait_for("ready-0")
-    assert len(launcher.alive()) == 5  # launch, agent, rank, two workers
+    assert len(launcher.alive()) == 5  # launch, fork server, rank, two workers
     process.kill()
     assert launcher.gone(within=SOON)
     process.wait()

@@ -39,7 +39,7 @@ runpy.run_module("mmm.launch", run_name="__main__", alter_sys=True)
 
 
 def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
-    """While launch imports, starts the agent, forks, and its ranks begin: no traceback, nothing left.
+    """While launch imports, starts the fork server, forks, and its ranks begin: no traceback, nothing left.
 
     It counts from launch's own first lines on: what Python says before it runs any program is Python's.
     """
@@ -182,7 +182,7 @@ def test_a_workers_own_signal_handling_is_pythons(launcher, how):
 
 
 def test_launch_killed_while_it_is_stopped(launcher):
-    """The agent is not stopped with the ranks: it ends them."""
+    """The fork server is not stopped with the ranks: it ends them."""
     launcher.write("t.py", WAIT)
     process = launcher.start("-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")

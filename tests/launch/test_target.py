@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch import target
-from mmm.launch.target import Target
+from mmm.launch.job import target
+from mmm.launch.job.target import Target
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mmm.launch import binding
+from mmm.launch.job import binding
 
 LOOK = """
 import os, torch

@@ -68,8 +68,8 @@ def test_the_distributions_are_pytorchs(make):
 def test_a_part_of_an_embedding_has_its_row_of_zeros_where_it_belongs():
     rule = Init("normal", 1.0, zero_row=5)
     whole, part = torch.ones(8, 3), torch.ones(4, 3)
-    weights.fill_(whole, rule, 1, weights.whole_box(whole))
-    weights.fill_(part, rule, 1, weights.Box((4, 0), (4, 3), (8, 3)))
+    weights.fill_(whole, rule, 1, weights.full_box(whole))
+    weights.fill_(part, rule, 1, weights.ShardBox((4, 0), (4, 3), (8, 3)))
     assert torch.equal(part, whole[4:])
     assert not whole[5].any()
     assert whole[4].all()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mmm.models import weights
-from mmm.models.experts import MixtureOfExperts, loads
+from mmm.models.experts import MixtureOfExperts, to_host_list
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.plans.transformer import transformer_plan
@@ -53,7 +53,7 @@ def test_as_written_out(top_k, n_experts):
     for mine, right in zip(torch.autograd.grad(got, inputs, gradient), wanted, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)
         assert mine.abs().max() > 0  # also with top_k 1 the router learns
-    assert moe.counts.tolist() == counts
+    assert moe.tokens_per_expert.tolist() == counts
     assert sum(counts) == 21 * top_k
 
 
@@ -62,7 +62,7 @@ def test_an_expert_that_nobody_chooses():
     moe.expert_bias[2] = -10.0
     x = torch.randn(4, 8, dtype=torch.float64)
     moe(x).square().sum().backward()
-    assert moe.counts[2] == 0
+    assert moe.tokens_per_expert[2] == 0
     for parameter in moe.experts.parameters():
         assert parameter.grad[2].abs().max() == 0
         assert parameter.grad[1].abs().max() > 0
@@ -82,7 +82,7 @@ def test_equal_scores_go_to_the_lower_numbers():
     torch.nn.init.zeros_(moe.router.weight)
     moe.expert_bias.zero_()
     moe(torch.randn(9, 8, dtype=torch.float64)).sum().backward()
-    assert moe.counts.tolist() == [9, 9, 0, 0, 0]
+    assert moe.tokens_per_expert.tolist() == [9, 9, 0, 0, 0]
 
 
 def test_counted_once_for_each_backward():
@@ -93,11 +93,11 @@ def test_counted_once_for_each_backward():
     moe(x)  # no backward
     x.requires_grad_()
     torch.autograd.grad(moe(x).sum(), x)  # of the input alone: nothing is trained
-    assert moe.counts is None
+    assert moe.tokens_per_expert is None
     copy.deepcopy(moe)
     for times in (1, 2):
         moe(x).sum().backward()
-        assert moe.counts.sum() == times * 18
+        assert moe.tokens_per_expert.sum() == times * 18
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -111,7 +111,7 @@ def test_checkpointing_does_not_count_twice(mode):
         model.layers["1"].moe.router.register_forward_hook(lambda *_, log=forwards: log.append(1))
         apply_checkpointing(model, transformer_plan(), way)
         model(tokens).square().sum().backward()
-        counts = [block.moe.counts.tolist() for block in model.layers.values()]
+        counts = [block.moe.tokens_per_expert.tolist() for block in model.layers.values()]
         seen.append((counts, [p.grad for p in model.parameters()], len(forwards)))
     (counts, gradients, once), (again, repeated, twice) = seen
     assert counts == again
@@ -137,8 +137,8 @@ def test_on_the_meta_device():
     """Shapes, and operations counted, need no numbers: the tokens are spread evenly."""
     with torch.device("meta"):
         assert MixtureOfExperts(8, 12, 5, 2)(torch.empty(3, 7, 8)).shape == (3, 7, 8)
-    assert loads(torch.empty(2, 2, device="meta"), 10) == [2, 3, 2, 3]
-    assert loads(torch.tensor([[1, 2], [0, 4]]), 7) == [1, 2, 0, 4]
+    assert to_host_list(torch.empty(2, 2, device="meta"), 10) == [2, 3, 2, 3]
+    assert to_host_list(torch.tensor([[1, 2], [0, 4]]), 7) == [1, 2, 0, 4]
 
 
 def test_weights_and_state():

@@ -7,14 +7,14 @@ import torch
 
 from mmm.models import weights
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
-from mmm.models.weights import Box, Init
+from mmm.models.weights import Init, ShardBox
 
 NORMAL = Init("normal", 0.02)
 
 
 def drawn(shape, name="layers.0.w", seed=0, rule=NORMAL, dtype=torch.float64):
     whole = torch.empty(shape, dtype=dtype)
-    weights.fill_(whole, rule, weights.stream_key(seed, name), weights.whole_box(whole))
+    weights.fill_(whole, rule, weights.stream_key(seed, name), weights.full_box(whole))
     return whole
 
 
@@ -41,14 +41,14 @@ def test_a_part_is_what_the_whole_has_there(start):
     whole = drawn((5, 6, 7))
     length = (1, 4, 1) if start[1] == 2 else (1, 3, 1)
     part = torch.empty(length, dtype=torch.float64)
-    weights.fill_(part, NORMAL, weights.stream_key(0, "layers.0.w"), Box(start, length, (5, 6, 7)))
+    weights.fill_(part, NORMAL, weights.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
     assert torch.equal(part, whole[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
 
 
 def test_chunks_and_strides_do_not_matter(monkeypatch):
     whole = drawn((40, 50))
     transposed = torch.empty(50, 40, dtype=torch.float64).T
-    weights.fill_(transposed, NORMAL, weights.stream_key(0, "layers.0.w"), weights.whole_box(transposed))
+    weights.fill_(transposed, NORMAL, weights.stream_key(0, "layers.0.w"), weights.full_box(transposed))
     monkeypatch.setattr(weights, "CHUNK", 7)
     assert torch.equal(drawn((40, 50)), whole)
     assert torch.equal(transposed, whole)
@@ -97,7 +97,7 @@ def test_a_share_of_a_large_model_costs_a_share_of_the_memory():
     config = PRESETS["llama-70b"]
     shape = (config.vocab_size, config.dim)
     one = torch.empty(1, 2, dtype=torch.float64)
-    weights.fill_(one, NORMAL, 1, Box((config.vocab_size - 1, 17), (1, 2), shape))
+    weights.fill_(one, NORMAL, 1, ShardBox((config.vocab_size - 1, 17), (1, 2), shape))
     index = torch.tensor([(config.vocab_size - 1) * config.dim + 17])
     u = weights.uniform01(1, index)
     assert one[0, 0] == torch.erfinv(2 * u - 1) * (2**0.5 * 0.02)

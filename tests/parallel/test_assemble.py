@@ -150,7 +150,7 @@ def uneven_loads(rank, measured):
     made = ParallelModel(model, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
     for stage in made.modules.values():
         for number, layer in stage.layers.items():
-            layer.moe.counts = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
+            layer.moe.tokens_per_expert = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
     reduced = []
     original = torch.distributed.all_reduce
     torch.distributed.all_reduce = lambda *given, **named: (reduced.append(1), original(*given, **named))[1]

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from mmm.analysis.local_elements import local_elements
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNN
 from mmm.models.weights import canonical_name, parameter_count
@@ -15,7 +16,6 @@ from mmm.parallel import (
     check_data_parallel,
     clip_grad_norm,
     cross_entropy,
-    local_elements,
     materialize,
     sync_gradients,
 )

@@ -352,12 +352,12 @@ def counted_on_dp_alone(rank, layout):
 
 def not_back_in_order(rank, layout):
     """Tokens come back sorted by expert and not as they were sent."""
-    original = mmm.parallel.expert.apply.work_out
-    mmm.parallel.expert.apply.work_out = lambda x, *rest: original(x, *rest).flip(0)
+    original = mmm.parallel.expert.apply.expert_forward
+    mmm.parallel.expert.apply.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.apply.work_out = original
+        mmm.parallel.expert.apply.expert_forward = original
 
 
 @pytest.mark.parametrize(

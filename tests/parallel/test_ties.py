@@ -10,14 +10,15 @@ from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from mmm.errors import LayoutError
-from mmm.models import gpt, weights
+from mmm.models import weights
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.plan import Plan
-from mmm.parallel.plans.gpt import gpt_plan
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
+from mmm.parity.fixtures import gpt
+from mmm.parity.fixtures.plans.gpt import gpt_plan
 from mmm.parity.reference import Training, batch
 from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision

@@ -1,33 +1,48 @@
-"""``parity(…)``: the command, run in a fork of one process that has imported PyTorch, once for this folder."""
+"""``parity(…)``: the command, in a new process that has imported PyTorch and computed nothing."""
 
-import json
+import contextlib
 import os
-import subprocess
 import sys
-from pathlib import Path
+import tempfile
 from types import SimpleNamespace
 
 import pytest
+import xarray  # noqa: F401
 
-import mmm
+import mmm.parity.report
+import mmm.parity.run  # noqa: F401
+from mmm.parity.__main__ import main
+from support import parity_bugs
 
-DRIVER = Path(__file__).parent.parent / "support" / "parity_driver.py"
+
+def command(rank, arguments, cwd, bug):
+    """Run it here, with a bug of `support.parity_bugs`, which the ranks have too: they are forked later."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        os.chdir(cwd)
+        sys.path.insert(0, cwd)  # as `python -m` does
+        if bug:
+            getattr(parity_bugs, bug)()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main(arguments)
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 98
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return SimpleNamespace(code=code, out=texts[0], err=texts[1])
 
 
-@pytest.fixture(scope="module")
-def parity(tmp_path_factory):
+@pytest.fixture
+def parity(run_on_ranks, tmp_path_factory):
     """``parity("--model", "cnn", …, bug="", cwd=None)`` → code, out, err; cwd is a new folder if None."""
-    env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
-    driver = subprocess.Popen(
-        [sys.executable, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
 
     def run(*arguments, bug="", cwd=None):
         cwd = tmp_path_factory.mktemp("parity") if cwd is None else cwd
-        driver.stdin.write(json.dumps({"arguments": list(map(str, arguments)), "cwd": str(cwd), "bug": bug}) + "\n")
-        driver.stdin.flush()
-        return SimpleNamespace(**json.loads(driver.stdout.readline()))
+        (done,) = run_on_ranks(command, 1, [*map(str, arguments)], str(cwd), bug, timeout=230, fresh=True)
+        return done
 
-    yield run
-    driver.stdin.close()
-    assert driver.wait(60) == 0
+    return run

@@ -203,7 +203,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     done = parity(*flags, "--layout", "dp2.tp2", "--layout", "pp2.dp2", "--json", "rows.json", cwd=tmp_path)
     assert done.code == 0, done.out + done.err
     assert [row["layout"] for row in rows_of(tmp_path / "rows.json")] == ["dp2·tp2", "pp2·dp2"]
-    for layout, why in (("cp2", "cp 2: the MLP has no sequence to cut; use cp 1"), ("tp5", "hidden 24 is not divi")):
+    for layout, why in (("cp2", "cp 2: the MLP has no sequence to split; use cp 1"), ("tp5", "hidden 24 is not divi")):
         refused = parity(*flags, "--layout", layout, cwd=tmp_path)
         assert (refused.code, why in refused.err) == (2, True), refused.err
 
@@ -211,7 +211,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "gpt", "--layout", "1", "--data", "digits"), "mmm.models.gpt takes no square images"),
+        (("--model", "gpt", "--layout", "1", "--data", "digits"), "mmm.parity.fixtures.gpt takes no square images"),
         (("--model", "cnn", "--layout", "dp3"), "use --global_batch_size 15 or 18, or a dp that divides 16"),
         (("--global_batch_size", "0"), "--global_batch_size 0: it must be at least 1"),
         (("--model", "gpt", "--layout", "pp2"), "tokens.weight and head.weight are one tied weight, and the pipeline"),
@@ -227,7 +227,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
         (("--model", "cnn", "--layout", "dp2", "--schedule", "GPipe"), "--schedule GPipe, and no --layout has pp"),
         (("--schedule", "GPipe"), "--schedule goes with --layout"),
         (("--layout", "dp2", "--ranks", "4"), "--ranks 4: the layouts asked for have 2 ranks"),
-        (("--model", "resnet"), "there is no mmm/models/resnet.py"),
+        (("--model", "resnet"), "there is no mmm/parity/fixtures/resnet.py"),
         (("--steps", "0"), "--steps 0: it must be at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

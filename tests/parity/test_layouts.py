@@ -10,7 +10,7 @@ from mmm.parallel import mesh
 from mmm.parallel.mesh import Layout
 from mmm.parallel.pipeline.pipeline import SCHEDULES
 from mmm.parity import layouts, models
-from mmm.parity.layouts import Case, canonical, matrix, optimizers_for, ranks_of, sizes_of
+from mmm.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, sizes_of
 
 SOURCE = Path(layouts.__file__).parent.parent
 CASES = {name: list(matrix(name)) for name in ("transformer", "moe", "gpt", "regression", "vit", "cnn")}
@@ -88,32 +88,32 @@ def test_optimizers():
     assert {"dp2", "tp4", "cp2", "pp4", "dp_replicate2·dp_shard2"} < both
     assert not {"dp2·tp2", "pp2·dp2·tp2"} & both
     assert all("sgd" in case.optimizers for some in CASES.values() for case in some)
-    assert optimizers_for(Case(model="cnn", layout="pp2·dp2")) == ("sgd",)
+    assert optimizers_for(ParityCase(model="cnn", layout="pp2·dp2")) == ("sgd",)
 
 
 def test_techniques_in_words():
-    assert str(Case(model="vit", layout="pp2·dp2")) == "vit pp2·dp2 (1F1B, fsdp)"
-    assert Case(model="vit", layout="dp_replicate2·dp_shard2·tp2").technique == "hsdp"
-    assert Case(model="vit", layout="cp2", cp_style="ulysses", checkpointing="full").technique == (
+    assert str(ParityCase(model="vit", layout="pp2·dp2")) == "vit pp2·dp2 (1F1B, fsdp)"
+    assert ParityCase(model="vit", layout="dp_replicate2·dp_shard2·tp2").technique == "hsdp"
+    assert ParityCase(model="vit", layout="cp2", cp_style="ulysses", checkpointing="full").technique == (
         "ulysses, full checkpointing"
     )
-    assert str(Case(model="vit", layout="1")) == "vit 1"
+    assert str(ParityCase(model="vit", layout="1")) == "vit 1"
 
 
 def test_models_are_found_by_their_files():
     assert {"transformer", "moe", "gpt", "regression", "vit", "cnn"} <= set(models.names())
-    assert "weights" not in models.names()
-    with pytest.raises(ConfigError, match=r"there is no mmm/models/resnet\.py; the models here are cnn, "):
+    assert "plans" not in models.names()
+    with pytest.raises(ConfigError, match=r"there is no mmm/parity/fixtures/resnet\.py; the models here are cnn, "):
         models.find("resnet")
     with pytest.raises(ConfigError, match=r"there is no nowhere/models/mlp\.py"):
         models.find("nowhere.mlp")
     with pytest.raises(ConfigError, match=r"weights\.py has no parity_model and no parity_batch"):
-        models.find("weights")
+        models.find("mmm.weights")
 
 
 def test_the_reference_knows_no_mesh():
     """Neither the reference nor anything of mmm that it imports, at whatever depth, imports parallel/."""
-    todo, seen = {"mmm.parity.reference", *(f"mmm.models.{name}" for name in models.names())}, set()
+    todo, seen = {"mmm.parity.reference", *(f"mmm.parity.fixtures.{name}" for name in models.names())}, set()
     while todo:
         name = todo.pop()
         seen.add(name)

@@ -10,10 +10,11 @@ import time
 
 import pytest
 
+from mmm import contract
+from mmm.contract import process_start, started
 from mmm.errors import LaunchError
-from mmm.launch.started import process_start, started
-from mmm.runtime.startup import MARKS, Times, as_record, parts, process, span, table
-from mmm.runtime.startup.imports import ImportTimer
+from mmm.launch.host.import_timer import ImportTimer
+from mmm.runtime.startup import MARKS, Times, as_record, parts, span, table
 
 SLEEP = "import time\ntime.sleep({})\n"
 
@@ -92,7 +93,7 @@ def test_a_stopped_timer_counts_nothing(packages):
 
 def test_the_time_of_a_process():
     before = time.time()
-    code = "import time, mmm.launch.started as s; print(s.process_start(), time.time())"
+    code = "import time, mmm.contract as s; print(s.process_start(), time.time())"
     said, now = map(float, subprocess.check_output([sys.executable, "-c", code], text=True).split())
     assert before - 0.05 <= said <= now
     assert process_start("no such") is None
@@ -118,13 +119,13 @@ def record(ranks=2, shared=True, first_step=True):
     marks = [[100.0, *(at + 0.1 * r for at in (103.0, 104.0, 104.5, 105.5, 107.5))] for r in range(ranks)]
     if not first_step:
         marks = [[*row[:4], math.nan, math.nan] for row in marks]
-    process.shared = {"torch": 2.0, "small": 0.001, "tiny": 0.002} if shared else {}
+    contract.program.shared = {"torch": 2.0, "small": 0.001, "tiny": 0.002} if shared else {}
     return as_record("launch", marks, [{"numpy": 0.25}] * ranks)
 
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch):
-    monkeypatch.setattr(process, "shared", {})
+    monkeypatch.setattr(contract.program, "shared", {})
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -176,10 +177,11 @@ import time
 own = time.time()
 import json, os, sys
 import slow_pkg
+from mmm import contract
 from mmm.runtime import startup
 times = startup.ready()
 json.dump({"own": own, "marks": times.marks()[:3], "imports": times.imports, "source": times.source,
-           "shared": startup.process.shared, "left": len(sys.meta_path)}, open(os.environ["RANK"] + ".json", "w"))
+           "shared": contract.program.shared, "left": len(sys.meta_path)}, open(os.environ["RANK"] + ".json", "w"))
 """
 
 

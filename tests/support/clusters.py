@@ -190,12 +190,12 @@ class Namespaces:
         self.ssh.chmod(0o755)
 
     def options(self, mpi):
-        agent = {
+        how = {
             "mpich": f"-launcher ssh -launcher-exec {self.ssh}",
             "openmpi": f"--mca plm_rsh_agent {self.ssh} --mca btl_tcp_if_include 10.77.0.0/24 "
             "--mca oob_tcp_if_include 10.77.0.0/24",
         }[mpi]
-        return ["--hosts", ",".join(self.NAMES), "-ppn", "2", "--mpiexec", Mpi(mpi).mpiexec, "--launcher-args", agent]
+        return ["--hosts", ",".join(self.NAMES), "-ppn", "2", "--mpiexec", Mpi(mpi).mpiexec, "--launcher-args", how]
 
     def start_words(self):
         """What a program is started with to run on the first host."""

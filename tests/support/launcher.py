@@ -21,7 +21,9 @@ OURS = (
     "OMP_NUM_THREADS",
 )
 START = [sys.executable, "-m", "mmm.launch"]
-WITH_CLOCKS = "from mmm.launch import __main__, run; vars(run).update({clocks}); __main__.main()"
+WITH_CLOCKS = (
+    "from mmm.launch import __main__; from mmm.launch.control import run; vars(run).update({clocks}); __main__.main()"
+)
 MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -56,7 +58,7 @@ class Launcher:
     ) -> subprocess.Popen:
         """Start launch, with default signal handling but for those `ignored`.
 
-        `clocks`: of mmm.launch.run, such as a GRACE so long that a test can tell on any machine that it was not needed.
+        `clocks`: of mmm.launch.control.run, such as a GRACE so long that a test can tell that it was not needed.
         """
         self.write("typed", "for launch's own stdin, not the ranks'")
         start = [*START[:1], "-c", WITH_CLOCKS.format(clocks=clocks)] if clocks else START

@@ -154,7 +154,7 @@ def biases_by_step(rank, max_norm):
     (weight,) = (p for name, p in model.named_parameters() if name == "output.weight")
 
     def look(run, model, step):
-        assert all(layer.counts is None for layer in layers)
+        assert all(layer.tokens_per_expert is None for layer in layers)
         seen.append(([layer.expert_bias.tolist() for layer in layers], weight.full_tensor().detach()))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)

@@ -18,11 +18,12 @@ from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, _computes_bf16
 from mmm.runtime.log import get_logger
+from mmm.testing import free_port
 from mmm.trainer.options import RunOptions
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, resolve
 from support.launcher import OURS
-from support.pool import free_port, meeting_only
+from support.pool import meeting_only
 
 CPU = torch.device("cpu")
 

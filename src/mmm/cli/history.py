@@ -19,16 +19,18 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("outdir", help="the run's folder, e.g. outputs/<module>/<timestamp>")
     parser.add_argument("--metric", help="what to plot here (default: loss, or else the first there is)")
-    parser.add_argument("--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal")
+    parser.add_argument(
+        "--finalize", "--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal"
+    )
     parser.add_argument("--plot", action="store_true", help="draw every metric to OUTDIR/plots")
     args = parser.parse_args(argv)
 
-    from mmm.history import fold, load, plot_all, terminal_plot
+    from mmm.history import finalize, load, plot_all, terminal_plot
     from mmm.history.ending import FINISHED, Ending, read_ending
     from mmm.history.series import metrics
 
-    if args.fold:
-        print(f"folded into {fold(args.outdir)}")
+    if args.finalize:
+        print(f"finalized: {finalize(args.outdir)}")
     ds = load(args.outdir)
     ended = str(read_ending(ds.attrs) or Ending(FINISHED))
     _print("\n".join([args.outdir, *(f"  {name:<11}{text}" for name, text in summary(ds, ended))]) + "\n")

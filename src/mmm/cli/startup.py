@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mmm.analysis.startup_logs import Start, read_log
 from mmm.errors import ConfigError, RecordError, UserError
 from mmm.runtime import startup
-from mmm.runtime.startup.logs import Start, read_log
 
 EPILOG = """\
 RUN is a run's folder; its start lasts from `launch` (or MMM_STARTED_AT) to the end of the first step on the last rank.

@@ -1,9 +1,8 @@
 """The one place that imports torchvision.
 
 Its wheels carry a compiled part for one build of torch. Beside another build (a CPU-only torch, a site's own) that part
-does not load, and ``import torchvision`` ends in ``RuntimeError: operator torchvision::nms does not exist``, though
-data sets and transforms need nothing of it. Declaring the two operators that the import looks for lets it through; they
-stay without an implementation, so calling one still fails.
+does not load, and ``import torchvision`` ends in ``RuntimeError: operator torchvision::nms does not exist``, although
+data sets and transforms do not need it. Two declared operators let the import through; they are withdrawn after it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from mmm.errors import DataError
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("nms", "qnms")  # torchvision's import registers fake and autocast versions of these
-_declared: list[torch.library.Library] = []  # a declaration lives as long as this reference
 
 
-def import_torchvision(part: str = "") -> ModuleType:
-    """torchvision, or a part of it such as ``datasets``, whether or not its compiled operators load here.
+def import_torchvision(part: str) -> ModuleType:
+    """A part of torchvision such as ``datasets``, whether or not its compiled operators load here.
 
     Raises:
         DataError: torchvision is not installed, or does not import for another reason.
@@ -34,9 +32,11 @@ def import_torchvision(part: str = "") -> ModuleType:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its image decoder and the operators that are missing
-            if "torchvision" not in sys.modules:
-                _declare_missing_operators()
-            return importlib.import_module(f"torchvision.{part}" if part else "torchvision")
+            # The declaration lasts as long as this reference.
+            declared = _declare_missing_operators() if "torchvision" not in sys.modules else None
+            module = importlib.import_module(f"torchvision.{part}")
+            del declared
+            return module
     except ModuleNotFoundError as error:
         if error.name != "torchvision":
             raise
@@ -49,26 +49,18 @@ def import_torchvision(part: str = "") -> ModuleType:
         ) from error
 
 
-def _declare_missing_operators() -> None:
-    """Declare what the import looks for, unless the real operators load."""
-    if _declared or _real_operators_load():
-        return
+def _declare_missing_operators() -> torch.library.Library | None:
+    """Declare the operators that the import looks for; None where the real ones load, as in ``extension.py``."""
+    spec = importlib.util.find_spec("torchvision")
+    for folder in map(Path, spec.submodule_search_locations or [] if spec else []):
+        for compiled in sorted([*folder.glob("_C.*so"), *folder.glob("_C.so"), *folder.glob("_C*.pyd")]):
+            try:
+                torch.ops.load_library(os.fspath(compiled))  # a second time it does nothing
+                return None
+            except OSError:
+                continue
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in _OPERATORS:
         if not torch._C._dispatch_has_kernel(f"torchvision::{name}"):
             library.define(name + _SCHEMA)
-    _declared.append(library)
-
-
-def _real_operators_load() -> bool:
-    """Try as ``torchvision/extension.py`` does: load its ``_C`` library. Loading it a second time does nothing."""
-    spec = importlib.util.find_spec("torchvision")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in map(Path, folders):
-        for library in sorted([*folder.glob("_C.*so"), *folder.glob("_C.so"), *folder.glob("_C*.pyd")]):
-            try:
-                torch.ops.load_library(os.fspath(library))
-                return True
-            except OSError:
-                continue
-    return False
+    return library

@@ -2,105 +2,150 @@
 
     launch python3 -m mmm.examples.fsdp_tp --tpsize 4
 
-N ranks stand on a mesh of dp × tp. Along tp (a row) the ranks work on the *same* samples, and each matrix is cut over
-them. Along dp (a column) they have *different* samples, and what tensor parallel left of each matrix is cut once more::
+N ranks stand on a mesh of dp_shard × tp. Along tp (a row) the ranks work on the *same* samples, and each matrix is
+sharded over them. Along dp_shard (a column) they have *different* samples, and what tensor parallel left of each matrix
+is sharded once more::
 
-                        tp: same samples, matrices cut
+                        tp: same samples, matrices sharded
                    ┌────────┬────────┬────────┬────────┐
-       dp:         │ rank 0 │ rank 1 │ rank 2 │ rank 3 │   samples 0 … b-1       host 1
+       dp_shard:   │ rank 0 │ rank 1 │ rank 2 │ rank 3 │   samples 0 … b-1       host 1
        different   ├────────┼────────┼────────┼────────┤
        samples     │ rank 4 │ rank 5 │ rank 6 │ rank 7 │   samples b … 2b-1      host 2
                    └────────┴────────┴────────┴────────┘
                      FSDP along each column: [0, 4] [1, 5] [2, 6] [3, 7]
 
-tp talks in every layer, forward and backward, and so keeps to neighbours; FSDP gathers a layer while the one before is
-being worked out, and can go between hosts. Same seed and same global batch give the same losses on every mesh.
+tp communicates in every layer, forward and backward, and so keeps to neighbours; FSDP gathers a layer while the one
+before is computed, and can go between hosts. Same seed and same global batch give the same losses on every mesh.
+The same model with offload, tiling, checkpointing, compile, and on any other mesh: ``mmm.trainer.lm``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
-from torch.distributed.tensor.parallel import loss_parallel
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
-from mmm.parallel import Layout, apply, build_mesh, check_compile, loss_of, materialize
-from mmm.parallel.assemble import Techniques
-from mmm.parallel.grad_scaler import GradScaler
-from mmm.parallel.memory.offload import moved_text
+from mmm.data import Batch
+from mmm.errors import LayoutError
+from mmm.models.transformer import Transformer
+from mmm.parallel import Layout, cross_entropy, materialize
+from mmm.runtime.device import Precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, parse
+from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
+from mmm.trainer.steps import text_steps
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions, ValidationOptions):
+class Config(TextProgramOptions, ValidationOptions, BreakOptions):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
 
+    BREAKS: ClassVar = {
+        "averaged": "FSDP averages the gradients over dp_shard, its default. Each local loss is already divided by the "
+        "count of the global batch: the average is dp_shard times too small. AdamW nearly hides that, SGD does not.",
+        "norms": "ffn_norm is left out of the tensor-parallel plan. Each rank of tp then has the gradient of its own "
+        "part of the sequence only: nothing adds the parts up, and the ranks' norms drift apart.",
+    }
     tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut."""
+    """Ranks along tp: over how many each matrix is sharded."""
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    compile: Unused[bool] = False
+
+
+def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: str | None = None) -> None:
+    """Shard a Transformer over tp, then over dp_shard, in place. Its parameters may lie on the meta device."""
+    # Columns, then rows: each rank computes heads or hidden units of its own, then a summand of (batch, seq, dim). The
+    # sum is scattered over the sequence, dim 1: norms and residuals are computed once, not tp times.
+    block: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    if mistake == "norms":
+        del block["ffn_norm"]
+    ends: dict[str, ParallelStyle] = {  # sharded over the vocabulary: rows of the embedding, columns of the output
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh["tp"], ends | {f"layers.*.{name}": style for name, style in block.items()})
+
+    # Each unit is gathered for its forward and its backward, and freed after them; the root takes what is left.
+    policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)
+    units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh["dp_shard"], mp_policy=policy)
+    # FSDP averages gradients. Here they are summed, because each local loss is a sum over the *global* count: averages
+    # of averages would be wrong as soon as one rank has fewer targets than another.
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mistake != "averaged":
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = Layout(tp=config.tpsize).fit(whoami().world_size)
     resolved = resolve(config, layout, default_batch=16)
-    config.check_memory(config.seq_length // layout.tp, config.dtype)
-    if config.compile:
-        check_compile(resolved.plan, layout)
-    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
+    model = resolved.model
+    if resolved.sizes.n_kv_heads % layout.tp:
+        heads = f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}"
+        raise LayoutError(f"{heads}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
     if config.summary:
         print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(offload=config.offload))
-    with start_run("fsdp_tp", config, layout, resolved.about_data, holds) as run:
+    with start_run("fsdp_tp", config, layout, resolved.about_data, footprint(model, config.optimizer)) as run:
         run.log.info("model, whole:\n%s", resolved.summary())
         run.describe(**resolved.describe())
 
-        # mesh -> plan -> weights: cut the shapes first, then give each rank memory and weights for its own part.
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, resolved.plan, run.precision, compile=config.compile, **config.memory())
+        # Shard first, on the meta device, so that no rank ever holds the full model. Then each rank draws its own part
+        # of the initial weights, which are the same on every mesh.
+        mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
+        shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
         materialize(model, run.device, config.seed)
-        loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
         run.log.info("%s\n%s", mesh, sharded_model(model))
 
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
-        mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
-        for step in range(steps):
-            run.clock.start()
-            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
-            run.clock.lap("dtd")
-            with loss_parallel():  # the logits stay cut over the vocabulary
-                loss = loss_fn(model(part.inputs), part.targets, part.count)
-                run.clock.lap("dtf")
-                scaler.scale(loss).backward()
-            run.clock.lap("dtb")
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            run.clock.lap("dto")
+        def local_loss(batch: Batch) -> Tensor:
+            return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
-            last = step == steps - 1
-            more = {}
-            if config.validates(step, steps):
-                more["val_loss"] = validate(
-                    run,
-                    resolved,
-                    config.eval_batches,
-                    lambda part: loss_fn(model(part.inputs), part.targets, part.count),
-                )
-            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
-        if config.offload:
-            run.log.info("%s", moved_text(model, optimizer, run.device))
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        for step in text_steps(run, resolved, model, optimizer, local_loss):
+            with loss_parallel():  # the logits stay sharded over the vocabulary
+                loss = local_loss(step.batch)
+                step.log(loss)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class Config(BreakOptions, TextProgramOptions, ValidationOptions):
     n_kv_heads: int | None = 4
     ffn_dim: int | None = 192
     eval_every: int = 0
-    usual_iters = 20
+    default_max_iters = 20
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
     def layout(self, ranks: int) -> Layout:

@@ -70,7 +70,7 @@ class Config(BreakOptions, TextProgramOptions, ValidationOptions):
     """Parts that a batch goes through the pipeline in."""
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
-    usual_iters = 30
+    default_max_iters = 30
     timeline: bool = False
     """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
 

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar, Literal, NamedTuple
 
+from mmm.analysis import startup_cost as measure
 from mmm.errors import ConfigError, LaunchError
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
 from mmm.parallel import Layout
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.runtime.startup import measure
 from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import Run, start_run

@@ -67,7 +67,7 @@ class Config(TextProgramOptions, MemoryOptions):
     dataset: Literal["text", "random"] = "random"
     """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
     plots: bool = False
-    usual_iters = 2
+    default_max_iters = 2
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
 

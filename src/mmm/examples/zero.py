@@ -56,7 +56,7 @@ class Config(TextProgramOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     preset: Literal["debug", "small", "medium"] = "debug"
-    usual_iters = 5
+    default_max_iters = 5
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     optimizer: Literal["adamw"] = "adamw"
     """SGD has no state, and stage 1 would save nothing."""

@@ -10,13 +10,13 @@ Importing this package imports neither torch, xarray, matplotlib nor plotext: `l
 
 from mmm.history.history import History
 from mmm.history.plots import plot_all, plot_timeline
-from mmm.history.reader import fold, load, state
+from mmm.history.reader import finalize, load, state
 from mmm.history.record import prepare, versions, write_config
 from mmm.history.terminal import terminal_plot
 
 __all__ = [
     "History",
-    "fold",
+    "finalize",
     "load",
     "plot_all",
     "plot_timeline",

@@ -46,7 +46,7 @@ def process_began(pid: int) -> str | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "" if _exists(pid) else None
+        return "" if pid_exists(pid) else None
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -54,7 +54,7 @@ def process_began(pid: int) -> str | None:
     return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
 
 
-def _exists(pid: int) -> bool:
+def pid_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except PermissionError:

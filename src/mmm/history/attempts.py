@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mmm.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 from mmm.errors import RecordError
 from mmm.history.ending import ENDED, KILLED, Ending, config_ending, read_config
 from mmm.history.record import CONFIG, JOURNAL, own_files, reason
-from mmm.launch.wire import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 
 
 class Attempt(NamedTuple):
@@ -57,7 +57,7 @@ def make_room(outdir: Path | str, this: Attempt | None = None) -> str | None:
     if ending is None or ending.state not in ENDED:
         ending = Ending(KILLED)
     text = f"attempt {earlier.number + 1} of this launch is {ending}; its record is in {target.name}"
-    return f"{text}{_fold(target, ending)}"
+    return f"{text}{_finalize(target, ending)}"
 
 
 def _attempt_of(config: str) -> Attempt | None:
@@ -87,14 +87,14 @@ def _move(path: Path, to: Path) -> None:
         ) from error
 
 
-def _fold(target: Path, ending: Ending) -> str:
+def _finalize(target: Path, ending: Ending) -> str:
     """Make the dataset of an attempt that was killed: launch has ended its ranks. A few words if that fails."""
-    from mmm.history.reader import fold_now
+    from mmm.history.reader import finalize_now
 
     if not (target / JOURNAL).exists():
         return ""
     try:
-        fold_now(target, ending)
+        finalize_now(target, ending)
     except RecordError as error:
         return f", as a journal: {error}"
     return ""

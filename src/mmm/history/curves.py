@@ -7,59 +7,31 @@ from typing import TYPE_CHECKING
 
 from mmm.errors import RecordError
 from mmm.history.record import reason
-from mmm.history.terminal import plain, ticks
+from mmm.history.terminal import ChartAxes, ChartSeries, chart, plain, ticks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # name: its points
+HEIGHT = 20  # characters
 COLORS = ("#2563b8", "#d9730d", "#2f855a", "#8b5cb8", "#c8553d", "#7b8794")
 
 
-def terminal_curves(curves: Curves, title: str, x_name: str, width: int = 100, height: int = 20) -> str:
+def terminal_curves(curves: Curves, title: str, x_name: str, width: int) -> str:
     """The curves' points as letters, with what each letter means below; where points coincide, the last is seen."""
-    import plotext
-
     points = [point for curve in curves.values() for point in curve]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
-    right, top = max(*xs, xs[0] + 1), max(*ys, 1e-9) * 1.05
+    left, right, top = min(0.0, xs[0]), max(*xs, xs[0] + 1), max(*ys, 1e-9) * 1.05
     marks = dict(zip(curves, "abcdefghijklmnopqrstuvwxyz", strict=False))
-    x_ticks = (xs, [f"{x:g}" for x in xs]) if len(xs) <= width // 12 else ticks(xs[0], right, width // 14, whole=True)
-    y_ticks = ticks(0.0, top, max(2, height // 3))
-    if not hasattr(plotext, "figure"):  # plotext 5
-        plotext.clf()
-        plotext.theme("clear")
-        plotext.plotsize(width, height)
-        for name, mark in marks.items():
-            plotext.scatter(*map(list, zip(*curves[name], strict=True)), marker=mark)
-        plotext.title(title)
-        plotext.xlabel(x_name)
-        plotext.xlim(min(0.0, xs[0]), right)
-        plotext.ylim(0.0, top)
-        plotext.yticks(*y_ticks)
-        plotext.xticks(*x_ticks)
-        drawn = plotext.build()
-    else:
-        plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
-        try:
-            figure = plotext.figure
-            figure.clear()
-            figure.theme("colorless")
-            figure.plot_size(width, height)
-            for name, mark in marks.items():
-                signal = figure.signal(*map(list, zip(*curves[name], strict=True)), marker=mark)
-                signal.lines(False)
-                figure.draw(signal)
-            figure.title(title)
-            figure.label(x_name)
-            figure.ruler("x").lim(min(0.0, xs[0]), right)
-            figure.ruler("y").lim(0.0, top)
-            figure.ruler("y").ticks(*y_ticks)
-            figure.ruler("x").ticks(*x_ticks)
-            drawn = figure.build().string(True)
-        finally:
-            plotext.terminal.limit(True, True)
-    return plain(drawn) + "  " + "   ".join(f"{mark} {name}" for name, mark in marks.items()) + "\n"
+    few = len(xs) <= width // 12
+    x_ticks = (xs, [f"{x:g}" for x in xs]) if few else ticks(xs[0], right, width // 14, integer=True)
+    axes = ChartAxes(title, x_name, x_ticks, (left, right), ticks(0.0, top, HEIGHT // 3), (0.0, top))
+    signals = [
+        ChartSeries([x for x, _ in curves[name]], [y for _, y in curves[name]], mark, False)
+        for name, mark in marks.items()
+    ]
+    legend = "   ".join(f"{mark} {name}" for name, mark in marks.items())
+    return f"{plain(chart(signals, axes, width, HEIGHT))}  {legend}\n"
 
 
 def fitting_width() -> int:

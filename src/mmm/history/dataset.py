@@ -1,9 +1,9 @@
 """Rows to a labelled dataset, and the dataset to and from its file. xarray is imported where it is used.
 
 Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coordinates ``host``, ``local_rank``,
-``pid`` and, for each mesh axis, ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), so that
-``ds.dt.where(ds.axis_tp == 0, drop=True)`` reads as it should and no metric's name is taken; and when each rank was
-started, ``startup_<mark>`` (`mmm.runtime.startup`).
+``pid``, for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
+``ds.dt.where(ds.axis_tp == 0, drop=True)``, and the marks of each rank's start-up, ``startup_<mark>``
+(`mmm.runtime.startup`). ``draw`` is the name of the row dimension in the records that this format is compatible with.
 """
 
 import io
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.journal import Header, Row
+from mmm.history.journal import Header, LoggedRow
 from mmm.history.record import write_atomically
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ _ABOUT = {  # name: (what it is, its unit or "")
     "train_loss": ("training loss", ""),
     "val_loss": ("validation loss", ""),
     "test_loss": ("test loss", ""),
-    "acc": ("accuracy", ""),
-    "val_acc": ("validation accuracy", ""),
     "test_acc": ("test accuracy", "%"),
     "dt": ("time of a step", "s"),
     "dtd": ("time for data", "s"),
@@ -43,9 +41,7 @@ _ABOUT = {  # name: (what it is, its unit or "")
     "dtw": ("waiting time", "s"),
     "sps": ("samples per second", "samples/s"),
     "tps": ("tokens per second", "tokens/s"),
-    "mfu": ("model FLOPs utilisation", ""),
     "lr": ("learning rate", ""),
-    "grad_norm": ("gradient norm", ""),
 }
 _REDUCED = re.compile(r"(.+)_(min|median|max|argmax)$")
 _OVER = {"min": "smallest over ranks", "median": "median over ranks", "max": "largest over ranks"}
@@ -68,7 +64,7 @@ def about(name: str) -> dict[str, str]:
 def plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each rank's coordinates by their names in the dataset: ``host``, ``local_rank``, ``pid``, ``axis_<name>``, …
 
-    Mesh coordinates come under the key ``coordinates`` or beside the others. Every value becomes an int or text.
+    Every value becomes an int or text.
 
     Raises:
         RecordError: the ranks are not numbered 0, 1, 2, … in this order.
@@ -77,11 +73,8 @@ def plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, given in enumerate(ranks):
         if (number := given.get("rank", index)) != index:
             raise RecordError(f"ranks must be given in order: place {index} of {len(ranks)} holds rank {number}.")
-        place = {f"axis_{axis}": value for axis, value in (given.get("coordinates") or {}).items()}
-        for key, value in given.items():
-            if key not in ("rank", "coordinates"):
-                place[f"axis_{key}" if key in AXES else key] = value
-        plain.append({key: _int_or_text(value) for key, value in place.items()})
+        named = {f"axis_{key}" if key in AXES else key: value for key, value in given.items() if key != "rank"}
+        plain.append({key: _int_or_text(value) for key, value in named.items()})
     return plain
 
 
@@ -94,17 +87,17 @@ def _int_or_text(value: Any) -> int | str:
 
 def to_dataset(
     header: Header,
-    rows: Iterable[Row],
+    rows: Iterable[LoggedRow],
     extra_attrs: Mapping[str, Any],
-    times: Mapping[str, Sequence[float | None]] | None = None,
+    startup: Mapping[str, Sequence[float | None]],
 ) -> "xarray.Dataset":
-    """One dataset of all `rows`. A value a row lacks is NaN; a column of nothing but ints is int64, any other float64.
+    """One dataset of all `rows`. A missing value is NaN; a column of ints alone is int64, any other float64.
 
-    A plain number in a column that other rows give by rank is rank 0's. `times`: name: seconds since 1970 by rank.
+    A scalar in a column that other rows have by rank is rank 0's. `startup`: mark: seconds since 1970 by rank.
     """
     import xarray
 
-    kept = {row.draw: row for row in rows}  # a draw that was kept twice counts once
+    kept = {row.draw: row for row in rows}  # a draw that is in dataset and journal counts once
     draws = sorted(kept)
     scalars: dict[str, list[Any]] = {}
     spread: dict[str, list[Any]] = {}
@@ -146,7 +139,7 @@ def to_dataset(
         else:
             at = np.array([str(place.get(name, "")) for place in header.ranks])
         coordinates[name] = ("rank", at)
-    for name, given in (times or {}).items():
+    for name, given in startup.items():
         about_it = {"long_name": f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch", "units": "s"}
         coordinates[f"startup_{name}"] = ("rank", np.array(given, dtype=np.float64), about_it)
     return xarray.Dataset(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
@@ -156,11 +149,11 @@ def _ints(values: Sequence[Any]) -> bool:
     return all(type(value) is int and INT64.min <= value <= INT64.max for value in values)
 
 
-def to_rows(dataset: "xarray.Dataset") -> list[Row]:
+def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
     """The inverse of `to_dataset`, up to NaN for what a row lacked."""
     columns = {str(name): (len(var.dims), var.values.tolist()) for name, var in dataset.data_vars.items()}
     return [
-        Row(
+        LoggedRow(
             draw,
             {name: column[place] for name, (dims, column) in columns.items() if dims == 1},
             {name: column[place] for name, (dims, column) in columns.items() if dims == 2},
@@ -170,7 +163,7 @@ def to_rows(dataset: "xarray.Dataset") -> list[Row]:
 
 
 def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes in types every HDF5 reader knows: text, int, float; all else as JSON text."""
+    """Attributes as text, int or float, which every HDF5 reader knows; all else as JSON text."""
     return {
         str(key): value if type(value) in (str, int, float) else json.dumps(value, default=str)
         for key, value in attrs.items()
@@ -178,9 +171,9 @@ def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_dataset(dataset: "xarray.Dataset", path: Path) -> None:
-    """Write `dataset` to `path` as netCDF-4/HDF5, whole or not at all.
+    """Write `dataset` to `path` as netCDF-4/HDF5, atomically.
 
-    The file is made in memory: HDF5 neither meets a full disk nor asks a parallel file system for a lock.
+    The file is made in memory: HDF5 then needs no lock of a parallel file system, and no disk that fills up meanwhile.
 
     Raises:
         RecordError: the file cannot be written.

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmm.contract import CONSEQUENCES, ENDING, VERDICT_VARIABLE
 from mmm.history.record import CONFIG, write_atomically
-from mmm.launch.failures import CONSEQUENCES
-from mmm.launch.wire import ENDING, VERDICT_VARIABLE
 from mmm.runtime.failure import first_failure
 
 RUNNING = "running"

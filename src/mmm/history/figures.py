@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmm.history.series import Limits, Series, limits, mean_over_ranks, metrics, outside, parts, series, slowest
+from mmm.history.series import AxisLimits, Series, limits, mean_over_ranks, metrics, outside, parts, series, slowest
 
 if TYPE_CHECKING:
     import xarray
@@ -108,7 +108,7 @@ def _spread(axes: "Axes", s: Series, color: str) -> None:
             axes.plot(*thin(s.x, s.by_rank[:, slow]), color=ORANGE, lw=1.0, alpha=0.8, label=f"rank {slow}, slowest")
 
 
-def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: Limits) -> float:
+def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -> float:
     """A metric's twin on held-out data, as markers over it. Returns its largest value."""
     twins = (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}")
     twin = next((name for name in twins if name in metrics(ds) and name != s.name), None)
@@ -122,8 +122,8 @@ def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: Limits) -> fl
     return float(v.y[kept].max())
 
 
-def set_limits(axes: "Axes", s: Series, shown: Limits) -> None:
-    """Limits with a margin; small triangles at the edge and a line above the axes for what lies outside."""
+def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
+    """AxisLimits with a margin; small triangles at the edge and a line above the axes for what lies outside."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     margin = 0.06 * (shown.high - shown.low) or 0.05 * abs(shown.high) or 1.0

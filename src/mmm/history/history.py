@@ -14,31 +14,28 @@ import mmm
 from mmm.errors import RecordError
 from mmm.history.dataset import plain_ranks
 from mmm.history.ending import RUNNING, Ending, ending_of, write_ending
-from mmm.history.journal import Header, Journal, Row
+from mmm.history.journal import Header, Journal, LoggedRow
 from mmm.history.record import DATASET, JOURNAL, reason
 
 log = logging.getLogger("mmm")
 
 
 class History:
-    """Keeps the rows of a run in `outdir`: in journal.jsonl while it runs, in train_dataset.h5 from `close` on.
+    """Keeps the rows of a run in `outdir`: in journal.jsonl while it runs, in train_dataset.h5 after `close`.
 
     A run that is killed at any moment loses at most its last `flush_every` rows; `mmm.history.load` reads the others.
     Where a ``with`` block ends by an exception, the record says by which: `mmm.history.state`.
 
     Args:
         outdir: the run's folder (see `prepare`); made if it does not exist.
-        ranks: one mapping a rank, in order: ``rank``, ``host``, ``local_rank``, ``pid`` and the place on each mesh
-            axis, either beside these (``"tp": 1``) or under ``"coordinates"``. They become coordinates of the dataset,
-            the mesh axes as ``axis_<name>``.
+        ranks: one mapping a rank, in order: ``rank``, ``host``, ``local_rank``, ``pid`` and the coordinate on each mesh
+            axis (``"tp": 1``). They become coordinates of the dataset, the mesh axes as ``axis_<name>``.
         flush_every: rows between two writes.
-        attrs: attributes of the dataset.
         full_ranks: up to this many ranks a variable given by rank is kept in full, (draw, rank); above it a variable x
             is kept as ``x_min``, ``x_median``, ``x_max`` and ``x_argmax`` (the rank of the largest).
-        resume: go on after the rows that are there. Without it a folder that holds rows is refused.
 
     Raises:
-        RecordError: the folder holds rows already, cannot be written, or (resuming) is of another number of ranks.
+        RecordError: the folder holds rows already, or cannot be written.
     """
 
     def __init__(
@@ -47,9 +44,7 @@ class History:
         *,
         ranks: Sequence[Mapping[str, Any]],
         flush_every: int = 10,
-        attrs: Mapping[str, Any] | None = None,
         full_ranks: int = 64,
-        resume: bool = False,
     ) -> None:
         if flush_every < 1 or not ranks:
             raise RecordError(f"a History needs flush_every >= 1 and a rank or more: {flush_every=}, {len(ranks)=}.")
@@ -59,11 +54,15 @@ class History:
         self._full = len(ranks) <= full_ranks
         self._taken = {"draw", "rank", *(key for place in self._ranks for key in place)}
         self._names: set[str] = set()
-        self._pending: list[Row] = []
-        self._next = self._rows_there(resume)
+        self._pending: list[LoggedRow] = []
+        self._next = 0  # draw
         self._closed = False
+        if there := [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]:
+            raise RecordError(
+                f"{self.outdir} already holds rows ({', '.join(there)}). Prepare another folder, or pass overwrite."
+            )
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        about = {"mmm_version": mmm.__version__, "started": started, "world_size": len(ranks), **(attrs or {})}
+        about = {"mmm_version": mmm.__version__, "started": started, "world_size": len(ranks)}
         try:
             self.outdir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,9 +75,9 @@ class History:
         """Keep one row, and return its line for the log: ``iter=2 loss=10.783049 dt=0.400887``.
 
         Args:
-            row: numbers by name, in the order they are printed. A name may appear later; earlier rows then hold NaN.
-            per_rank: one number a rank by name, in rank order. The line shows rank 0's, where `row` has the name
-                (its number there is not kept) or else at the end.
+            row: values by name, in the order they are printed. A name may appear later; earlier rows then hold NaN.
+            per_rank: one value a rank by name, in rank order. The line shows rank 0's, where `row` has the name (that
+                value is not kept) or else at the end.
 
         Raises:
             RecordError: a name or a value does not fit, or every `flush_every` rows, the journal cannot be written.
@@ -105,7 +104,7 @@ class History:
                 spread[name] = values
             else:
                 scalars.update(_reduced(name, values))
-        self._pending.append(Row(self._next, scalars, spread))
+        self._pending.append(LoggedRow(self._next, scalars, spread))
         self._next += 1
         if len(self._pending) >= self.flush_every:
             self.flush()
@@ -126,14 +125,14 @@ class History:
         Raises:
             RecordError: the dataset cannot be written. The journal stays, and `close` may be called again.
         """
-        from mmm.history.reader import fold_now
+        from mmm.history.reader import finalize_now
 
         if not self._closed:
             self.flush()
             self._journal.ensure()
             self.ending = ending_of(error)
-            write_ending(self.outdir, self.ending)  # first: what ends a run may not wait for the dataset
-            fold_now(self.outdir, self.ending)
+            write_ending(self.outdir, self.ending)  # first, in case a kill comes before the dataset is written
+            finalize_now(self.outdir, self.ending)
             self._journal.close()
             self._closed = True
         return self.outdir / DATASET
@@ -147,33 +146,15 @@ class History:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             self.close(error)
-        except (KeyboardInterrupt, SystemExit):  # a signal, in the midst of it: launch ends the others' ranks as well
+        except (KeyboardInterrupt, SystemExit):  # a signal while closing: launch ends the other ranks as well
             self.close(error)
             raise
         except Exception as second:
             if error is None:
                 raise
-            log.warning("the record in %s was not folded: %s", self.outdir, second)  # the first error says what matters
-
-    def _rows_there(self, resume: bool) -> int:
-        """The draw to go on with: 0 in a folder without rows."""
-        held = [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]
-        if not held:
-            return 0
-        if not resume:
-            raise RecordError(
-                f"{self.outdir} already holds rows ({', '.join(held)}). Prepare another folder, or pass overwrite."
-            )
-        from mmm.history.reader import fold, load
-
-        fold(self.outdir)
-        stored = load(self.outdir)
-        if stored.sizes["rank"] != len(self._ranks):
-            raise RecordError(
-                f"the rows in {self.outdir} are of {stored.sizes['rank']} ranks, and this run has {len(self._ranks)}: "
-                "one dataset cannot hold both. Give the resumed run a folder of its own."
-            )
-        return int(stored["draw"].values[-1]) + 1 if stored.sizes["draw"] else 0
+            log.warning(
+                "the record in %s was not finalized: %s", self.outdir, second
+            )  # the first error says what matters
 
     def _admit(self, name: str) -> None:
         if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":

@@ -24,7 +24,7 @@ VERSION = 1
 log = logging.getLogger("mmm")
 
 
-class Row(NamedTuple):
+class LoggedRow(NamedTuple):
     """One logged row: plain numbers by name, and lists of numbers (one a rank) by name."""
 
     draw: int
@@ -44,7 +44,7 @@ class Kept(NamedTuple):
     """What a journal holds: `size` bytes of it have been read."""
 
     header: Header
-    rows: list[Row]
+    rows: list[LoggedRow]
     size: int
 
 
@@ -81,7 +81,7 @@ class Journal:
         self._fd, self._size = fd, len(content)
         self._lock = lock(fd)
 
-    def append(self, rows: list[Row]) -> None:
+    def append(self, rows: list[LoggedRow]) -> None:
         """Write `rows`, all or none of them. RecordError names the path, the reason and the free bytes."""
         self.ensure()
         text = "".join(json.dumps({"draw": r.draw, "row": r.row, "per_rank": r.per_rank}) + "\n" for r in rows)
@@ -165,7 +165,7 @@ def read_journal(path: Path) -> Kept | None:
             continue
         try:
             kept = json.loads(line)
-            rows.append(Row(kept["draw"], kept["row"], kept["per_rank"]))
+            rows.append(LoggedRow(kept["draw"], kept["row"], kept["per_rank"]))
         except (ValueError, KeyError, TypeError):
             if number != last:
                 log.warning("%s: line %d is not a row (%d bytes) and is left out", path, number + 1, len(line))

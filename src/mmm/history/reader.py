@@ -58,7 +58,7 @@ def _load(folder: Path, ending: Ending | None) -> "tuple[xarray.Dataset, int]":
     return to_dataset(header, rows, ending.attrs() | attrs, _startup(config, len(header.ranks))), size
 
 
-def fold(outdir: Path | str) -> Path:
+def finalize(outdir: Path | str) -> Path:
     """Make train_dataset.h5 from what a killed run left, remove its journal, and return the dataset's path.
 
     A folder whose dataset is there already, and no journal, is left as it is.
@@ -80,13 +80,13 @@ def fold(outdir: Path | str) -> Path:
     try:
         if why := why_going_on(fd, _writer(path)):
             raise _still_writing(folder, why)
-        return fold_now(folder, _own_word(folder) or Ending(KILLED))
+        return finalize_now(folder, _own_word(folder) or Ending(KILLED))
     finally:
         os.close(fd)
 
 
-def fold_now(folder: Path, ending: Ending) -> Path:
-    """`fold` for who knows that the run is over, and how it ended.
+def finalize_now(folder: Path, ending: Ending) -> Path:
+    """`finalize` for who knows that the run is over, and how it ended.
 
     A journal that has grown since it was read stays beside the dataset, and `load` counts each row once.
     """

@@ -39,7 +39,7 @@ class Series(NamedTuple):
         return bool(np.isfinite(self.y).sum() * 2 < len(self.y))
 
 
-class Limits(NamedTuple):
+class AxisLimits(NamedTuple):
     """The shown range of y, and the places in `Series.x` whose points lie above or below it."""
 
     low: float
@@ -74,7 +74,7 @@ def series(ds: "xarray.Dataset", name: str) -> Series:
     raise RecordError(f"the record holds no {name!r}. It holds: {', '.join(metrics(ds)) or 'nothing'}.")
 
 
-def limits(s: Series) -> Limits | None:
+def limits(s: Series) -> AxisLimits | None:
     """The range of y to show, None if there is nothing to show.
 
     Times and rates leave out at most 2 % of the rows (one at least) when these would squeeze the others into a sliver:
@@ -96,10 +96,10 @@ def limits(s: Series) -> Limits | None:
         bottom = float(low[finite & (low >= least - 3 * span)].min())
     above = finite & (high > top) if top < high[finite].max() else none
     below = finite & (low < bottom) if bottom > low[finite].min() else none
-    return Limits(bottom, top, above, below)
+    return AxisLimits(bottom, top, above, below)
 
 
-def outside(s: Series, shown: Limits) -> str:
+def outside(s: Series, shown: AxisLimits) -> str:
     """One line that says which points the limits leave out; empty if none."""
     says = []
     for where, values, which, far in (

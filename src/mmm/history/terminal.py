@@ -1,11 +1,12 @@
-"""A plot made of characters, for a terminal or a text file. plotext 5 and 6 have different interfaces: both are met."""
+"""A plot made of characters, for a terminal or a text file."""
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmm.history.series import Limits, Series, limits, outside, series
+from mmm.history.series import AxisLimits, Series, limits, outside, series
 
 if TYPE_CHECKING:
     import xarray
@@ -38,55 +39,87 @@ def plain(drawn: str, color: bool = False) -> str:
     return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
 
 
-def _draw(s: Series, shown: Limits, title: str, width: int, height: int, color: bool) -> str:
-    import plotext
-
+def _draw(s: Series, shown: AxisLimits, title: str, width: int, height: int, color: bool) -> str:
     inside = np.isfinite(s.y) & ~shown.above & ~shown.below
     x, y = s.x[inside], s.y[inside]
     bottom, top = shown.low, shown.high
-    if top - bottom <= 1e-9 * max(abs(top), abs(bottom)):  # a constant: plotext wants a range
+    if top - bottom <= 1e-9 * max(abs(top), abs(bottom)):  # a constant: plotext needs a range
         bottom, top = bottom - 0.5 * (abs(bottom) or 1), top + 0.5 * (abs(top) or 1)
-    left, right = float(x[0]), float(x[-1])
-    y_ticks, x_ticks = ticks(bottom, top, max(2, height // 3)), ticks(left, right, max(2, width // 14), whole=True)
+    x_ticks = ticks(float(x[0]), float(x[-1]), max(2, width // 14), integer=True)
+    signals = [ChartSeries(x.tolist(), y.tolist(), "hd", not s.sparse)]
+    axes = ChartAxes(title, s.x_name, x_ticks, None, ticks(bottom, top, max(2, height // 3)), (bottom, top))
+    return chart(signals, axes, width, height, color)
+
+
+class ChartSeries(NamedTuple):
+    """`marker`: a character, or a name of plotext's. `connected`: by lines."""
+
+    x: list[float]
+    y: list[float]
+    marker: str
+    connected: bool
+
+
+class ChartAxes(NamedTuple):
+    """Ticks: places and labels. Limits: lowest and highest; None for those of the data."""
+
+    title: str
+    x_name: str
+    x_ticks: tuple[list[float], list[str]]
+    x_limits: tuple[float, float] | None
+    y_ticks: tuple[list[float], list[str]]
+    y_limits: tuple[float, float]
+
+
+def chart(signals: Sequence[ChartSeries], axes: ChartAxes, width: int, height: int, color: bool = False) -> str:
+    """`width` × `height` characters by plotext, whose releases 5 and 6 have different interfaces."""
+    import plotext
+
     if not hasattr(plotext, "figure"):  # plotext 5
         plotext.clf()
         plotext.theme("clear")
         plotext.plotsize(width, height)
-        plot = plotext.scatter if s.sparse else plotext.plot
-        plot(x.tolist(), y.tolist(), marker="hd", color="cyan" if color else None)
-        plotext.title(title)
-        plotext.xlabel(s.x_name)
-        plotext.ylim(bottom, top)
-        plotext.yticks(*y_ticks)
-        plotext.xticks(*x_ticks)
+        for s in signals:
+            plot = plotext.plot if s.connected else plotext.scatter
+            plot(s.x, s.y, marker=s.marker, color="cyan" if color else None)
+        plotext.title(axes.title)
+        plotext.xlabel(axes.x_name)
+        if axes.x_limits:
+            plotext.xlim(*axes.x_limits)
+        plotext.ylim(*axes.y_limits)
+        plotext.yticks(*axes.y_ticks)
+        plotext.xticks(*axes.x_ticks)
         return plotext.build()
-    plotext.terminal.limit(False, False)  # a file's plot is as wide as asked, whatever the terminal
+    plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
     try:
         figure = plotext.figure
         figure.clear()
         figure.theme("colorless")
         figure.plot_size(width, height)
-        signal = figure.signal(x.tolist(), y.tolist(), marker=plotext.marker("hd", pixel="cyan") if color else "hd")
-        signal.lines(not s.sparse)
-        figure.draw(signal)
-        figure.title(title)
-        figure.label(s.x_name)
-        figure.ruler("y").lim(bottom, top)
-        figure.ruler("y").ticks(*y_ticks)
-        figure.ruler("x").ticks(*x_ticks)
+        for s in signals:
+            signal = figure.signal(s.x, s.y, marker=plotext.marker(s.marker, pixel="cyan") if color else s.marker)
+            signal.lines(s.connected)
+            figure.draw(signal)
+        figure.title(axes.title)
+        figure.label(axes.x_name)
+        if axes.x_limits:
+            figure.ruler("x").lim(*axes.x_limits)
+        figure.ruler("y").lim(*axes.y_limits)
+        figure.ruler("y").ticks(*axes.y_ticks)
+        figure.ruler("x").ticks(*axes.x_ticks)
         return figure.build().string(not color)
     finally:
         plotext.terminal.limit(True, True)
 
 
-def ticks(low: float, high: float, most: int, whole: bool = False) -> tuple[list[float], list[str]]:
+def ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[list[float], list[str]]:
     """Round numbers from `low` to `high`, about `most` of them and at least one, and how to write them."""
     if high <= low:
         return [low], [f"{low:g}"]
     rough = (high - low) / most
     power = 10.0 ** np.floor(np.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
-    step = max(1.0, step) if whole else step
+    step = max(1.0, step) if integer else step
     at = [n * step for n in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)] or [low]
     size = max(abs(low), abs(high))
     if size >= 1e6 or size < 1e-3:

@@ -1,7 +1,9 @@
-"""From a shell to running ranks. Imports no torch.
+"""From a shell to running ranks. Imports no torch, and nothing of `mmm.runtime`.
 
-`main` reads the command line (`options`). On one host `local` turns it into a `LaunchPlan`, and `supervise` runs it and
-ends everything. In a job (`job`: `slurm`, `pbs`) or on a list of hosts, `cluster` makes a `ClusterPlan`, with what is
-known of the machine (`sites`), and `head` runs it through `mpiexec` (`mpi`) or `srun`; on the hosts,
-`mmm.runtime.enter` does what `supervise` does here.
+    main        the command: reads the options, makes a plan, runs it
+    job/        what to start and where: a `LaunchPlan` for this host, a `ClusterPlan` for the hosts of a job or a list
+    control/    the process of `launch`: `Supervisor` runs a plan on this host, `Controller` one on many
+    host/       what runs on each host: the agent that mpiexec or srun starts, the fork server, a rank's first code
+
+Imports go from `host` to `control` to `job`. A process is started by its module's name, which stands in `control.wire`.
 """

@@ -6,16 +6,18 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mmm import contract
 from mmm.errors import LaunchError, UserError
-from mmm.launch import binding, cluster, job, local, options, started, target, walltime, wire
-from mmm.launch.cluster import ClusterPlan, Wishes
-from mmm.launch.local import LaunchPlan
-from mmm.launch.options import parser, split
-from mmm.launch.run import Run
-from mmm.launch.target import Target
+from mmm.launch.control.run import Run
+from mmm.launch.control.wire import CPUS_VARIABLE
+from mmm.launch.job import binding, cluster, local, scheduler, target, walltime
+from mmm.launch.job.cluster import ClusterPlan
+from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split
+from mmm.launch.job.target import Target
 
 __all__ = ["main", "parser", "split"]
 
@@ -36,23 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str], begin: float) -> int:
     given, command = split(words)
     args = parser().parse_args(given)
-    wishes = options.wishes(args)
-    timeout = options.seconds("--timeout", args.timeout)
-    start_timeout = options.seconds("--start-timeout", args.start_timeout) or 0.0
-    retries = options.count("--retries", args.retries, least=0) or 0
+    options = launch_options(args)
+    timeout = seconds("--timeout", args.timeout)
+    start_timeout = seconds("--start-timeout", args.start_timeout) or 0.0
+    retries = count("--retries", args.retries, least=0) or 0
     if not command:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     what = target.parse(command)
     target.check(what)
     shared = {
-        wire.LINE_VARIABLE: shlex.join(["launch", *words]),
-        wire.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
-        **started.variables(os.environ, begin),
+        contract.LINE_VARIABLE: shlex.join(["launch", *words]),
+        contract.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
+        **startup(os.environ, begin),
     }
-    plan = plan_run(what, wishes, shared)
+    plan = plan_run(what, options, shared)
     for note in plan.notes:
         print(f"launch: {note}", file=sys.stderr)
-    its_job = plan.job if isinstance(plan, ClusterPlan) else job.detect(os.environ, wishes.scheduler)
+    its_job = plan.job if isinstance(plan, ClusterPlan) else scheduler.detect(os.environ, options.scheduler)
     limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
     if args.dry_run or args.explain:
         try:
@@ -64,10 +66,10 @@ def _main(words: list[str], begin: float) -> int:
     for attempt in range(retries + 1):
         if attempt:  # whose start-up is its own
             for told in (shared, os.environ):
-                told.pop(wire.STARTED_VARIABLE, None)
-            shared[wire.BEGAN_VARIABLE] = repr(time.time())
-            plan = plan_run(what, replace(wishes, attempt=attempt), shared)
-        plan.shared[wire.ATTEMPT_VARIABLE] = str(attempt)
+                told.pop(contract.STARTED_VARIABLE, None)
+            shared[contract.BEGAN_VARIABLE] = repr(time.time())
+            plan = plan_run(what, replace(options, attempt=attempt), shared)
+        plan.shared[contract.ATTEMPT_VARIABLE] = str(attempt)
         run = start(plan, limits, start_timeout, attempt)
         code = run.run()
         if code == 0 or not run.again or attempt == retries:
@@ -77,23 +79,31 @@ def _main(words: list[str], begin: float) -> int:
     return code
 
 
-def plan_run(what: Target, wishes: Wishes, shared: dict[str, str]) -> ClusterPlan | LaunchPlan:
+def startup(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:
+    """What the ranks are told of when launch was started, and the job. Raises `LaunchError` as `contract.started`."""
+    told = {name: environ[name] for name in (contract.STARTED_VARIABLE,) if environ.get(name)}
+    told[contract.BEGAN_VARIABLE] = repr(contract.process_start() or otherwise)
+    contract.started(told, otherwise)
+    return told
+
+
+def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> ClusterPlan | LaunchPlan:
     """The plan for the job's hosts, or for this one where there is no job."""
-    plan: ClusterPlan | LaunchPlan | None = cluster.plan(what, wishes)
+    plan: ClusterPlan | LaunchPlan | None = cluster.plan(what, options)
     if plan is None:
-        plan = plan_here(what, wishes)
+        plan = plan_here(what, options)
     plan.shared.update(shared)
     return plan
 
 
-def plan_here(what: Target, wishes: Wishes) -> LaunchPlan:
+def plan_here(what: Target, options: LaunchOptions) -> LaunchPlan:
     """Ranks on this host alone. Raises `LaunchError` for options that only a cluster has."""
     only = {
-        "--mpiexec": wishes.mpiexec,
-        "--mpi": wishes.mpi,
-        "--launcher-args": " ".join(wishes.launcher_args),
-        "--ranks-by": wishes.by if wishes.by != "rank" else None,
-        "--site": wishes.site,
+        "--mpiexec": options.mpiexec,
+        "--mpi": options.mpi,
+        "--launcher-args": " ".join(options.launcher_args),
+        "--ranks-by": options.by if options.by != "rank" else None,
+        "--site": options.site,
     }
     for name, value in only.items():
         if value:
@@ -101,50 +111,50 @@ def plan_here(what: Target, wishes: Wishes) -> LaunchPlan:
                 f"{name} {value}: ranks on this host alone are started by launch itself. Name the hosts "
                 "(--hosts, --hostfile), or start inside a PBS or Slurm job."
             )
-    if wishes.nhosts not in (None, 1):
+    if options.nhosts not in (None, 1):
         raise LaunchError(
-            f"-N {wishes.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
+            f"-N {options.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
             "or --hostfile FILE."
         )
-    if wishes.nproc and wishes.per_host and wishes.nproc != wishes.per_host:
-        raise LaunchError(f"-n {wishes.nproc} -ppn {wishes.per_host}: on one host they are the same. Leave one out.")
-    count = wishes.nproc or wishes.per_host
-    if count is not None and count > options.MAX_RANKS:
-        raise LaunchError(f"-n {count}: the number of ranks on a host must be from 1 to {options.MAX_RANKS}.")
-    plan = local.plan(what, nproc=count, device=wishes.device, prefork=wishes.prefork)
-    if wishes.cpu_bind is not None and wishes.cpu_bind != "none":
-        each = [cpus or "" for cpus in binding.split(wishes.cpu_bind, len(plan.ranks))]
+    if options.nproc and options.per_host and options.nproc != options.per_host:
+        raise LaunchError(f"-n {options.nproc} -ppn {options.per_host}: on one host they are the same. Leave one out.")
+    ranks = options.nproc or options.per_host
+    if ranks is not None and ranks > MAX_RANKS:
+        raise LaunchError(f"-n {ranks}: the number of ranks on a host must be from 1 to {MAX_RANKS}.")
+    plan = local.plan(what, nproc=ranks, device=options.device, prefork=options.prefork)
+    if options.cpu_bind is not None and options.cpu_bind != "none":
+        each = [cpus or "" for cpus in binding.split(options.cpu_bind, len(plan.ranks))]
         for rank, cpus in zip(plan.ranks, each, strict=True):
-            rank[wire.CPUS_VARIABLE] = cpus
-        if not os.environ.get("OMP_NUM_THREADS") and "OMP_NUM_THREADS" not in wishes.env:
+            rank[CPUS_VARIABLE] = cpus
+        if not os.environ.get("OMP_NUM_THREADS") and "OMP_NUM_THREADS" not in options.env:
             binding.set_threads(plan.shared, plan.ranks, [len(binding.cpu_list(cpus)) for cpus in each])
-            plan.why["OMP_NUM_THREADS"] = f"--cpu-bind {wishes.cpu_bind}"
-    for name, value in wishes.env.items():
+            plan.why["OMP_NUM_THREADS"] = f"--cpu-bind {options.cpu_bind}"
+    for name, value in options.env.items():
         plan.shared[name], plan.why[name] = value, "--env"
     return plan
 
 
 def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace) -> str:
     if isinstance(plan, ClusterPlan):
-        from mmm.launch.table import table
+        from mmm.launch.job.table import table
 
         return table(plan, explain=args.explain)
-    from mmm.launch.imports import preloads
+    from mmm.launch.job.preloads import preloads
 
     text = local.describe(plan, [p.module for p in preloads(plan.target)] if plan.fork else [])
-    found = job.detect(os.environ, args.scheduler)
+    found = scheduler.detect(os.environ, args.scheduler)
     return f"machine  this host: {found.why['scheduler']}, no --hosts, no --hostfile\n{text}" if args.explain else text
 
 
 def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> Run:
     """What will run the plan. Says what was found, where that is more than this host."""
     if isinstance(plan, ClusterPlan):
-        from mmm.launch.head import Head
-        from mmm.launch.table import table
+        from mmm.launch.control.controller import Controller
+        from mmm.launch.job.table import table
 
         if attempt == 0:
             print(table(plan), file=sys.stderr, flush=True)
-        return Head(plan, limits, start_timeout)
-    from mmm.launch.supervise import Supervisor
+        return Controller(plan, limits, start_timeout)
+    from mmm.launch.control.supervisor import Supervisor
 
     return Supervisor(plan, limits)

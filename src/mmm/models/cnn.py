@@ -1,7 +1,6 @@
 """A small convolutional net for images such as MNIST's: two convolutions and two linear layers.
 
-With the sizes below it has 1,199,882 parameters, and 98 % of them are one matrix, ``fc1.weight``. Parts that a pipeline
-stage does not hold are None, and forward skips them.
+With the default sizes it has 1,199,882 parameters, 98 % of them in ``fc1.weight``.
 
 Source: the MNIST example of github.com/pytorch/examples; LeCun et al., "Gradient-based learning", 1998.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,8 +20,8 @@ from mmm.models.weights import Init
 class CNNConfig:
     """Sizes of the net. ``width1``, ``width2``: channels out of the convolutions; ``hidden``: width of ``fc1``.
 
-    ``conv_dropout`` and ``fc_dropout`` are the fractions of numbers put to 0 while training, after the convolutions and
-    after ``fc1``. Which ones depends on the random numbers of the rank: the same losses on every mesh need 0.
+    ``conv_dropout`` and ``fc_dropout`` are the fractions of elements set to 0 while training, after the convolutions
+    and after ``fc1``. Which ones depends on the rank's random generator: the same losses on every mesh need 0.
     """
 
     channels: int = 1
@@ -37,12 +35,12 @@ class CNNConfig:
 
     @property
     def pooled_size(self) -> int:
-        """Side of the image, in pixels, after two 3 × 3 convolutions without a border, and a pooling by 2."""
+        """Side of the image, in pixels, after two 3 × 3 convolutions without padding, and a pooling by 2."""
         return (self.image_size - 4) // 2
 
     @property
     def features(self) -> int:
-        """Numbers of one sample that go into ``fc1``."""
+        """Elements of one sample that ``fc1`` takes."""
         return self.width2 * self.pooled_size**2
 
     def without_dropout(self) -> CNNConfig:
@@ -62,8 +60,7 @@ class CNNConfig:
 class CNN(nn.Module):
     """Images (batch, channels, image_size, image_size) to logits (batch, classes).
 
-    A pipeline stage is this class with some of ``conv1``, ``conv2``, ``fc1``, ``fc2`` set to None; what passes between
-    two of them is written beside each line of `forward`.
+    A pipeline stage is this class with some of ``conv1``, ``conv2``, ``fc1``, ``fc2`` set to None; forward skips them.
     """
 
     def __init__(self, config: CNNConfig | None = None) -> None:
@@ -82,7 +79,7 @@ class CNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """
         Args:
-            x: (batch, channels, image_size, image_size), or what the part before gives where ``conv1`` is not here.
+            x: (batch, channels, image_size, image_size), or the previous stage's output where ``conv1`` is None.
 
         Raises:
             ValueError: images of another size or number of channels.
@@ -103,7 +100,7 @@ class CNN(nn.Module):
         return self.fc2(x) if self.fc2 is not None else x  # (batch, classes)
 
     def init_rule(self, name: str) -> Init:
-        """PyTorch's own ranges: weight and bias uniform within ±1 / sqrt(numbers that go into one output).
+        """PyTorch's own ranges: weight and bias uniform within ±1 / sqrt(fan-in).
 
         Args:
             name: the canonical parameter name.
@@ -111,16 +108,3 @@ class CNN(nn.Module):
         c = self.config
         fan_in = {"conv1": 9 * c.channels, "conv2": 9 * c.width1, "fc1": c.features, "fc2": c.hidden}
         return Init("uniform", fan_in[name.split(".")[0]] ** -0.5)
-
-
-def parity_model() -> CNN:
-    """A small one to try layouts on, without dropout: 4 parts to cut into stages; ``hidden`` divides by 8."""
-    return CNN(CNNConfig(image_size=12, width1=4, width2=8, hidden=32, conv_dropout=0, fc_dropout=0))
-
-
-def parity_batch(samples: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noise with one bright row, whose number is the class: (samples, 1, 12, 12) float64, (samples,) int64."""
-    images = torch.randn(samples, 1, 12, 12, generator=numbers, dtype=torch.float64)
-    classes = torch.randint(10, (samples,), generator=numbers)
-    images[torch.arange(samples), 0, classes] += 2
-    return images, classes

@@ -1,7 +1,6 @@
 """How PyTorch's own modules start, as rules for `mmm.models.weights`: the distributions that PyTorch documents.
 
-A module whose class has a ``reset_parameters`` of its own, not PyTorch's, has no rule here: what it means to draw
-cannot be known from outside.
+A module whose class overrides ``reset_parameters`` has no rule here: what it draws is not known.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""A routed feed-forward layer: many feed-forward networks ("experts"), of which each token goes through a few.
+"""A routed feed-forward layer: many feed-forward networks ("experts"), of which each token uses a few.
 
 ::
 
     x ──► router: n_experts scores a token ──► + expert_bias, the top_k highest ──► sort (token, choice) by expert
     │                  │                                                                        │
     │                  ▼                                                                        ▼
-    │            weight of a choice                                          experts: each works out its own tokens
+    │            weight of a choice                                           experts: each computes its own tokens
     │                  │                                                                        │
     └──────────────► sum over the choices of a token: weight · output ◄───── back in the order of tokens
 
-Dropless: an expert takes all tokens that choose it; there is no capacity above which tokens are lost. Scores are
-sigmoids of at least float32, and the weights of a token's choices add up to 1 (with top_k 1 the weight is the score
-itself: a constant 1 would teach the router nothing).
+Dropless: an expert takes all tokens that choose it, without a capacity. Scores are sigmoids in float32 or wider, and
+the weights of a token's choices add up to 1. With top_k 1 the weight is the score itself, since a constant 1 would give
+the router no gradient.
 
-Experts are kept busy alike without a second loss: `expert_bias` moves the *choice*, and not the weights, and is moved
-after each step against the load (`mmm.parallel.expert.apply.balance_experts`). What that needs is counted here.
+The load is balanced without a second loss: `expert_bias` changes the choice but not the weights, and
+`mmm.parallel.expert.apply.balance_experts` adjusts it after each step from the tokens that are counted here.
 
-Plain PyTorch: this file knows nothing of meshes. ``Experts.work`` is the one place where tokens meet experts: where
-each rank holds some of the experts, this is what is replaced.
+This file knows nothing of meshes. Expert parallelism replaces ``Experts.expert_forward``, where tokens meet experts.
 
 Sources: Shazeer et al., "Outrageously large neural networks", 2017; Gale et al., "MegaBlocks", 2022 (dropless);
 DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (sigmoid scores, bias); Wang et al., "Auxiliary-loss-free load balancing
@@ -34,13 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-Work = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+ExpertForward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def loads(counts: Tensor, total: int) -> list[int]:
-    """The numbers of `counts` (any shape, which add up to `total`) on the host, flat.
+def to_host_list(counts: Tensor, total: int) -> list[int]:
+    """The elements of `counts` (any shape, sum `total`) on the host, flat.
 
-    A tensor without memory (meta, fake) has no numbers: `total` is then spread evenly, as good routing would.
+    A meta or fake tensor has no values: `total` is then spread evenly, as balanced routing would.
     """
     n = counts.numel()
     if counts.is_meta or isinstance(counts, FakeTensor):
@@ -48,26 +47,27 @@ def loads(counts: Tensor, total: int) -> list[int]:
     return counts.flatten().tolist()
 
 
-def work_out(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def expert_forward(x: Tensor, tokens_per_expert: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """Each expert's SwiGLU, ``w2(silu(w1 x) * w3 x)``, of its own rows.
 
     Args:
-        x: (rows, dim), sorted by expert. counts: (experts,) int64, rows of each; any of them may be 0.
+        x: (rows, dim), sorted by expert. tokens_per_expert: (experts,) int64, rows of each, which may be 0.
         w1, w3: (experts, hidden, dim). w2: (experts, dim, hidden).
 
     Returns:
         (rows, dim).
     """
-    parts = x.split(loads(counts, len(x)))  # each (rows of an expert, dim)
+    rows = x.split(to_host_list(tokens_per_expert, len(x)))  # each (rows of an expert, dim)
     weights = zip(w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
     return torch.cat(
-        [F.linear(F.silu(F.linear(p, a)) * F.linear(p, c), b) for p, (a, b, c) in zip(parts, weights, strict=True)]
+        [F.linear(F.silu(F.linear(r, a)) * F.linear(r, c), b) for r, (a, b, c) in zip(rows, weights, strict=True)]
     )
 
 
 class Router(nn.Module):
-    """(tokens, dim) to scores (tokens, n_experts) in (0, 1), float32 or wider: in half precision the order of close
-    scores would be left to rounding, and so to the mesh.
+    """(tokens, dim) to scores (tokens, n_experts) in (0, 1).
+
+    Scores are float32 or wider: in half precision, rounding, and so the mesh, would decide the order of close scores.
 
     Attributes:
         used: the weight as the last forward used it, through which its gradient passes.
@@ -77,34 +77,34 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
         self.used: Tensor | None = None
-        nn.init.normal_(self.weight, std=0.02)  # once it is registered: no numbers are drawn on the meta device
+        nn.init.normal_(self.weight, std=0.02)  # after registration: nothing is drawn on the meta device
 
     def forward(self, x: Tensor) -> Tensor:
         wide, kind = torch.promote_types(x.dtype, torch.float32), x.device.type
         no_cast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-        self.used = self.weight.view_as(self.weight)
+        self.used = self.weight.view_as(self.weight)  # (n_experts, dim)
         with no_cast:
-            return F.linear(x.to(wide), self.used.to(wide)).sigmoid()
+            return F.linear(x.to(wide), self.used.to(wide)).sigmoid()  # (tokens, n_experts)
 
 
 class Experts(nn.Module):
-    """The experts' matrices, one above the other.
+    """The experts' matrices, stacked along dim 0.
 
     Attributes:
-        work: the function of (rows, counts, w1, w2, w3): see `work_out`.
+        expert_forward: the function of (rows, tokens_per_expert, w1, w2, w3); expert parallelism replaces it.
     """
 
     def __init__(self, dim: int, hidden: int, n_experts: int) -> None:
         super().__init__()
-        self.work: Work = work_out
+        self.expert_forward: ExpertForward = expert_forward
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden, dim))
         for weight in (self.w1, self.w2, self.w3):
             nn.init.normal_(weight, std=0.02)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        return self.work(x, counts, self.w1, self.w2, self.w3)
+    def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        return self.expert_forward(x, tokens_per_expert, self.w1, self.w2, self.w3)
 
 
 class MixtureOfExperts(nn.Module):
@@ -112,8 +112,8 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         expert_bias: (n_experts,), added to the scores for the choice alone; saved with the model.
-        counts: (n_experts,) int64, how often each expert was chosen by the tokens held here, in all forwards that have
-            had their backward since this was set to None; None where there were none.
+        tokens_per_expert: (n_experts,) int64, how often this rank's tokens chose each expert, over all forwards whose
+            backward has run since this was set to None; None where there were none.
     """
 
     expert_bias: Tensor
@@ -124,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(dim, n_experts)
         self.experts = Experts(dim, hidden, n_experts)
         self.register_buffer("expert_bias", torch.zeros(n_experts))
-        self.counts: Tensor | None = None
+        self.tokens_per_expert: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (tokens, dim)
@@ -141,15 +141,17 @@ class MixtureOfExperts(nn.Module):
         order = flat.argsort(stable=True)  # the choices, by expert
         rows = self.experts(tokens.index_select(0, order // self.top_k), counts)  # (tokens · top_k, dim)
         back = rows.index_select(0, order.argsort()).view(-1, self.top_k, x.shape[-1])  # (tokens, top_k, dim)
-        return (weight.unsqueeze(-1) * back).sum(1).to(x.dtype).view_as(x)
+        return (weight.unsqueeze(-1) * back).sum(1).to(x.dtype).view_as(x)  # (…, dim)
 
     def _count_in_backward(self, counts: Tensor) -> None:
-        """Count when the router's weight gets its gradient of this forward. That is once for each token trained on: not
-        in an evaluation, not again where activation checkpointing repeats the forward (what it builds then has no
-        backward of its own), and not where a pipeline tries out what shapes pass between its stages."""
+        """Add `counts` when the router's weight gets its gradient of this forward, so once for each token trained on.
+
+        An evaluation, a forward that activation checkpointing repeats and a pipeline's shape inference run no such
+        backward, and do not count.
+        """
 
         def add(_: Tensor) -> None:
-            self.counts = counts if self.counts is None else self.counts + counts
+            self.tokens_per_expert = counts if self.tokens_per_expert is None else self.tokens_per_expert + counts
 
         weight, self.router.used = self.router.used, None
         if weight is not None and weight.requires_grad:

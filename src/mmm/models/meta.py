@@ -1,8 +1,7 @@
 """Build a model whose parameters have shapes alone, and whose buffers have their values.
 
-On the meta device nothing has values: ``with torch.device("meta")`` makes a causal mask or a table of angles as empty
-as the matrices, and nobody could tell afterwards what was in it. Parameters can be drawn later, from their names
-(`mmm.models.weights`); buffers are what the model's constructor works out.
+``with torch.device("meta")`` also empties buffers, such as a causal mask or a table of angles, and their values cannot
+be recovered. Parameters can: they are drawn later from their names (`mmm.models.weights`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Inside, a parameter goes to the meta device as soon as a module has it; buffers stay, real, on the CPU.
+    """Inside, a parameter moves to the meta device when a module registers it; buffers stay on the CPU with values.
 
-    A parameter that is registered under two names stays one. What a constructor has put into a parameter before is
-    lost: initial values come from the model's rules. A matrix exists for a moment, as memory that is reserved and never
-    written, unless the constructor fills it before the module has it.
+    A parameter that is registered under two names stays one. Values that a constructor gave a parameter are lost. Its
+    memory is reserved for a moment, and not written unless the constructor fills it before it is registered.
     """
     moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

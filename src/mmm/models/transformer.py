@@ -1,9 +1,9 @@
 """A Llama-style Transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, plain or as routed experts.
 
-Plain PyTorch: this file knows nothing of meshes. Two habits make it easy to cut:
-  * heads are counted from the tensor, not from the configuration: the same code runs on a rank that holds some heads;
-  * layers live in a ``ModuleDict`` under their global number, and forward skips what is not there, so that a pipeline
-    stage is the same class with parts left out, and parameter names are the same everywhere.
+This file knows nothing of meshes. Two choices make it easy to parallelize:
+  * heads are counted from the tensor, not from the configuration: the same code runs on a rank with some of the heads;
+  * layers are in a ``ModuleDict`` under their global number, and forward skips what is missing: a pipeline stage is the
+    same class with modules left out, and parameter names are the same everywhere.
 
 Sources: Touvron et al., "LLaMA", 2023; Su et al., "RoFormer", 2021; Ainslie et al., "GQA", 2023; Shazeer, "GLU
 Variants Improve Transformer", 2020.
@@ -28,8 +28,8 @@ from mmm.models.weights import Init
 class TransformerConfig:
     """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`.
 
-    With `n_experts` above 0, `mmm.models.experts` take the place of the feed-forward layer in every block: `top_k` of
-    them for a token, each `expert_dim` wide (None: as wide as the feed-forward layer).
+    With `n_experts` above 0, `mmm.models.experts` replaces the feed-forward layer in every block: a token uses `top_k`
+    experts, each `expert_dim` wide (None: as wide as the feed-forward layer).
     """
 
     dim: int = 256
@@ -80,14 +80,14 @@ class TransformerConfig:
         elif self.head_dim % 2:
             found.append(
                 f"head_dim {self.head_dim} (dim {self.dim} / n_heads {self.n_heads}) is odd: rotary positions "
-                "turn pairs of numbers"
+                "rotate pairs of elements"
             )
         if self.n_heads % self.n_kv_heads:
             found.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
         return found
 
 
-# The llama sizes are those of the published models (Llama 2 7B; Llama 3 8B and 70B).
+# The llama sizes are those of the published models: Llama 2 7B; Llama 3 8B and 70B.
 PRESETS: dict[str, TransformerConfig] = {
     "debug": TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160),
     "small": TransformerConfig(),
@@ -105,30 +105,30 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
     """Cosine and sine of each position's angles.
 
     Args:
-        positions: (seq,) int64, the global position of each token held here.
+        positions: (seq,) int64, the global position of each local token.
         head_dim: even. theta: base of the wavelengths.
 
     Returns:
-        Two tensors (seq, head_dim / 2), float64 (float32 on MPS, which has no float64): a float32 angle is wrong by
-        0.008 rad at position 131,072.
+        Two tensors (seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
+        float32 on MPS, which has no float64.
     """
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
-    angle = positions.to(dtype)[:, None] * theta**-exponent
+    angle = positions.to(dtype)[:, None] * theta**-exponent  # (seq, head_dim / 2)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (2i, 2i+1) of each head by its position's angle; at least in float32, given back in the dtype of x.
+    """Rotate pairs (2i, 2i+1) of each head by its position's angle, in float32 or wider; the result has the dtype of x.
 
     Args:
         x: (batch, seq, heads, head_dim). cos, sin: (seq, head_dim / 2).
     """
-    work = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(work)[:, None, :], sin.to(work)[:, None, :]  # (seq, 1, head_dim / 2)
-    even, odd = x.to(work).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(wide)[:, None, :], sin.to(wide)[:, None, :]  # (seq, 1, head_dim / 2)
+    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)  # (…, head_dim / 2, 2)
+    return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -151,13 +151,12 @@ class Attention(nn.Module):
     """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads.
 
     Attributes:
-        attend: the function of q, k and v. It is the one place where tokens meet: where each rank holds a part of the
-            sequence, this is what is replaced.
+        attention_fn: the function of q, k and v, the one place where tokens meet; context parallelism replaces it.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self.attention_fn: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
@@ -166,12 +165,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        q = self.wq(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, heads held here, head_dim)
-        k = self.wk(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, kv heads held here, head_dim)
-        v = self.wv(x).view(batch, seq, -1, self.head_dim)
+        q = self.wq(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local heads, head_dim)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local kv heads, head_dim)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim)  # likewise
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
-        out = self.attend(q, k, v)  # (batch, heads, seq, head_dim)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, local heads, seq, head_dim)
+        out = self.attention_fn(q, k, v)  # (batch, local heads, seq, head_dim)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
 
 
@@ -211,7 +210,7 @@ class Transformer(nn.Module):
     """Tokens (batch, seq) int64 to logits (batch, seq, vocab_size).
 
     A pipeline stage is this class with ``tok_embeddings``, some ``layers``, or ``norm`` and ``output`` set to None or
-    taken out: it then takes, or gives, (batch, seq, dim).
+    removed: it then takes, or returns, (batch, seq, dim).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -227,17 +226,17 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """
         Args:
-            tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embedding is not held here.
+            tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embedding is missing.
             positions: (seq,) int64 global position of each token; 0, 1, 2, … if None.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta)
-        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens  # (batch, seq, dim)
         for layer in self.layers.values():
             h = layer(h, cos, sin)
         h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h
+        return self.output(h) if self.output is not None else h  # (batch, seq, vocab_size)
 
     def init_rule(self, name: str) -> Init:
         """Norms 1; embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block writes into the
@@ -255,19 +254,5 @@ class Transformer(nn.Module):
         return Init("normal", 0.02)
 
     def buffer_rule(self, name: str) -> Init | None:
-        """The experts' bias starts as 0, also where the whole model is built on the meta device."""
+        """The experts' bias starts as 0, also where the model is built on the meta device."""
         return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None
-
-
-def parity_model() -> Transformer:
-    """A small one to try layouts on: 8 parts to cut into stages; heads, widths and vocabulary divide by 8."""
-    config = TransformerConfig(dim=64, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=96, vocab_size=96)
-    return Transformer(config)
-
-
-def parity_batch(samples: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens and the ones after them: sequences that count upwards in steps of 1, 2 or 3. Each (samples, 32) int64."""
-    first = torch.randint(96, (samples, 1), generator=numbers)
-    step = torch.randint(1, 4, (samples, 1), generator=numbers)
-    tokens = (first + step * torch.arange(33)) % 96  # (samples, 33)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

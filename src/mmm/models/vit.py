@@ -1,8 +1,8 @@
-"""A Vision Transformer: the image cut into patches, a plain pre-norm encoder, the mean over the patches.
+"""A Vision Transformer: the image split into patches, a pre-norm encoder, the mean over the patches.
 
-No class token, no bias on queries, keys and values. They are three matrices, not one: cut over ranks by rows, a fused
-matrix gives each rank the wrong mix of the three. Heads are counted from the tensor, and layers live in a
-``ModuleDict`` under their global number, so that the same code runs on a rank that holds some heads or some layers.
+No class token, no bias on queries, keys and values. They are three matrices, since one fused matrix, sharded by rows,
+gives each rank the wrong mix of the three. Heads are counted from the tensor, and layers are in a ``ModuleDict`` under
+their global number: the same code runs on a rank with some of the heads or layers.
 
 Sources: Dosovitskiy et al., "An image is worth 16x16 words", 2021; Beyer, Zhai, Kolesnikov, "Better plain ViT baselines
 for ImageNet-1k", 2022 (mean instead of class token).
@@ -35,8 +35,8 @@ SDPA_BACKENDS = {
 class ViTConfig:
     """Sizes of a ViT. ``mlp_dim=None`` means ``4 * dim``.
 
-    ``attention``: ``native`` is written out in `native_attention`, ``sdpa`` is PyTorch's
-    ``F.scaled_dot_product_attention``, by the kernel that ``sdpa_backend`` names (auto, math, flash, efficient, cudnn).
+    ``attention``: ``native`` is `native_attention`; ``sdpa`` is PyTorch's ``F.scaled_dot_product_attention`` with the
+    kernel that ``sdpa_backend`` names (auto, math, flash, efficient, cudnn).
     """
 
     image_size: int = 224
@@ -67,7 +67,7 @@ class ViTConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Elements of a patch."""
         return self.channels * self.patch_size**2
 
     def problems(self) -> list[str]:
@@ -107,8 +107,8 @@ PRESETS: dict[str, ViTConfig] = {
 def native_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``softmax(q kᵀ / sqrt(head_dim)) v``, all (batch, heads, seq, head_dim).
 
-    The softmax is worked out in float32 at least. The weights, (batch, heads, seq, seq), are kept for backward: that is
-    the memory that fused kernels save.
+    The softmax is computed in float32 or wider. Backward needs the weights, (batch, heads, seq, seq): the memory that
+    fused kernels save.
     """
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5  # (batch, heads, seq, seq)
     weight = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(dim=-1).to(v.dtype)
@@ -116,8 +116,7 @@ def native_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class PatchEmbedding(nn.Module):
-    """Images (batch, channels, image_size, image_size) to (batch, patches, dim): one matrix for all patches, and a
-    learned vector for each place."""
+    """Images (batch, channels, image_size, image_size) to (batch, patches, dim), with a learned vector a place."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -134,13 +133,14 @@ class PatchEmbedding(nn.Module):
             )
         batch, channels, size, _ = images.shape
         side, p = size // self.patch_size, self.patch_size
-        x = images.reshape(batch, channels, side, p, side, p).permute(0, 2, 4, 1, 3, 5)
+        x = images.reshape(batch, channels, side, p, side, p)
+        x = x.permute(0, 2, 4, 1, 3, 5)  # (batch, side, side, channels, p, p)
         x = x.reshape(batch, side * side, channels * p * p)  # (batch, patches, patch_dim), patches row by row
-        return self.projection(x) + self.positions
+        return self.projection(x) + self.positions  # (batch, patches, dim)
 
 
 class Attention(nn.Module):
-    """Every patch looks at every patch; (batch, patches, dim) in and out."""
+    """Every patch attends to every patch; (batch, patches, dim) in and out."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        # each (batch, heads held here, patches, head_dim)
+        # each (batch, local heads, patches, head_dim)
         q, k, v = (w(x).view(batch, seq, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         if self.native:
             out = native_attention(q, k, v)
@@ -195,8 +195,8 @@ class ViTBlock(nn.Module):
 class ViT(nn.Module):
     """Images (batch, channels, image_size, image_size) to logits (batch, classes).
 
-    A pipeline stage is this class with ``embedding``, some ``layers``, or ``norm`` and ``head`` set to None or taken
-    out: it then takes, or gives, (batch, patches, dim). The mean over the patches goes with ``norm``.
+    A pipeline stage is this class with ``embedding``, some ``layers``, or ``norm`` and ``head`` set to None or
+    removed: it then takes, or returns, (batch, patches, dim). The mean over the patches belongs to ``norm``.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -212,7 +212,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """
         Args:
-            x: images, or hidden states (batch, patches, dim) where the embedding is not held here.
+            x: images, or hidden states (batch, patches, dim) where the embedding is missing.
 
         Raises:
             ValueError: images of another size or number of channels.
@@ -240,17 +240,3 @@ class ViT(nn.Module):
         if name.endswith(("attention.wo.weight", "mlp.fc2.weight")):
             return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
         return Init("normal", 0.02)
-
-
-def parity_model() -> ViT:
-    """A small one to try layouts on: 8 parts to cut into stages; heads and widths divide by 8, the 9 patches do not."""
-    config = ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=32, n_layers=6, n_heads=8, mlp_dim=64)
-    return ViT(config)
-
-
-def parity_batch(samples: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noise with one bright row, whose number is the class: (samples, 1, 12, 12) float64, (samples,) int64."""
-    images = torch.randn(samples, 1, 12, 12, generator=numbers, dtype=torch.float64)
-    classes = torch.randint(10, (samples,), generator=numbers)
-    images[torch.arange(samples), 0, classes] += 2
-    return images, classes

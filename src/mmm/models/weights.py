@@ -1,9 +1,8 @@
 """Initial weights as a pure function of (seed, canonical parameter name, element index).
 
-Every element of a parameter is drawn on its own, from a counter: element number ``i`` of the parameter called ``name``
-is output ``i`` of a SplitMix64 stream whose key is a hash of (seed, name). So a rank that holds a part of a matrix
-draws just that part, from the meta device if need be, and the weights of a model do not depend on how it is cut, on how
-many layers stand beside it, or on the order of construction.
+Element ``i`` of parameter ``name`` is output ``i`` of a SplitMix64 stream whose key is a hash of (seed, name). So a
+rank draws just its shard of a matrix, also for a model built on the meta device, and the weights do not depend on how
+the model is sharded, on how many layers it has, or on the order of construction.
 
 Source of the generator: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
@@ -14,12 +13,11 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-CHUNK = 1 << 22  # elements drawn at once: bounds the temporary memory to a few times 32 MiB
+CHUNK = 1 << 22  # elements drawn at once, which bounds the temporary memory to a few times 32 MiB
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -40,32 +38,13 @@ class Init:
     zero_row: int | None = None
 
 
-Rule = Callable[[str], "Init | None"]
-
-
-class Initializable(Protocol):
-    """What a model may have, to say how its weights start.
-
-    ``init_rule("layers.0.ffn_norm.weight")`` is asked for each parameter. Where it is missing, or returns None, a
-    module of PyTorch starts as PyTorch documents it (`mmm.models.defaults`).
-
-    ``buffer_rule("layers.0.moe.expert_bias")`` is asked for each buffer. It is a method of its own because rules for
-    parameters end in "and all others": a mask must not be drawn by that. Where it is missing, or returns None, a buffer
-    keeps the values that the model's constructor gave it.
-    """
-
-    def init_rule(self, name: str) -> Init | None: ...
-
-    def buffer_rule(self, name: str) -> Init | None: ...
-
-
 @dataclass(frozen=True)
-class Box:
-    """The part of a tensor that is held here: per dim the first index and the length, in elements."""
+class ShardBox:
+    """The shard of a tensor that is local: per dim the first index, the length and the full length, in elements."""
 
     start: tuple[int, ...]
     length: tuple[int, ...]
-    whole: tuple[int, ...]
+    full: tuple[int, ...]
 
 
 def canonical_name(name: str) -> str:
@@ -91,7 +70,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def uniform01(key: int, index: Tensor) -> Tensor:
-    """Float64 in (0, 1), 53 random bits each, for the int64 element numbers `index` (any shape)."""
+    """Float64 in (0, 1), 53 random bits each, for the int64 element indices `index` (any shape)."""
     z = index * _signed(_GAMMA) + _signed(key + _GAMMA)
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX2)
@@ -108,23 +87,23 @@ def _draw(rule: Init, key: int, index: Tensor) -> Tensor:
     raise ValueError(f"unknown kind of initial weights {rule.kind!r}: normal, uniform or constant")
 
 
-def _element_numbers(box: Box, first: int, last: int, device: torch.device) -> Tensor:
-    """Numbers in the whole tensor (row-major) of elements first..last of the box (row-major), int64."""
+def _element_indices(box: ShardBox, first: int, last: int, device: torch.device) -> Tensor:
+    """Indices in the full tensor (row-major) of elements first..last of the box (row-major), int64."""
     local = torch.arange(first, last, device=device)
-    number = torch.zeros_like(local)
+    index = torch.zeros_like(local)
     stride = 1
-    for start, length, whole in zip(reversed(box.start), reversed(box.length), reversed(box.whole), strict=True):
-        number += (local % length + start) * stride
+    for start, length, full in zip(reversed(box.start), reversed(box.length), reversed(box.full), strict=True):
+        index += (local % length + start) * stride
         local = local // length
-        stride *= whole
-    return number
+        stride *= full
+    return index
 
 
 @torch.no_grad()
-def fill_(local: Tensor, rule: Init, key: int, box: Box) -> None:
-    """Fill `local` (shape ``box.length``) with its part of the parameter, in place.
+def fill_(local: Tensor, rule: Init, key: int, box: ShardBox) -> None:
+    """Fill `local` (shape ``box.length``) with its shard of the parameter, in place.
 
-    The numbers are worked out in float64 and rounded once to the dtype of `local`. They are the same on every device up
+    The elements are computed in float64 and rounded once to the dtype of `local`. They are the same on every device up
     to the last bits of the device's ``erfinv``.
     """
     if rule.zero_row is not None:
@@ -143,20 +122,20 @@ def fill_(local: Tensor, rule: Init, key: int, box: Box) -> None:
         flat = local.view(-1)
         for first in range(0, total, CHUNK):
             last = min(first + CHUNK, total)
-            flat[first:last].copy_(_draw(rule, key, _element_numbers(box, first, last, device)))
+            flat[first:last].copy_(_draw(rule, key, _element_indices(box, first, last, device)))
     elif total:
-        local.copy_(_draw(rule, key, _element_numbers(box, 0, total, device)).view(box.length))
+        local.copy_(_draw(rule, key, _element_indices(box, 0, total, device)).view(box.length))
 
 
-def whole_box(parameter: Tensor) -> Box:
-    """The box of a parameter that is not cut."""
+def full_box(parameter: Tensor) -> ShardBox:
+    """The box of a parameter that is not sharded."""
     shape = tuple(parameter.shape)
-    return Box((0,) * len(shape), shape, shape)
+    return ShardBox((0,) * len(shape), shape, shape)
 
 
 def parameter_problems(model: nn.Module) -> list[str]:
-    """The parameters of `model` that no rule names, in one sentence; empty when there are none."""
-    rule_of, of = Rules(model), type(model).__name__
+    """One sentence about the parameters of `model` without a rule; empty when there are none."""
+    rule_of, of = InitRules(model), type(model).__name__
     lacking = [name for name, _ in model.named_parameters() if rule_of.parameter(name) is None]
     return lacking and [
         f"nothing says how {_first(lacking, 'parameter')} of {of} starts: give {of} a method init_rule(name) that "
@@ -166,8 +145,8 @@ def parameter_problems(model: nn.Module) -> list[str]:
 
 
 def buffer_problems(model: nn.Module) -> list[str]:
-    """The buffers of `model` that have no values, and will get none, in one sentence; empty when there are none."""
-    rule_of, of = Rules(model), type(model).__name__
+    """One sentence about the buffers of `model` that have no values and no rule; empty when there are none."""
+    rule_of, of = InitRules(model), type(model).__name__
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta and rule_of.buffer(name, True) is None]
     return lacking and [
         f"{_first(lacking, 'buffer')} of {of} lies on the meta device, where it has no values: build the model inside "
@@ -180,44 +159,46 @@ def _first(names: Sequence[str], what: str) -> str:
     return f"{what} {names[0]}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
-class Rules:
-    """How the weights of `model` start: by its own rules, else by those of PyTorch's modules."""
+class InitRules:
+    """How the weights of `model` start: by its own rules, else by those of PyTorch's modules.
+
+    A model may have two methods. ``init_rule("layers.0.ffn_norm.weight")`` is asked for each parameter. Where it is
+    missing, or returns None, a module of PyTorch starts as PyTorch documents it (`mmm.models.defaults`).
+    ``buffer_rule("layers.0.moe.expert_bias")`` is asked for each buffer. Where it is missing, or returns None, a buffer
+    keeps the values that the constructor gave it. The methods are two because rules for parameters end in "and all
+    others", which must not draw a mask.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         from mmm.models.defaults import default_rules  # which needs `Init` of this file
 
         self.defaults = {canonical_name(name): rule for name, rule in default_rules(model).items()}
-        self.of_parameter: Rule = getattr(model, "init_rule", _no_rule)
-        self.of_buffer: Rule = getattr(model, "buffer_rule", _no_rule)
+        self.of_parameter: Callable[[str], Init | None] = getattr(model, "init_rule", lambda name: None)
+        self.of_buffer: Callable[[str], Init | None] = getattr(model, "buffer_rule", lambda name: None)
 
     def parameter(self, name: str) -> Init | None:
-        """The rule of a parameter."""
         name = canonical_name(name)
         return self.of_parameter(name) or self.defaults.get(name)
 
     def buffer(self, name: str, empty: bool) -> Init | None:
-        """The rule of a buffer; None where it keeps its values. `empty`: it has none to keep."""
+        """The rule of a buffer; None where it keeps its values. `empty`: it has no values to keep."""
         name = canonical_name(name)
         return self.of_buffer(name) or (self.defaults.get(name) if empty else None)
-
-
-def _no_rule(name: str) -> None:
-    return None
 
 
 def initialize(
     model: nn.Module,
     seed: int,
-    box_of: Callable[[Tensor], Box] = whole_box,
+    box_of: Callable[[Tensor], ShardBox] = full_box,
     local_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     empty: Collection[str] = (),
 ) -> None:
-    """Draw every parameter of `model`, in place. Buffers keep their values, but those that the model has a rule for.
+    """Draw every parameter of `model`, in place. Buffers keep their values, except those that the model has a rule for.
 
     Args:
-        model: see `Initializable`; parameters lie on their final device (not meta). Buffers are whole.
+        model: see `InitRules`; parameters lie on their final device (not meta). Buffers are not sharded.
         seed: of the run.
-        box_of, local_of: for cut parameters, which part this rank holds and the tensor that holds it.
+        box_of, local_of: of a sharded parameter, this rank's shard and its local tensor.
         empty: names of buffers that have memory and no values yet: they start as PyTorch's own modules do.
 
     Raises:
@@ -225,21 +206,21 @@ def initialize(
     """
     if wrong := parameter_problems(model):
         raise ValueError("; ".join(wrong))
-    rule_of = Rules(model)
+    rule_of = InitRules(model)
     for name, parameter in model.named_parameters():
         rule = rule_of.parameter(name)
         assert rule is not None
         fill_(local_of(parameter), rule, stream_key(seed, name), box_of(parameter))
     for name, buffer in model.named_buffers():
         if (rule := rule_of.buffer(name, name in empty)) is not None:
-            fill_(local_of(buffer), rule, stream_key(seed, name), whole_box(buffer))
+            fill_(local_of(buffer), rule, stream_key(seed, name), full_box(buffer))
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point parameters and buffers to `dtype`, in place; whole numbers and bools stay.
+    """Convert floating-point parameters and buffers to `dtype`, in place; integers and bools stay.
 
-    As ``model.to(dtype)``, but that complex ones (rotary tables) stay complex: complex128 for float64, else complex64.
-    ``model.to`` would take their imaginary part away.
+    Unlike ``model.to(dtype)``, which drops their imaginary part, complex tensors (rotary tables) stay complex:
+    complex128 for float64, else complex64.
     """
     wide = torch.complex128 if dtype == torch.float64 else torch.complex64
 
@@ -252,6 +233,6 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def parameter_count(modules: Sequence[nn.Module] | nn.Module) -> int:
-    """Number of parameter elements, shared ones once (of whole tensors, also where they are cut)."""
+    """Number of parameter elements, shared ones once, of the full tensors where they are sharded."""
     roots = [modules] if isinstance(modules, nn.Module) else list(modules)
     return sum(p.numel() for p in {id(p): p for root in roots for p in root.parameters()}.values())

@@ -187,14 +187,14 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def local_box(parameter: Tensor) -> weights.Box:
+def local_box(parameter: Tensor) -> weights.ShardBox:
     """Which part of the whole parameter this rank holds.
 
     A dim cut by several axes is cut by one after the other, each time as ``torch.chunk`` does: outer axes first, except
     that strided cuts (FSDP, applied over dp to what tensor parallel left) come last.
     """
     if not isinstance(parameter, DTensor):
-        return weights.whole_box(parameter)
+        return weights.full_box(parameter)
     start, length = [0] * parameter.ndim, list(parameter.shape)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -207,4 +207,4 @@ def local_box(parameter: Tensor) -> weights.Box:
         length[dim] = min(chunk, length[dim] - first)
     held = tuple(local_part(parameter).shape)
     assert held == tuple(length), f"holds {held}, worked out {length} of {tuple(parameter.shape)}"
-    return weights.Box(tuple(start), tuple(length), tuple(parameter.shape))
+    return weights.ShardBox(tuple(start), tuple(length), tuple(parameter.shape))

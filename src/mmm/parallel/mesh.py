@@ -1,12 +1,12 @@
-"""The device mesh: which ranks stand together on which axis.
+"""The device mesh: which ranks form a group along which axis.
 
 Axes, outermost first::
 
     pp            pipeline stages
-    dp_replicate  copies of the model, kept equal
-    dp_shard      data parallel; parameters cut over it (FSDP)
-    cp            the sequence cut
-    tp            matrices cut; innermost, because it talks most: neighbours, ideally on one host
+    dp_replicate  data parallel: replicas of the model
+    dp_shard      data parallel: parameters sharded over it (FSDP)
+    cp            the sequence sharded
+    tp            matrices sharded; innermost, because it talks most: neighbours, ideally on one host
 
 ep, expert parallel, has no ranks of its own: it divides dp_shard. Its groups are neighbours on that axis.
 
@@ -66,7 +66,7 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def fit(self, world_size: int) -> Layout:
-        """This layout with ``dp_shard`` worked out for that many ranks.
+        """This layout with ``dp_shard`` computed for that many ranks.
 
         Raises:
             LayoutError: an axis is not a positive size, the axes do not multiply to `world_size`, or ep does not divide
@@ -99,7 +99,7 @@ class Layout:
             divisors = [n for n in range(1, self.dp_shard + 1) if self.dp_shard % n == 0]
             others = self.ranks // self.dp_shard
             raise LayoutError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (experts are cut over data-parallel ranks): "
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (experts are sharded over data-parallel ranks): "
                 f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks (with dp_shard "
                 f"left out)"
             )
@@ -127,27 +127,68 @@ def _line_that_fits(ranks: int) -> str:
     return f"start that many, `launch -n {ranks} --device cpu {shlex.join(command_line())}`, or change the layout"
 
 
-def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts: bool = False) -> DeviceMesh:
-    """The `DeviceMesh` of a fitted layout: the axes with more than one rank, and always ``dp_shard``.
+@dataclass(frozen=True)
+class Mesh:
+    """A layout on process groups: what `build_mesh` makes.
 
-    Axes of one rank are left out because each would cost a process group a rank. With cp there is also a group for
-    dp_shard × cp taken as one axis (`dp_shard_cp`): the ranks that FSDP cuts parameters over. With ep there is a second
-    mesh for the experts (`expert_mesh`).
+    Attributes:
+        layout: fitted.
+        device_mesh: PyTorch's, with the axes of more than one rank, and always ``dp_shard``: an axis costs a process
+            group a rank.
+        experts: the same ranks as (pp, dp_replicate, expert_dp, ep), again without axes of one rank but for expert_dp,
+            which is what ep leaves of dp_shard, × cp × tp: the ranks with the same experts and other tokens. None where
+            experts are sharded as all other parameters are.
+    """
+
+    layout: Layout
+    device_mesh: DeviceMesh
+    experts: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
+        """`mesh`, or one around a `DeviceMesh` of ``init_device_mesh``.
+
+        Raises:
+            LayoutError: its axes have other names, or none is dp_shard.
+        """
+        if isinstance(mesh, Mesh):
+            return mesh
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        if not {"dp_shard"} <= sizes.keys() <= {*AXES}:
+            raise LayoutError(
+                f"a mesh with the axes {', '.join(sizes) or 'without names'}: they are called {', '.join(AXES)}, and "
+                f"dp_shard is always there"
+            )
+        return cls(Layout(**sizes), mesh)
+
+    def __getitem__(self, axis: str) -> DeviceMesh:
+        """One axis; ``dp_shard_cp`` is dp_shard and cp as one: the ranks that FSDP shards parameters over."""
+        if axis == "dp_shard_cp":
+            return self.device_mesh["dp_shard", "cp"]._flatten(axis)  # made once, then the same again
+        return self.device_mesh[axis]
+
+    def __contains__(self, axis: str) -> bool:
+        return axis in (self.device_mesh.mesh_dim_names or ())
+
+    def __str__(self) -> str:
+        return str(self.device_mesh)
+
+
+def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts: bool = False) -> Mesh:
+    """The mesh of a fitted layout. A collective.
 
     Args:
         timeout: seconds; set on every group, because groups of a mesh do not take over the default group's.
-        experts: whether the model has experts: under tp they need the second mesh also where ep is 1.
+        experts: whether the model has experts: under tp they need a mesh of their own also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     limit = timedelta(seconds=timeout)
-    with _groups_that_give_up_after(limit):
-        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        groups = mesh.get_all_groups()
-        if has_axis(mesh, "cp"):
-            groups.append(dp_shard_cp(mesh).get_group())
-        if layout.ep > 1 or (experts and layout.tp > 1):
-            mesh.experts = _build_expert_mesh(layout, device_type)  # type: ignore[attr-defined]
-            groups += mesh.experts.get_all_groups()  # type: ignore[attr-defined]
+    with _default_timeout(limit):
+        device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
+        mesh = Mesh(layout, device_mesh, expert_mesh)
+        groups = device_mesh.get_all_groups() + (expert_mesh.get_all_groups() if expert_mesh is not None else [])
+        groups += [mesh["dp_shard_cp"].get_group()] if "cp" in mesh else []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
         for group in groups:  # an axis of all ranks is the default group, which has been there before
@@ -156,7 +197,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
 
 
 @contextmanager
-def _groups_that_give_up_after(limit: timedelta) -> Iterator[None]:
+def _default_timeout(limit: timedelta) -> Iterator[None]:
     """Inside, a process group that is made without a timeout gets this one, whatever its backend.
 
     A mesh makes its groups without, and afterwards PyTorch can change it for gloo and nccl alone: those of xccl would
@@ -172,38 +213,13 @@ def _groups_that_give_up_after(limit: timedelta) -> Iterator[None]:
         c10d._get_default_timeout = default
 
 
-def dp_shard_cp(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes dp_shard and cp of a mesh as one axis of that name; made once, then the same again."""
-    return mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-
-
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The same ranks as (pp, dp_replicate, expert_dp, ep), where the first two, and ep, have more than one.
-
-    expert_dp is what ep leaves of dp_shard, × cp × tp: all ranks that hold the same experts and have other tokens.
-    """
     pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
     ranks = torch.arange(layout.ranks).view(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
     ranks = ranks.movedim(3, -1).reshape(pp, dp_replicate, -1, layout.ep)
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "expert_dp": ranks.shape[2], "ep": layout.ep}
     names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "expert_dp")
     return DeviceMesh(device_type, ranks.reshape([sizes[axis] for axis in names]), mesh_dim_names=names)
-
-
-def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The experts' own mesh beside a mesh of `build_mesh`; None where experts lie as all other parameters do."""
-    return getattr(mesh, "experts", None)
-
-
-def layout_of(mesh: DeviceMesh) -> Layout:
-    """The layout that a mesh of `build_mesh` has."""
-    experts = expert_mesh(mesh)
-    ep = experts["ep"].size() if experts is not None and has_axis(experts, "ep") else 1
-    return Layout(**dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)), ep=ep)
-
-
-def has_axis(mesh: DeviceMesh, axis: str) -> bool:
-    return axis in (mesh.mesh_dim_names or ())
 
 
 def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ class Plan:
         fsdp_units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none
             goes with the root.
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
-        attention: modules whose ``attend`` is where tokens of a sequence meet: what cp replaces.
+        attention: modules whose ``attention_fn`` is where tokens of a sequence meet: what cp replaces.
         checkpointed: modules whose activations are worked out again in backward, where that is asked for.
         experts: mixtures of experts (`mmm.models.experts`), whose experts ep cuts.
         stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is

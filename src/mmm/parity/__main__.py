@@ -20,12 +20,12 @@ import tyro
 
 from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
 from mmm.parity import models
-from mmm.parity.layouts import AXES, Case, canonical, matrix, optimizers_for, ranks_of
+from mmm.parity.layouts import AXES, ParityCase, canonical, matrix, optimizers_for, ranks_of
 from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error, said_once
 from mmm.runtime.ranks import LONGEST, whoami
 
 if TYPE_CHECKING:
-    from mmm.parity.report import Row
+    from mmm.parity.report import Comparison
 
 INTERRUPTED = 130
 
@@ -44,7 +44,7 @@ class Options:
     dtype: Literal["fp64", "fp32"] = "fp64"
     steps: int = 10
     global_batch_size: int = 16
-    """Samples of a step, which have to divide over the data-parallel ranks: for dp3, say, 18."""
+    """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
     seed: int = 0
     """Of initial weights and data."""
     json: Path | None = None
@@ -105,7 +105,7 @@ class Options:
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[ParityCase]:
         """What was asked for, still to be checked against the models.
 
         Raises:
@@ -137,10 +137,10 @@ class Options:
                 raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {there} ranks")
         return found
 
-    def _picked(self, model: str, layout: str) -> Case:
+    def _picked(self, model: str, layout: str) -> ParityCase:
         given = self.techniques()
         given["checkpointing"] = given.pop("activation_checkpointing", "none")
-        case = Case(model=model, layout=layout, **given)  # type: ignore[arg-type]
+        case = ParityCase(model=model, layout=layout, **given)  # type: ignore[arg-type]
         return replace(case, optimizers=optimizers_for(case))
 
 
@@ -183,7 +183,7 @@ def compare(options: Options) -> int:
 
     began = time.perf_counter()
     training = Training(options.steps, options.seed, options.dtype, options.global_batch_size)
-    ready, refused = run.ready_cases(cases, training)
+    ready, refused = run.prepare_cases(cases, training)
     if refused and (options.model or not ready):
         raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))
     for case, why in refused:
@@ -194,7 +194,7 @@ def compare(options: Options) -> int:
     (folder / report.ERRORS).unlink(missing_ok=True)
     about = {"options": asdict(options), "versions": versions(), "command": sys.argv}
     write_config(folder, about)
-    rows: list[Row] = []
+    rows: list[Comparison] = []
     interrupted = False
     try:
         for row in run.compare(ready, training, options.timeout, folder, lambda text: print(text, flush=True)):

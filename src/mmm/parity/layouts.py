@@ -18,7 +18,7 @@ OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ParityCase:
     """A model on a layout by certain techniques. What the techniques mean: `mmm.parallel.assemble.Techniques`.
 
     Attributes:
@@ -118,7 +118,7 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
     return found
 
 
-def optimizers_for(case: Case) -> tuple[str, ...]:
+def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
     that is wrong by a factor."""
     alone = len(case.sizes) < 2 or case.sizes.keys() in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
@@ -223,10 +223,10 @@ FIELDS = {
 }
 
 
-def matrix(model: str) -> Iterator[Case]:
+def matrix(model: str) -> Iterator[ParityCase]:
     """The cases of a model; of one that the matrix does not name, those of images."""
     for layout, words in MATRIX.get(model, _IMAGES).items():
         for word in words.split():
             named = {FIELDS[name]: name for name in word.split("+") if name != "-"}
-            case = Case(model=model, layout=canonical(layout), **named)  # type: ignore[arg-type]
+            case = ParityCase(model=model, layout=canonical(layout), **named)  # type: ignore[arg-type]
             yield replace(case, optimizers=optimizers_for(case))

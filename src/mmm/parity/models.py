@@ -4,10 +4,11 @@
 
     models/NAME.py           parity_model(), a small one; parity_batch(samples, numbers), made-up samples; and if there
                              is more to a step than the optimizer's, parity_after_step(model), on one device
-    parallel/plans/NAME.py   NAME_plan(), how it is cut
+    parallel/plans/NAME.py   NAME_plan(), how it is sharded
 
-``NAME`` means these in mmm; ``package.NAME`` means ``package/models/NAME.py`` and ``package/parallel/plans/NAME.py``.
-docs/models.md is the recipe.
+``package.NAME`` means ``package/models/NAME.py`` and ``package/parallel/plans/NAME.py``. A plain ``NAME`` means mmm's
+own ``parity/fixtures/NAME.py``, and its plan in ``parallel/plans``, or in ``parity/fixtures/plans`` where the proof
+alone needs it. docs/models.md is the recipe.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from types import ModuleType
 
 from mmm.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 @dataclass(frozen=True)
 class Model:
     """Attributes:
     source: the model's own module, which knows nothing of meshes.
-    plan: how it is cut: without arguments → `mmm.parallel.plan.Plan`.
+    plan: how it is sharded: without arguments → `mmm.parallel.plan.Plan`.
     """
 
     source: ModuleType
@@ -36,9 +37,8 @@ class Model:
 
 
 def names() -> list[str]:
-    """The models of mmm itself: files that are in both folders."""
-    found = ({path.stem for path in (ROOT / room).glob("*.py")} for room in ("models", "parallel/plans"))
-    return sorted(set.intersection(*found) - {"__init__"})
+    """The models of mmm itself."""
+    return sorted(path.stem for path in FIXTURES.glob("*.py") if path.stem != "__init__")
 
 
 def find(name: str) -> Model:
@@ -47,10 +47,14 @@ def find(name: str) -> Model:
     Raises:
         ConfigError: one of its two files is not there, or lacks what it has to have.
     """
-    package, _, short = f"mmm.{name}".rpartition(".") if "." not in name else name.rpartition(".")
-    source = _load(f"{package}.models.{short}", name, ("parity_model", "parity_batch"))
-    plans = _load(f"{package}.parallel.plans.{short}", name, (f"{short}_plan",))
-    return Model(source, getattr(plans, f"{short}_plan"))
+    package, _, short = name.rpartition(".")
+    source, plans = f"{package}.models.{short}", f"{package}.parallel.plans.{short}"
+    if not package:
+        source = f"mmm.parity.fixtures.{short}"
+        own = (FIXTURES / "plans" / f"{short}.py").exists()
+        plans = f"mmm.parity.fixtures.plans.{short}" if own else f"mmm.parallel.plans.{short}"
+    found = _load(source, name, ("parity_model", "parity_batch"))
+    return Model(found, getattr(_load(plans, name, (f"{short}_plan",)), f"{short}_plan"))
 
 
 def _load(module: str, name: str, wanted: tuple[str, ...]) -> ModuleType:

@@ -16,7 +16,7 @@ from rich.table import Table
 from mmm.history import figures
 from mmm.history.dataset import plain_attrs, write_dataset
 from mmm.history.record import cannot_write, write_atomically
-from mmm.parity.layouts import Case
+from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
 from mmm.parity.train import Curve
 
@@ -31,12 +31,12 @@ NOT_IN_JSON = ("losses", "expected_losses", "axes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Comparison:
     """One training of a model on a layout, against the reference.
 
     Attributes:
         max_rel_loss_diff: the largest |l - l₀| / |l₀| of all steps. max_grad_diff: the largest max|g - g₀| / max|g₀| of
-            all parameters and ranks, at step 1. None where there is no number.
+            all parameters and ranks, at step 1. None where the ranks failed.
         reason: why it did not pass; empty where it did. seconds: of training, without starting the ranks.
         sent, expected: bytes of a step, of the rank that sends most: counted, and what the layout needs at least.
         losses, expected_losses: of each step, here and by the reference; empty where the ranks failed.
@@ -64,7 +64,9 @@ class Row:
         return "pass" if self.passed else "FAIL" if self.losses else "error"
 
 
-def judge(case: Case, optimizer: str, training: Training, expected: Reference, curves: Sequence[Curve]) -> Row:
+def evaluate(
+    case: ParityCase, optimizer: str, training: Training, expected: Reference, curves: Sequence[Curve]
+) -> Comparison:
     """What every rank found, against the limits of the dtype. A number that is not finite does not pass."""
     loss_limit, gradient_limit = LOSS_LIMIT[training.dtype], GRADIENT_LIMIT[training.dtype]
     wrong = []
@@ -75,8 +77,8 @@ def judge(case: Case, optimizer: str, training: Training, expected: Reference, c
     )
     if not loss_diff <= loss_limit:
         wrong.append(f"the loss of step {step + 1} differs by {loss_diff:.1e}, more than {loss_limit:.0e}")
-    held = set().union(*(curve.differences for curve in curves))
-    if missing := sorted(expected.gradients.keys() - held):
+    compared = set().union(*(curve.differences for curve in curves))
+    if missing := sorted(expected.gradients.keys() - compared):
         wrong.append(f"no rank has {len(missing)} of the parameters ({missing[0]} first)")
     grad_diff, rank, name = max(
         (off, rank, name) for rank, curve in enumerate(curves) for name, off in curve.differences.items()
@@ -86,7 +88,7 @@ def judge(case: Case, optimizer: str, training: Training, expected: Reference, c
             f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than {gradient_limit:.0e}"
         )
     busiest = max(curves, key=lambda curve: curve.sent or 0)
-    return Row(
+    return Comparison(
         **_about(case, optimizer, training),
         max_rel_loss_diff=loss_diff,
         max_grad_diff=grad_diff,
@@ -100,14 +102,14 @@ def judge(case: Case, optimizer: str, training: Training, expected: Reference, c
     )
 
 
-def failed(case: Case, optimizer: str, training: Training, reason: str) -> Row:
+def failed(case: ParityCase, optimizer: str, training: Training, reason: str) -> Comparison:
     """A layout whose ranks gave no answer."""
-    return Row(
+    return Comparison(
         **_about(case, optimizer, training), max_rel_loss_diff=None, max_grad_diff=None, passed=False, reason=reason
     )
 
 
-def _about(case: Case, optimizer: str, training: Training) -> dict[str, Any]:
+def _about(case: ParityCase, optimizer: str, training: Training) -> dict[str, Any]:
     return {
         "layout": case.layout,
         "ranks": case.ranks,
@@ -125,7 +127,7 @@ def _relative(got: float, wanted: float) -> float:
     return off if math.isfinite(off) else math.inf
 
 
-def table(rows: Sequence[Row], width: int = 150) -> str:
+def table(rows: Sequence[Comparison], width: int = 150) -> str:
     """One line a training; below it, why those that did not pass did not."""
     columns = Table(box=None, pad_edge=False)
     for heading in ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "sent", "least", "s", ""):
@@ -163,7 +165,7 @@ def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}" if value else "0"
 
 
-def json_rows(rows: Sequence[Row]) -> bytes:
+def json_rows(rows: Sequence[Comparison]) -> bytes:
     """A list of mappings; what is no finite number is null."""
     plain = []
     for row in rows:
@@ -172,7 +174,7 @@ def json_rows(rows: Sequence[Row]) -> bytes:
     return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def write_json(rows: Sequence[Row], folder: Path, name: str = JSON) -> Path:
+def write_json(rows: Sequence[Comparison], folder: Path, name: str = JSON) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -181,7 +183,7 @@ def write_json(rows: Sequence[Row], folder: Path, name: str = JSON) -> Path:
     return folder / name
 
 
-def dataset(rows: Sequence[Row], training: Training, attrs: Mapping[str, Any]) -> xarray.Dataset:
+def dataset(rows: Sequence[Comparison], training: Training, attrs: Mapping[str, Any]) -> xarray.Dataset:
     """The table and the curves: dimensions ``case`` and ``step``; each axis' size as a coordinate ``axis_<name>``."""
     import xarray
 
@@ -214,7 +216,7 @@ def dataset(rows: Sequence[Row], training: Training, attrs: Mapping[str, Any]) -
     return xarray.Dataset(variables, coordinates, plain_attrs({**asdict(training), **attrs}))
 
 
-def picture(rows: Sequence[Row], training: Training) -> Any:
+def picture(rows: Sequence[Comparison], training: Training) -> Any:
     """All curves of a model on top of each other, and below how far they are from the reference: a column a model.
 
     Returns:
@@ -288,7 +290,9 @@ def picture(rows: Sequence[Row], training: Training) -> Any:
     return figure
 
 
-def write(rows: Sequence[Row], training: Training, folder: Path, plots: bool, attrs: Mapping[str, Any]) -> list[Path]:
+def write(
+    rows: Sequence[Comparison], training: Training, folder: Path, plots: bool, attrs: Mapping[str, Any]
+) -> list[Path]:
     """The record of all rows: JSON, dataset and, with `plots`, the picture; the paths that were written."""
     written = [write_json(rows, folder)]
     if rows:
@@ -296,7 +300,7 @@ def write(rows: Sequence[Row], training: Training, folder: Path, plots: bool, at
         written.append(folder / DATASET)
     with figures.style():
         if plots and (figure := picture(rows, training)) is not None:
-            for ending, techniques in (("png", {}), ("svg", {"metadata": {"Date": None}})):
-                figure.savefig(folder / f"{PICTURE}.{ending}", **techniques)
+            for ending, options in (("png", {}), ("svg", {"metadata": {"Date": None}})):
+                figure.savefig(folder / f"{PICTURE}.{ending}", **options)
                 written.append(folder / f"{PICTURE}.{ending}")
     return written

@@ -1,4 +1,4 @@
-"""One case after the other: ready, reference, ranks, verdict. This process starts them and computes nothing itself."""
+"""One case after the other: prepare, reference, ranks, verdict. This process starts ranks and computes nothing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ import torch._dynamo  # what DTensor and optimizers import at their first use, a
 
 from mmm.errors import UserError
 from mmm.parity import models, reference
-from mmm.parity.layouts import Case
-from mmm.parity.ranks import RanksFailed, run
+from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
-from mmm.parity.report import ERRORS, Row, failed, judge
-from mmm.parity.train import Ready, make_ready, plan_problems, train
+from mmm.parity.report import ERRORS, Comparison, evaluate, failed
+from mmm.parity.train import PreparedCase, plan_problems, prepare, train
 from mmm.runtime.ranks import Rank
+from mmm.testing import RanksFailed, fork_ranks
 
 
-def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready], list[tuple[Case, str]]]:
+def prepare_cases(
+    cases: Sequence[ParityCase], training: Training
+) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
     """The cases that go, and those that do not with the reason."""
     torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
     said: set[str] = set()
-    good: list[Ready] = []
-    refused: list[tuple[Case, str]] = []
+    good: list[PreparedCase] = []
+    refused: list[tuple[ParityCase, str]] = []
     for case in cases:
         try:
             model = models.find(case.model)
-            good.append(make_ready(model, case, replace(training, data=case.data)))
+            good.append(prepare(model, case, replace(training, data=case.data)))
         except UserError as error:
             refused.append((case, str(error)))
             continue
@@ -41,8 +43,8 @@ def ready_cases(cases: Sequence[Case], training: Training) -> tuple[list[Ready],
 
 
 def compare(
-    ready: Sequence[Ready], training: Training, timeout: float, folder: Path, say: Callable[[str], None]
-) -> Iterator[Row]:
+    ready: Sequence[PreparedCase], training: Training, timeout: float, folder: Path, say: Callable[[str], None]
+) -> Iterator[Comparison]:
     """Train every case and hold it against the reference of its model and optimizer, which is trained once.
 
     Args:
@@ -64,12 +66,12 @@ def compare(
 
 def _compare_one(
     model: models.Model,
-    each: Ready,
+    each: PreparedCase,
     training: Training,
     known: Mapping[str, Reference | RanksFailed],
     timeout: float,
     folder: Path,
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     case = each.case
     good: dict[str, Reference] = {}
     try:
@@ -78,19 +80,19 @@ def _compare_one(
             if isinstance(expected, RanksFailed):
                 raise expected
             good[optimizer] = expected
-        answers = run(train, case.ranks, model, each, training, good, timeout, timeout=timeout)
+        answers = fork_ranks(train, case.ranks, model, each, training, good, timeout, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")
         yield from (failed(case, optimizer, training, str(error)) for optimizer in case.optimizers)
         return
     for number, optimizer in enumerate(case.optimizers):
-        yield judge(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
+        yield evaluate(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
 
 
 def _reference(source: ModuleType, training: Training, optimizer: str, timeout: float) -> Reference | RanksFailed:
     try:
-        return run(_train_alone, 1, source, training, optimizer, timeout=timeout)[0]
+        return fork_ranks(_train_alone, 1, source, training, optimizer, timeout=timeout)[0]
     except RanksFailed as error:
         return RanksFailed(f"the reference: {error}", error.details)
 

@@ -24,7 +24,7 @@ from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partitio
 from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
 from mmm.parallel.pipeline.pipeline import SCHEDULES
 from mmm.parallel.plan import unmatched
-from mmm.parity.layouts import Case
+from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
 from mmm.runtime.device import Precision
@@ -38,10 +38,10 @@ LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedCase:
     """A case that has been checked, before any rank is started. experts: whether the model has any."""
 
-    case: Case
+    case: ParityCase
     layout: Layout
     techniques: Techniques
     partition: Partition
@@ -50,7 +50,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one training: each step's loss, and the gradients of step 1 that this rank holds, or holds a part of.
+    """Of one training: each step's loss, and the gradients of step 1 that this rank has, sharded or full.
 
     Attributes:
         differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
@@ -66,7 +66,7 @@ class Curve:
     expected: float | None
 
 
-def make_ready(model: Model, case: Case, training: Training) -> Ready:
+def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
     """Check that a model goes onto a layout; needs no process group.
 
     Raises:
@@ -96,9 +96,9 @@ def make_ready(model: Model, case: Case, training: Training) -> Ready:
     inputs = batch(model.source, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters():
-        whole = model.source.parity_model()
-    partition = partition_model(whole, model.plan(), layout, techniques, meta)
-    return Ready(case, layout, techniques, partition, has_experts(whole))
+        module = model.source.parity_model()
+    partition = partition_model(module, model.plan(), layout, techniques, meta)
+    return PreparedCase(case, layout, techniques, partition, has_experts(module))
 
 
 def plan_problems(model: Model) -> list[str]:
@@ -108,7 +108,12 @@ def plan_problems(model: Model) -> list[str]:
 
 
 def train(
-    rank: Rank, model: Model, ready: Ready, training: Training, references: Mapping[str, Reference], timeout: float
+    rank: Rank,
+    model: Model,
+    ready: PreparedCase,
+    training: Training,
+    references: Mapping[str, Reference],
+    timeout: float,
 ) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
     torch.set_num_threads(1)
@@ -120,16 +125,22 @@ def train(
 
 
 def _train(
-    rank: Rank, model: Model, ready: Ready, training: Training, mesh: DeviceMesh, optimizer: str, reference: Reference
+    rank: Rank,
+    model: Model,
+    ready: PreparedCase,
+    training: Training,
+    mesh: DeviceMesh,
+    optimizer: str,
+    reference: Reference,
 ) -> Curve:
     began = time.perf_counter()
     layout, dtype = ready.layout, DTYPES[training.dtype]
     with meta_parameters():
-        whole = model.source.parity_model()
+        module = model.source.parity_model()
     precision = Precision(training.dtype, dtype, dtype)
     own_loss = partial(mean_loss, model.source) if hasattr(model.source, "parity_loss") else None
-    made = ParallelModel(
-        whole,
+    parallel_model = ParallelModel(
+        module,
         model.plan(),
         layout,
         mesh,
@@ -140,53 +151,54 @@ def _train(
         seed=training.seed,
         loss=own_loss,
     )
-    expected = least_traffic(model, ready, training, made, precision)
-    update = make_optimizer(optimizer, made.parameters())
+    expected = least_traffic(model, ready, training, parallel_model, precision)
+    update = make_optimizer(optimizer, parallel_model.parameters())
     sent = None
     size = training.global_batch // layout.dp
-    first = layout.dp_coordinate(rank.rank) * size
+    first_sample = layout.dp_coordinate(rank.rank) * size
+    own = slice(first_sample, first_sample + size)
     losses: list[float] = []
     differences: dict[str, float] = {}
     for step in range(training.steps):
         inputs, targets = batch(model.source, training, step)
-        some = (inputs[first : first + size], targets[first : first + size], targets.numel())
+        local_batch = (inputs[own], targets[own], targets.numel())
         if step == 1:  # the first step of a pipeline, or of DDP, sends more than the others
             with count_traffic(*filter(None, (mesh, expert_mesh(mesh)))) as traffic:
-                share = made.step(*some)
+                local_loss = parallel_model.step(*local_batch)
                 update.step()
             sent = traffic.sent
         else:
-            share = made.step(*some)
+            local_loss = parallel_model.step(*local_batch)
             if step == 0:
-                differences = gradient_differences(made, reference.gradients)
+                differences = gradient_differences(parallel_model, reference.gradients)
             update.step()
         update.zero_grad()
-        made.balance_experts()
-        shares = gather_floats([share.item()], CPU)
-        losses.append(sum(shares[loss_rank][0] for loss_rank in layout.loss_ranks()))
+        parallel_model.balance_experts()
+        local_losses = gather_floats([local_loss.item()], CPU)
+        losses.append(sum(local_losses[loss_rank][0] for loss_rank in layout.loss_ranks()))
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
 
 
 def least_traffic(
-    model: Model, ready: Ready, training: Training, made: ParallelModel, precision: Precision
+    model: Model, ready: PreparedCase, training: Training, parallel_model: ParallelModel, precision: Precision
 ) -> float | None:
     """Bytes that this rank has to send a step; None where there is no formula.
 
-    There is none for experts, whose tokens go where the numbers say, nor for layers whose forward is repeated.
+    There is none for experts, whose tokens go where the router sends them, nor for layers whose forward is repeated.
     """
     if ready.experts or ready.techniques.checkpointing != "none":
         return None
     with meta_parameters():
-        whole = model.source.parity_model()
+        module = model.source.parity_model()
     inputs, _ = batch(model.source, training, 0)
     try:
         by_axis = assembled_traffic(
-            whole,
+            module,
             model.plan(),
             ready.layout,
             ready.techniques,
             ready.partition,
-            made.modules,
+            parallel_model.modules,
             batch=training.global_batch // ready.layout.dp,
             seq_length=inputs.shape[1],
             precision=precision,
@@ -196,19 +208,19 @@ def least_traffic(
     return sum(by_axis.values())
 
 
-def gradient_differences(made: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """max|g - g₀| / max|g₀| of each gradient that is here, put together where it is cut. A collective.
+def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """max|g - g₀| / max|g₀| of each gradient that is here, gathered where it is sharded. A collective.
 
     A gradient that is 0 but for rounding (a key's bias moves all scores of a token alike, which softmax does not see)
     has no size of its own: it is measured against the largest gradient of the model. One that is missing, and one of a
     parameter that the reference does not have, are infinitely far off.
     """
-    # It warns that what FSDP has cut over tp's cut takes two collectives to put together: so it does, once.
+    # It warns that two collectives gather what FSDP shards over tp's shards: they do, once.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
     largest = max(sizes.values())
     found = {}
-    for full_name, parameter in made.named_parameters():
+    for full_name, parameter in parallel_model.named_parameters():
         name, gradient = canonical_name(full_name), parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()

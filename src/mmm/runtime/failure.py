@@ -11,59 +11,25 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from mmm.contract import NUMBERINGS, USER_ERROR_EXIT, VERDICT_VARIABLE, report
 from mmm.errors import UserError
-from mmm.launch.wire import SOCKET_BUFFER, VERDICT_VARIABLE, Report
+from mmm.runtime import startup
 from mmm.runtime.ranks import whoami
 
-USER_ERROR_EXIT = 2
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
-SEND_TIMEOUT = 1.0  # s; launch reads all the time, so this is for a launch that hangs
 SHORT = 200  # characters of what a wrong command line is told, where it is repeated
 RULE = re.compile(r"\s*(-{3,}|─{3,}|)\s*")  # a line across, or an empty one
-
-_channel: socket.socket | None = None
-_owner = 0  # the process whose failure is the rank's: not one that it forks
-
-
-def attach(fd: int) -> None:
-    """Send this process's reports to the socket `fd`. The child runner calls this, before the target runs."""
-    global _channel, _owner
-    _channel = socket.socket(fileno=fd)
-    _channel.set_inheritable(False)
-    _channel.settimeout(SEND_TIMEOUT)
-    with contextlib.suppress(OSError):
-        _channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-    _owner = os.getpid()
-
-
-def attached() -> bool:
-    """True where launch listens to this process: it is a rank of launch, and no process that a rank started."""
-    return _channel is not None and os.getpid() == _owner
 
 
 def rank() -> int:
     """This process's rank by the environment (torch's variables, then MPI's and Slurm's); 0 where none is set."""
-    for name in RANK_VARIABLES:
+    for name in [name for source in NUMBERINGS.values() for name in source.rank]:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 0
-
-
-def report(kind: str, text: str, exit_code: int, caught: float | None = None) -> bool:
-    """Send launch a report (kinds: `mmm.launch.wire.Report`). False if nobody listens: then the caller has to print."""
-    if _channel is None or not attached():
-        return False
-    message = Report(rank(), kind, text, exit_code, time.monotonic() if caught is None else caught)
-    try:
-        _channel.send(message.dumps())
-    except OSError:
-        return False
-    return True
 
 
 def whereabouts() -> str:
@@ -107,6 +73,7 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
 
     Any other exception propagates. What `fn` returns is not used.
     """
+    startup.imported()
     try:
         fn()
     except UserError as error:

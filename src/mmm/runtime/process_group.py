@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mmm.contract import ENDING, MARKER_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.wire import ENDING, MARKER_VARIABLE
 from mmm.runtime.device import backend_for
 from mmm.runtime.ranks import Rank
 

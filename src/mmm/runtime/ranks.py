@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mmm.contract import MARKER_VARIABLE, NUMBERINGS, read_number
 from mmm.errors import LaunchError
-from mmm.launch.wire import MARKER_VARIABLE
 
 LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
 
@@ -42,64 +42,6 @@ class Rank:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The variables one starter of processes sets; of each, the first that is set counts."""
-
-    name: str
-    rank: tuple[str, ...]
-    world: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_world: tuple[str, ...]
-    only_if: str | None = None
-
-
-# In this order: what was started last, and so stands closest to the process, comes first.
-_SOURCES = (
-    _Source("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    _Source(
-        "openmpi",
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    _Source(
-        "pals",
-        ("PALS_RANKID",),
-        ("PMI_SIZE", "PALS_SIZE"),
-        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-    ),
-    _Source(
-        "mpich",
-        ("PMI_RANK",),
-        ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    ),
-    # A batch script itself has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
-    _Source(
-        "slurm",
-        ("SLURM_PROCID",),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        ("SLURM_LOCALID",),
-        (),
-        only_if="SLURM_STEP_ID",
-    ),
-)
-
-
-def _read(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
-    for name in names:
-        if name in env:
-            try:
-                return name, int(env[name])
-            except ValueError:
-                raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number") from None
-    return None
-
-
 def _slurm_local_world(env: Mapping[str, str], world_size: int) -> int:
     """Ranks on this host from ``SLURM_STEP_TASKS_PER_NODE`` such as ``4(x2),3``."""
     counts: list[int] = []
@@ -111,10 +53,10 @@ def _slurm_local_world(env: Mapping[str, str], world_size: int) -> int:
     return counts[node] if node < len(counts) else world_size
 
 
-def _meeting_point(env: Mapping[str, str], one_host: bool) -> tuple[str, int]:
+def _master_address(env: Mapping[str, str], one_host: bool) -> tuple[str, int]:
     """Where rank 0 listens. On one host, ranks of one mpiexec share a parent, and so can agree on a port unasked."""
     if "MASTER_PORT" in env:
-        port = int(_read(env, ("MASTER_PORT",))[1])  # type: ignore[index]
+        port = int(read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
     else:
         identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
         port = 20_000 + zlib.crc32(identity.encode()) % 12_000
@@ -134,11 +76,12 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
         LaunchError: the variables contradict each other or one is missing.
     """
     env = os.environ if env is None else env
-    for source in _SOURCES:
-        rank = _read(env, source.rank)
-        if rank is None or (source.only_if and source.only_if not in env):
+    for name, source in NUMBERINGS.items():
+        rank = read_number(env, source.rank)
+        # A batch script itself has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
+        if rank is None or (name == "slurm" and "SLURM_STEP_ID" not in env):
             continue
-        world = _read(env, source.world)
+        world = read_number(env, source.world)
         if world is None:
             raise LaunchError(
                 f"{rank[0]}={rank[1]} says this is a rank, but none of {', '.join(source.world)} says of how many: "
@@ -147,43 +90,18 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
         if not 0 <= rank[1] < world[1]:
             raise LaunchError(f"{rank[0]}={rank[1]} is not between 0 and {world[0]}={world[1]}, less one")
         # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as MPICH's mpiexec does, and leaves the rest to Slurm's names.
-        pmi2 = source.name == "mpich" and "SLURM_STEP_ID" in env and _read(env, source.local_rank) is None
-        if source.name == "slurm" or pmi2:
+        pmi2 = name == "mpich" and "SLURM_STEP_ID" in env and read_number(env, source.local_rank) is None
+        if name == "slurm" or pmi2:
             local_world = _slurm_local_world(env, world[1])
         else:
-            local_world = (_read(env, source.local_world) or ("", world[1]))[1]
+            local_world = (read_number(env, source.local_world) or ("", world[1]))[1]
         local_names = ("SLURM_LOCALID",) if pmi2 else source.local_rank
-        local_rank = (_read(env, local_names) or ("", rank[1] % max(local_world, 1)))[1]
-        address, port = _meeting_point(env, one_host=local_world == world[1])
-        name = "launch" if source.name == "torchrun" and MARKER_VARIABLE in env else source.name
+        local_rank = (read_number(env, local_names) or ("", rank[1] % max(local_world, 1)))[1]
+        address, port = _master_address(env, one_host=local_world == world[1])
+        if name == "torchrun" and MARKER_VARIABLE in env:
+            name = "launch"
         return Rank(rank[1], world[1], local_rank, local_world, name, address, port)
     return Rank(0, 1, 0, 1, "alone")
-
-
-# What a rank's starter on a cluster is called in `_SOURCES`.
-_STARTERS = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}
-
-
-def started_by(starter: str, env: Mapping[str, str], world: int) -> tuple[int, int, int | None]:
-    """Rank, world size and local rank (None: not said) that `starter`, and no other, has given this process.
-
-    Args:
-        starter: ``srun``, ``hydra``, ``pals`` or ``openmpi``.
-        world: what it was asked for; PALS does not always say.
-
-    Raises:
-        LaunchError: it has set no rank.
-    """
-    source = next(s for s in _SOURCES if s.name == _STARTERS[starter])
-    rank = _read(env, source.rank)
-    if rank is None:
-        raise LaunchError(
-            f"{starter} has given its process no rank: {' and '.join(source.rank)} is not set. If it is another kind "
-            f"of MPI, say so: --mpi hydra|pals|openmpi"
-        )
-    total = _read(env, source.world)
-    local_rank = _read(env, source.local_rank)
-    return rank[1], world if total is None else total[1], None if local_rank is None else local_rank[1]
 
 
 def command_line() -> list[str]:

@@ -7,10 +7,6 @@ program pays for what it uses.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mmm.runtime.startup import begin
-
-begin(first=False)  # before a program's own imports, which are timed
-
 if TYPE_CHECKING:
     from mmm.runtime.failure import run_main
     from mmm.runtime.ranks import whoami

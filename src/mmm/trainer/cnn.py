@@ -94,7 +94,7 @@ def resolve(options: CNNOptions, run: RunOptions, layout: Layout, rank: Rank) ->
     batch, global_batch = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, batch)
     channels, size, _ = data.shape
     model = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
-    model = model if options.dropout else model.without_dropout()
+    model = model if options.dropout and run.break_ is None else model.without_dropout()  # one device drops others
     check_cnn(model, layout)
     limits = run if run.epochs or run.max_iters else replace(run, epochs=usual.epochs)
     factor = {"none": 1.0, "sqrt": layout.dp**0.5, "linear": float(layout.dp)}[options.scale_lr]

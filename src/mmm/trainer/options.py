@@ -50,6 +50,7 @@ class BaseOptions:
     lr = 0.0
     log_every = 1
     plots = False
+    break_ = None
 
     def check(self) -> None:
         """Values that are wrong by themselves.
@@ -83,7 +84,7 @@ class BatchOptions(BaseOptions):
 class RunOptions(BatchOptions):
     """Flags that every example and trainer that trains has."""
 
-    usual_iters: ClassVar[int] = 50
+    default_max_iters: ClassVar[int] = 50
     max_iters: int | None = None
     """End after this many optimizer steps, whatever --epochs says. With neither: 50, unless the text above says
     otherwise."""
@@ -114,7 +115,22 @@ class RunOptions(BatchOptions):
         """Optimizer steps of the run."""
         limits = [] if self.max_iters is None else [self.max_iters]
         limits += [] if self.epochs is None else [self.epochs * steps_per_epoch]
-        return min(limits, default=self.usual_iters)
+        return min(limits, default=self.default_max_iters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakOptions(BaseOptions):
+    """The flag of an example that can show a mistake (`mmm.trainer.mistakes`)."""
+
+    BREAKS: ClassVar[dict[str, str]] = {}  # name → what is broken, in one sentence, and why that is wrong
+    break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="NAME")] = None  # type: ignore[assignment]
+    """Make one of the mistakes named above, show how far loss and gradients then are from those of one device, and end
+    with exit code 1."""
+
+    def check(self) -> None:
+        super().check()
+        if self.break_ is not None and self.break_ not in self.BREAKS:
+            raise ConfigError(f"--break {self.break_}: it is one of {', '.join(self.BREAKS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +314,10 @@ def parse(config: type[T], doc: str | None = None) -> T:
         flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
         if flag.startswith("--") and value in ("", f"{flag}="):
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
+    if breaks := getattr(config, "BREAKS", {}):
+        doc = f"{doc}\n--break NAME makes a mistake:\n\n" + "\n".join(
+            f"  {name}: {why}" for name, why in breaks.items()
+        )
     program = shlex.join(command_line()[: -len(sys.argv[1:]) or None])
     with said_once():
         return tyro.cli(config, prog=program, description=doc, use_underscores=True)

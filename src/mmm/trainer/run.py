@@ -28,10 +28,10 @@ from torch import Tensor
 
 from mmm import history
 from mmm.analysis.footprint import Footprint
+from mmm.contract import LINE_VARIABLE
 from mmm.errors import DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
-from mmm.launch.wire import LINE_VARIABLE
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
@@ -45,6 +45,8 @@ from mmm.trainer.facts import ADVICE, facts_of_run
 from mmm.trainer.fits import check_fits
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
+
+BROKEN_EXIT = 1  # of a run with --break, whatever it found
 
 
 @dataclasses.dataclass
@@ -208,6 +210,7 @@ def start_run(
     Raises:
         ConfigError: it cannot fit into the memory here; or the ranks differ, and then on every rank.
         RecordError: the folder cannot be prepared; on every rank.
+        SystemExit: with ``--break``, once the run has ended and its record is complete.
     """
     rank = whoami()
     device = choose_device(options.device, rank)
@@ -273,12 +276,14 @@ def start_run(
         if outdir is None:
             yield run
             run.record_startup()  # of a program that has no steps
-            return
-        with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record:
-            yield run
-            run.record_startup()
-        if len(run.record):
-            _report(run, outdir)
+        else:
+            with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record:
+                yield run
+                run.record_startup()
+            if len(run.record):
+                _report(run, outdir)
+    if options.break_ is not None:  # on every rank
+        raise SystemExit(BROKEN_EXIT)
 
 
 def _report(run: Run, outdir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mmm.data.datasets import cifar, digits, idx
@@ -12,7 +13,6 @@ from mmm.data.datasets import folder as files
 from mmm.data.datasets.download import File, Refused, cache_folder, obtain
 from mmm.data.datasets.fake import FakeImages
 from mmm.data.images import ImageData, ImagesInMemory, Values
-from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 from mmm.runtime.ranks import Rank
 
@@ -29,9 +29,8 @@ def load_images(
     samples: tuple[int, int] = (10_000, 2_000),
     seed: int = 0,
     ranks: Rank | None = None,
-    download: bool = True,
 ) -> ImageData:
-    """A data set of images, read from disk, downloaded once a host, or made up.
+    """A data set of images, read from disk, downloaded once a host, or generated.
 
     ======================== ===================================================================== =================
     name                     from                                                                  shape as it is
@@ -39,12 +38,12 @@ def load_images(
     mnist, fashion_mnist     the four IDX files (.gz or not) in data_dir or the cache; downloaded  (1, 28, 28)
     cifar10                  ``cifar-10-batches-py`` or its tar.gz, likewise                       (3, 32, 32)
     digits                   comes with the package: 1,797 real 8 × 8 digits, enlarged             (1, 28, 28)
-    fake                     made up, each class with its own pattern: it can be learned           (3, 32, 32)
+    fake                     generated, each class with its own pattern: it can be learned         (3, 32, 32)
     folder                   data_dir/{train,val}/class/*.png, or data_dir/class/*.png             (3, 224, 224)
     ======================== ===================================================================== =================
 
-    Where a data set to download is neither on disk nor to be had, digits stands in at the shape asked for, and ``note``
-    says so. With a `data_dir`, nothing stands in: that is an error.
+    Where a data set is neither on disk nor can be downloaded, digits replaces it at the shape asked for, and ``note``
+    says so. With a `data_dir`, that is an error.
 
     Args:
         data_dir: only read, never written to. None: the cache, ``$MMM_DATA``, or else ``mmm`` in
@@ -52,7 +51,6 @@ def load_images(
         image_size: height and width in pixels. channels: 1 or 3. None: as the data set is.
         classes, samples (train, test), seed: of ``fake``.
         ranks: who this process is, so that one rank of a host downloads and the others wait for it.
-        download: False does not try.
 
     Raises:
         DataError: no such data set; `data_dir` lacks the data; a file is broken.
@@ -84,7 +82,7 @@ def load_images(
         if folder is None:
             raise DataError("--dataset folder needs --data_dir DIR with a subfolder of images for each class")
         return ImageData(*files.load(folder, image_size or 224, channels or 3), name, name, str(folder))
-    return _load_published(_PUBLISHED[name], folder, image_size, channels, ranks, download)
+    return _load_published(_PUBLISHED[name], folder, image_size, channels, ranks)
 
 
 # --- published sets -------------------------------------------------------------------------------------------------
@@ -92,66 +90,46 @@ def load_images(
 
 @dataclass(frozen=True)
 class _Published:
-    """A data set that others offer for download.
+    """A data set that can be downloaded.
 
     Attributes:
         find: the place in a folder where its files are, or None. read: train images and labels, test images and labels.
-        to_fetch: its files. size: of an image as it is. mean, std: of the training images, pixels from 0 to 1.
+        to_fetch: its files. needed: the same, for a message. size: of an image as it is. mean, std: of the training
+            images, pixels from 0 to 1.
     """
 
     name: str
     find: Callable[[Path], Path | None]
     read: Callable[[Path], idx.Arrays]
     to_fetch: Callable[[], tuple[File, ...]]
+    needed: str
     classes: tuple[str, ...]
     size: int
     mean: Values
     std: Values
 
 
-def _idx_files(torchvision_name: str) -> Callable[[], tuple[File, ...]]:
-    def listed() -> tuple[File, ...]:
-        dataset = getattr(import_torchvision("datasets"), torchvision_name)
-        return tuple(
-            File(name, md5, tuple(f"{mirror}{name}" for mirror in dataset.mirrors)) for name, md5 in dataset.resources
-        )
-
-    return listed
-
-
+_DIGITS = tuple("0123456789")
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_IDX_NEEDED = f"{', '.join(idx.FILES)} (with or without .gz)"
+_CIFAR_NEEDED = "cifar-10-batches-py or its tar.gz"
+_CIFAR_STATISTICS: tuple[Values, Values] = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+def _idx_set(name: str, torchvision_name: str, classes: tuple[str, ...], mean: float, std: float) -> _Published:
+    folders = (name, f"{torchvision_name}/raw", "raw")
+    listed = partial(idx.files, torchvision_name)
+    find = partial(idx.find, subfolders=folders)
+    return _Published(name, find, idx.read_folder, listed, _IDX_NEEDED, classes, 28, (mean,), (std,))
+
+
 _PUBLISHED = {
     published.name: published
     for published in (
+        _idx_set("mnist", "MNIST", _DIGITS, 0.1307, 0.3081),
+        _idx_set("fashion_mnist", "FashionMNIST", _CLOTHES, 0.2860, 0.3530),
         _Published(
-            "mnist",
-            lambda folder: idx.find(folder, ("mnist", "MNIST/raw", "raw")),
-            idx.read_folder,
-            _idx_files("MNIST"),
-            tuple("0123456789"),
-            28,
-            (0.1307,),
-            (0.3081,),
-        ),
-        _Published(
-            "fashion_mnist",
-            lambda folder: idx.find(folder, ("fashion_mnist", "FashionMNIST/raw", "raw")),
-            idx.read_folder,
-            _idx_files("FashionMNIST"),
-            _CLOTHES,
-            28,
-            (0.2860,),
-            (0.3530,),
-        ),
-        _Published(
-            "cifar10",
-            cifar.find,
-            cifar.read,
-            cifar.files,
-            cifar.CLASSES,
-            32,
-            (0.4914, 0.4822, 0.4465),
-            (0.2470, 0.2435, 0.2616),
+            "cifar10", cifar.find, cifar.read, cifar.files, _CIFAR_NEEDED, cifar.CLASSES, 32, *_CIFAR_STATISTICS
         ),
     )
 }
@@ -163,27 +141,25 @@ def _load_published(
     image_size: int | None,
     channels: int | None,
     ranks: Rank | None,
-    download: bool,
 ) -> ImageData:
     name, note = published.name, ""
     place = published.find(folder or cache_folder())
     if place is None and folder is not None:
         raise DataError(
-            f"--data_dir {folder} does not hold {name}: it needs {_NEEDED[name]}, or leave --data_dir out "
+            f"--data_dir {folder} does not hold {name}: it needs {published.needed}, or leave --data_dir out "
             f"to download it"
         )
     if place is None:
         home = cache_folder() / name
         try:
-            if not download:
-                raise Refused("downloading is switched off")
             obtain(home, published.to_fetch(), ranks)
             place = published.find(home)
         except Refused as refused:
             size, depth = image_size or published.size, channels or len(published.mean)
             note = (
                 f"{name} is not in {cache_folder()} and cannot be downloaded ({refused}). In its place: digits, "
-                f"{digits.SOURCE}, at {size}×{size}. For {name} itself, give --data_dir a folder with {_NEEDED[name]}"
+                f"{digits.SOURCE}, at {size}×{size}. For {name} itself, give --data_dir a folder with "
+                f"{published.needed}"
             )
             return ImageData(*digits.load(size, depth), "digits", name, digits.SOURCE, note)
         if place is None:
@@ -205,7 +181,3 @@ def _load_published(
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
     return ImageData(train, test, name, name, str(place))
-
-
-_IDX_NEEDED = f"{', '.join(idx.FILES)} (with or without .gz)"
-_NEEDED = {"mnist": _IDX_NEEDED, "fashion_mnist": _IDX_NEEDED, "cifar10": "cifar-10-batches-py or its tar.gz"}

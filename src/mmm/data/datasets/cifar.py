@@ -1,4 +1,7 @@
-"""CIFAR-10 (Krizhevsky 2009): six pickled batches of 10,000 images. Each is checked against its md5, then read."""
+"""CIFAR-10 (Krizhevsky 2009): six pickled batches of 10,000 images. Each is checked against its md5, then read.
+
+torchvision's reader unpacks the tar.gz beside it; this one reads it in place, since a data folder is never written to.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,9 @@ def read(place: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
             )
         batches[name] = pickle.loads(contents.pop(name), encoding="latin1")
     arrays = []
-    for part in (cifar.train_list, cifar.test_list):
-        arrays.append(np.concatenate([batches[name]["data"] for name, _ in part]).reshape(-1, 3, 32, 32))
-        arrays.append(np.concatenate([batches[name]["labels"] for name, _ in part]))
+    for listed in (cifar.train_list, cifar.test_list):
+        arrays.append(np.concatenate([batches[name]["data"] for name, _ in listed]).reshape(-1, 3, 32, 32))
+        arrays.append(np.concatenate([batches[name]["labels"] for name, _ in listed]))
     return arrays[0], arrays[1], arrays[2], arrays[3]
 
 

@@ -1,8 +1,9 @@
-"""Fetch a data set once, whole or not at all, however many processes ask for it.
+"""Fetch a data set once, completely or not at all, however many processes ask for it.
 
-A file lock lets one process through at a time. It fetches into a folder of its own beside the cache's, checks every
-file's md5, and gives the folder its name in one step, so that a folder with the right name is always whole: also where
-locks do not reach other hosts (some network file systems), or a process is killed half-way.
+A file lock lets one process through at a time. It fetches into a temporary folder, checks every file's md5, and renames
+the folder in one step: a folder with the final name is complete, also where locks do not reach other hosts or a process
+is killed half-way. Neither torchvision's downloads nor pooch limit the wait for a server's
+answer, which a compute node without a network needs, or share one failure among the ranks of a host.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from mmm.errors import DataError
+from mmm.history.alive import Lock, lock, pid_exists
 from mmm.runtime.ranks import Rank
 
 ANSWER_SECONDS = 10.0  # for any server to begin to answer, all mirrors together
@@ -33,7 +35,7 @@ WAIT_SECONDS = 900.0  # for another process that is downloading
 
 
 class Refused(Exception):
-    """The data cannot be had here, and why. Not the user's mistake: another data set may stand in."""
+    """Why the data cannot be downloaded here. Not the user's mistake: another data set may replace it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def obtain(folder: Path, files: tuple[File, ...], ranks: Rank | None = None) -> 
 
     Args:
         folder: in a cache; it is there with all files when this returns.
-        ranks: the other ranks of this host then take over a refusal that one of them met, instead of each trying again.
+        ranks: where given, the ranks of this host share a refusal that one of them met, instead of each trying again.
 
     Raises:
         Refused: no server answers, an answer is not the file wanted, or the cache cannot be written to.
@@ -90,23 +92,13 @@ def obtain(folder: Path, files: tuple[File, ...], ranks: Rank | None = None) -> 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock; the system lets go of it when a process ends, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix: the rename alone keeps what is read whole
-        yield
-        return
+    """Hold the lock, which the system releases when a process ends; without locks, the rename alone protects.
+
+    filelock replaces a missing flock (Lustre) by a marker file, which a killed job would leave in the next one's way.
+    """
     with path.open("a") as file:
         deadline = time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks: as above
-                    break
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
+        while lock(file.fileno()) is Lock.TAKEN:
             if time.monotonic() > deadline:
                 raise DataError(
                     f"another process has been downloading for {WAIT_SECONDS:.0f} s and still holds "
@@ -117,7 +109,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _run() -> str:
-    """The same for all ranks that one starter started on this host, and for no other run's."""
+    """An identifier of the run on this host, by the process that started its ranks."""
     return f"{socket.gethostname()}:{os.getppid()}"
 
 
@@ -133,30 +125,20 @@ def _already_refused(refusal: Path, ranks: Rank | None, asked: float) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed downloads left: of processes of this host that are no more, or a day old."""
+    """Remove what killed downloads left: of this host's processes that have ended, or a day old."""
     for left in folder.parent.glob(f".{folder.name}.part.*"):
         host, _, process = left.name.removeprefix(f".{folder.name}.part.").rpartition(".")[0].rpartition(".")
         with contextlib.suppress(OSError):
-            ended = host == socket.gethostname() and process.isdigit() and not _alive(int(process))
+            ended = host == socket.gethostname() and process.isdigit() and not pid_exists(int(process))
             if ended or time.time() - left.stat().st_mtime > 86_400:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 # --- fetching -------------------------------------------------------------------------------------------------------
 
 
 def _fetch_all(folder: Path, files: tuple[File, ...]) -> None:
-    """All files into a folder with another name, which then gets its own."""
+    """Fetch all files into a temporary folder, then rename it."""
     prefix = f".{folder.name}.part.{socket.gethostname()}.{os.getpid()}."
     part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
@@ -166,7 +148,7 @@ def _fetch_all(folder: Path, files: tuple[File, ...]) -> None:
         try:
             part.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another host was faster, and what is there is whole
+            if not folder.is_dir():  # else another host was faster, and its folder is complete
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)

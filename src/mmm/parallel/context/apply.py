@@ -67,7 +67,7 @@ def cut_batch(batch: Batch, coordinate: int, cp: int) -> tuple[Batch, Tensor]:
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style: str) -> None:
-    """Replace ``attend`` of the attention modules that the plan names, in place.
+    """Replace ``attention_fn`` of the attention modules that the plan names, in place.
 
     Args:
         mesh: the cp axis. style: ``ring`` or ``ulysses``.
@@ -80,7 +80,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style
     if not plan.attention:
         raise ConfigError(f"cp {mesh.size()}: the plan of this model names no attention over a sequence; use cp 1")
     for module in modules:
-        module.attend = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, module.attend)  # type: ignore
+        module.attention_fn = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, module.attention_fn)  # type: ignore
 
 
 def check_style(style: str) -> None:

@@ -35,11 +35,11 @@ class UlyssesAttention:
     """Causal attention over a sequence that is cut over `mesh` (one-dimensional): takes the place of a model's own.
 
     Args:
-        attend: that one: attention to whole sequences of some heads.
+        attention_fn: that one: attention to whole sequences of some heads.
     """
 
-    def __init__(self, mesh: DeviceMesh, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        self.group, self.size, self.attend = mesh.get_group(), mesh.size(), attend
+    def __init__(self, mesh: DeviceMesh, attention_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.group, self.size, self.attention_fn = mesh.get_group(), mesh.size(), attention_fn
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """
@@ -56,7 +56,7 @@ class UlyssesAttention:
         pieces = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in (q, k, v)]  # (cp, batch, heads / cp, …)
         taken = AllToAll.apply(torch.cat(pieces, dim=2), self.group)  # by the part that they come from
         q, k, v = (in_order(t) for t in taken.split([piece.shape[2] for piece in pieces], dim=2))
-        out = self.attend(q, k, v)  # (batch, heads / cp, seq, head_dim)
+        out = self.attention_fn(q, k, v)  # (batch, heads / cp, seq, head_dim)
         back = AllToAll.apply(in_parts(out, self.size), self.group)  # (cp, batch, heads / cp, seq / cp, head_dim)
         return back.movedim(0, 1).flatten(1, 2)
 

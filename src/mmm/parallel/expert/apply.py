@@ -40,7 +40,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmm.errors import LayoutError
-from mmm.models.experts import Experts, MixtureOfExperts, loads, work_out
+from mmm.models.experts import Experts, MixtureOfExperts, expert_forward, to_host_list
 from mmm.parallel.advice import Broken
 from mmm.parallel.data.fsdp import mixed_precision, offload_policy
 from mmm.parallel.mesh import Layout, expert_mesh, has_axis
@@ -91,7 +91,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         for name, parameter in list(module.named_parameters()):
             cut = distribute_tensor(parameter.data, axis, [Shard(0)])
             module.register_parameter(name, nn.Parameter(cut))
-        module.work = ExpertParallel(axis)
+        module.expert_forward = ExpertParallel(axis)
 
 
 def _experts_in(layers: Iterable[nn.Module]) -> list[Experts]:
@@ -127,7 +127,7 @@ def _cut_dim(parameter: Tensor, ranks: int) -> int:
 
 
 class ExpertParallel:
-    """Experts cut over `mesh` (one-dimensional): takes the place of `mmm.models.experts.work_out`."""
+    """Experts cut over `mesh` (one-dimensional): takes the place of `mmm.models.experts.expert_forward`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size = mesh.get_group(), mesh.size()
@@ -151,13 +151,13 @@ class ExpertParallel:
         expert = held.repeat_interleave(come.flatten(), output_size=len(rows))  # (rows,): of each row
         order = expert.argsort(stable=True)
         local = [w.to_local() for w in (w1, w2, w3)]  # type: ignore[attr-defined]  # (experts held, …)
-        done = work_out(rows.index_select(0, order), come.sum(0), *local)
+        done = expert_forward(rows.index_select(0, order), come.sum(0), *local)
         return Exchange.apply(done.index_select(0, order.argsort()), take, send, self.group)
 
 
 def _by_rank(counts: Tensor, total: int) -> list[int]:
     """Rows for or from each rank: the sums of `counts` (ep, experts held)."""
-    numbers = loads(counts, total)
+    numbers = to_host_list(counts, total)
     held = counts.shape[1]
     return [sum(numbers[first : first + held]) for first in range(0, len(numbers), held)]
 
@@ -197,14 +197,16 @@ def balance_experts(model: nn.Module | Iterable[nn.Module], mesh: DeviceMesh, ra
     if not layers:
         return torch.zeros(0, 0, dtype=torch.int64)
     none = torch.zeros_like(layers[0].expert_bias, dtype=torch.int64)
-    load = torch.stack([none if layer.counts is None else layer.counts for layer in layers])  # (layers, n_experts)
+    load = torch.stack(
+        [none if layer.tokens_per_expert is None else layer.tokens_per_expert for layer in layers]
+    )  # (layers, n_experts)
     for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
         if has_axis(mesh, axis):
             dist.all_reduce(load, group=mesh.get_group(axis))
     direction = (load.sum(1, keepdim=True) - load.shape[1] * load).sign()  # in whole numbers
     for layer, sign in zip(layers, direction, strict=True):
         layer.expert_bias += rate * sign.to(layer.expert_bias.dtype)
-        layer.counts = None
+        layer.tokens_per_expert = None
     return load.cpu()
 
 

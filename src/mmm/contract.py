@@ -1,0 +1,226 @@
+"""What `launch` and the ranks agree on. Both import this file, and neither imports the other. Standard library only.
+
+Names of environment variables; the variables by which launcher backends number their processes; a rank's report on the
+failure socket; when a start-up began, and what was imported before the program did.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from mmm.errors import LaunchError
+
+VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"  # path of the file that says why launch ends the run; empty until it does
+MARKER_VARIABLE = "MMM_LAUNCH_ID"  # the same in every process of one launch, and in no other
+DEVICE_VARIABLE = "MMM_DEVICE"  # the device type chosen or detected
+ATTEMPT_VARIABLE = "MMM_ATTEMPT"  # 0, 1, …: how often --retries has started the program again
+ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch, and in no other launch
+LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
+BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"  # when launch itself was started, seconds since 1970
+STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script says so: then this one counts
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
+USER_ERROR_EXIT = 2
+
+# What a rank's traceback says when it failed because another had gone.
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "DistNetworkError",
+    "DistStoreError",
+    "failed to recv",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+)
+
+
+class Numbering(NamedTuple):
+    """The variables in which a launcher backend tells its processes their numbers; of each, the first that is set."""
+
+    rank: tuple[str, ...]
+    world: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world: tuple[str, ...]
+
+
+# In this order: what was started last, and so stands closest to the process, comes first.
+NUMBERINGS = {
+    "torchrun": Numbering(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "openmpi": Numbering(
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "pals": Numbering(
+        ("PALS_RANKID",),
+        ("PMI_SIZE", "PALS_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    ),
+    "mpich": Numbering(
+        ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    ),
+    "slurm": Numbering(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
+}
+
+
+def read_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+    """The first of the variables `names` that is set, and its value. Raises `LaunchError` if that is no number."""
+    for name in names:
+        if name in environ:
+            try:
+                return name, int(environ[name])
+            except ValueError:
+                raise LaunchError(f"{name}={environ[name]!r} in the environment is not a whole number") from None
+    return None
+
+
+# The failure socket.
+
+MAX_TEXT = 60_000  # characters of a report kept; a datagram has to fit in the socket's buffer
+SOCKET_BUFFER = 1 << 20
+SEND_TIMEOUT = 1.0  # s; launch reads all the time, so this is for a launch that hangs
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's own account of why it ends.
+
+    kind is "traceback" (an exception nobody caught), "user" (a `UserError`: `error: <text>` is all there is to say) or
+    "exit" (`sys.exit("text")`: the text as it is). `time` is `time.monotonic()` where it was caught.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    exit_code: int
+    time: float
+
+    def dumps(self) -> bytes:
+        fields = asdict(self) | {"text": shorten(self.text)}
+        return json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+    @classmethod
+    def loads(cls, data: bytes) -> "Report":
+        return cls(**json.loads(data))
+
+
+def shorten(text: str, limit: int = MAX_TEXT) -> str:
+    """Keep the first third and the last two thirds of `limit` characters: an error's last lines say what it was."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit // 3, limit - limit // 3
+    return f"{text[:head]}\n… {len(text) - limit} characters left out …\n{text[-tail:]}"
+
+
+class _FailureSocket(NamedTuple):
+    socket: socket.socket
+    owner: int  # the process whose failure is the rank's: not one that it forks
+    rank: int
+
+
+_failure_socket: _FailureSocket | None = None
+
+
+def attach(fd: int) -> None:
+    """Send this process's reports to the socket `fd`. Called in a rank of launch, before its program runs."""
+    global _failure_socket
+    end = socket.socket(fileno=fd)
+    end.set_inheritable(False)
+    end.settimeout(SEND_TIMEOUT)
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+    _failure_socket = _FailureSocket(end, os.getpid(), int(os.environ["RANK"]))
+
+
+def attached() -> bool:
+    """True where launch listens to this process: it is a rank of launch, and no process that a rank started."""
+    return _failure_socket is not None and os.getpid() == _failure_socket.owner
+
+
+def report(kind: str, text: str, exit_code: int, caught: float | None = None) -> bool:
+    """Send launch a `Report`. False if nobody listens: then the caller has to print."""
+    if _failure_socket is None or not attached():
+        return False
+    message = Report(_failure_socket.rank, kind, text, exit_code, time.monotonic() if caught is None else caught)
+    try:
+        _failure_socket.socket.send(message.dumps())
+    except OSError:
+        return False
+    return True
+
+
+# The start-up.
+
+PROC = Path("/proc")
+AHEAD = 3600.0  # s by which another host's clock may be ahead
+
+
+@dataclass
+class ProgramStart:
+    """What is known in this process of the program's start.
+
+    Attributes:
+        began: when the program began, seconds since 1970; None where nothing has noted it.
+        shared: package → seconds of imports before the ranks were forked. own: the same of this rank, from then on.
+        stop: ends the counting of `own`.
+    """
+
+    began: float | None = None
+    shared: dict[str, float] = field(default_factory=dict)
+    own: dict[str, float] = field(default_factory=dict)
+    stop: Callable[[], None] = lambda: None
+
+
+program = ProgramStart()
+
+
+def process_start(name: str = "self") -> float | None:
+    """When a process was started, in seconds since 1970, to a hundredth; None where there is no /proc.
+
+    It is the time of the shell's fork: earlier than anything that the process's own code could note.
+    """
+    try:
+        ticks = int((PROC / name / "stat").read_text().rpartition(")")[2].split()[19])  # since boot
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def started(environ: Mapping[str, str], otherwise: float) -> tuple[float, str]:
+    """When the start-up of this process began, and who says so: ``MMM_STARTED_AT``, ``launch`` or ``process``.
+
+    Args:
+        otherwise: the time to take where neither the environment nor the system has one.
+
+    Raises:
+        LaunchError: a variable's value is not a time.
+    """
+    for name, source in ((STARTED_VARIABLE, STARTED_VARIABLE), (BEGAN_VARIABLE, "launch")):
+        if environ.get(name):
+            return _time(name, environ[name]), source
+    return process_start() or otherwise, "process"
+
+
+def _time(name: str, text: str) -> float:
+    try:
+        at = float(text)
+    except ValueError:
+        at = float("nan")
+    if not 0 < at < time.time() + AHEAD:
+        raise LaunchError(
+            f"{name}={text} in the environment is not a time in the past, in seconds since 1970: set it "
+            f"with `export {name}=$(date +%s.%N)`, or unset it"
+        )
+    return at

@@ -1,0 +1,114 @@
+"""What launch and the agents tell each other over a `link`: what each agent is to run, where launch can be reached, and
+failures, whose times do not depend on the clocks of hosts."""
+
+import contextlib
+import os
+import socket
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mmm.contract import Report
+from mmm.launch.control import link as links
+from mmm.launch.control.failures import Failure
+from mmm.launch.control.link import Link, Message
+from mmm.launch.job import hosts
+from mmm.launch.job.cluster import ClusterPlan
+
+
+@dataclass
+class RemoteAgent:
+    """One of the processes that mpiexec or srun has started."""
+
+    link: Link
+    nonce: str
+    index: int = -1  # 0 … processes − 1, once it has said hello
+    host: str = ""
+    hello: Message = field(default_factory=dict)
+    ranks: list[int] = field(default_factory=list)
+    done: bool = False  # its ranks are gone, it has said so
+
+
+def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[tuple[RemoteAgent, Message]]:
+    """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
+    shared = dict(plan.shared)
+    common: dict[str, Any] = {
+        "by": plan.by,
+        "device": plan.device,
+        "bind": plan.bind,
+        "prefork": plan.prefork,
+        "threads": plan.threads,
+    }
+    if plan.site is not None and plan.device == plan.site.device and plan.site.device_variable:
+        common["device_variable"], common["device_order"] = plan.site.device_variable, plan.site.device_order
+    made = []
+    if plan.by == "host":
+        for index, agent in enumerate(agents):
+            first = index * plan.per_host
+            ranks = range(first, min(first + plan.per_host, plan.ranks))
+            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in ranks]
+            its = shared | {"LOCAL_WORLD_SIZE": str(len(places))}
+            made.append((agent, {**common, "shared": its, "ranks": places}))
+        return made
+    there: dict[str, list[RemoteAgent]] = {}
+    for agent in agents:
+        there.setdefault(agent.host, []).append(agent)
+    for agent in agents:
+        mates = there[agent.host]
+        local = agent.hello.get("local_rank")
+        local = mates.index(agent) if local is None else local
+        of_rank = {"RANK": str(agent.index), "LOCAL_RANK": str(local)}
+        shares = len({m.hello["cpus"] for m in mates}) == 1  # bound to the same cores: they divide them
+        cores = max(1, agent.hello["cores"] // (len(mates) if shares else 1))
+        made.append(
+            (
+                agent,
+                {
+                    **common,
+                    "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))},
+                    "ranks": [of_rank],
+                    "cores": cores,
+                },
+            )
+        )
+    return made
+
+
+def read_failure(data: dict[str, Any], host: str, now: float) -> Failure:
+    """A failure as a host sends it. Its clock is not ours: it says how long ago."""
+    report = Report(**data["report"]) if data["report"] else None
+    return Failure(
+        data["rank"],
+        data["exit_code"],
+        now - data["ago"],
+        data["doubt"],
+        report,
+        data["text"],
+        data["host"] or host,
+        data["final"],
+    )
+
+
+def write_failure(failure: Failure, now: float) -> dict[str, Any]:
+    """The inverse of `read_failure`, on the host."""
+    return asdict(failure) | {"ago": now - failure.time}
+
+
+def addresses(plan: ClusterPlan) -> list[str]:
+    """Where the hosts can reach this process, the best first."""
+    if os.environ.get(links.ADDRESS_VARIABLE):
+        return [os.environ[links.ADDRESS_VARIABLE]]
+    if all(hosts.is_here(name) for name in plan.hosts):
+        return ["127.0.0.1"]
+    suffix = plan.site.host_suffix if plan.site is not None else ""
+    other = next(name for name in plan.hosts if not hosts.is_here(name))
+    own = socket.gethostname()
+    found = []
+    for name in [other.partition(".")[0] + suffix] * bool(suffix) + [other]:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((name, 9))  # sends nothing: it asks which of our addresses leads there
+            found.append(probe.getsockname()[0])
+    for name in (own.partition(".")[0] + suffix, own):
+        with contextlib.suppress(OSError):
+            found.append(socket.gethostbyname(name))
+    real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return real or ["127.0.0.1"]

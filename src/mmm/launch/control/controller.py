@@ -1,0 +1,327 @@
+"""launch's own part of a run on many hosts: starts mpiexec or srun, waits for the agents, ends every rank everywhere.
+
+What mpiexec or srun starts (`mmm.launch.host.agent`, once a rank or once a host) connects back. When all have, each is
+told to go. From then on launch learns over these connections which rank ended how, and sends its commands over them: no
+MPI has to pass on a signal, or to kill survivors. A process that loses its connection to launch ends its ranks itself.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import time
+
+from mmm.contract import Report
+from mmm.errors import LaunchError
+from mmm.launch.control import link as links
+from mmm.launch.control import processes
+from mmm.launch.control.commands import RemoteAgent, addresses, read_failure, start_commands
+from mmm.launch.control.failures import Failure, say, signal_name
+from mmm.launch.control.link import Link, Lost, Message
+from mmm.launch.control.output import Output
+from mmm.launch.control.run import GRACE, Limits, Run
+from mmm.launch.control.stacks import Stack
+from mmm.launch.job import hosts, mpi
+from mmm.launch.job.cluster import ClusterPlan
+
+START_TIMEOUT = 300.0  # s until every process has connected
+LAST_WORDS = 3.0  # s beyond the grace that hosts have to say that their ranks are gone
+LAUNCHER_END = 1.5  # s that mpiexec or srun has to end once its processes have
+LOCATE = 2.0  # s for the hosts to say where their ranks are
+LAUNCHER_LINGERS = 20.0  # s that it has after a run that went well: others of its processes may still write
+SPARE_FILES = 64
+
+
+class Controller(Run):
+    def __init__(self, plan: ClusterPlan, limits: Limits | None = None, start_timeout: float = START_TIMEOUT) -> None:
+        super().__init__(plan.ranks, limits)
+        self.plan = plan
+        self.start_timeout = start_timeout
+        self.token = secrets.token_hex(16)
+        self.connections: dict[int, RemoteAgent] = {}  # by file descriptor
+        self.agents: dict[int, RemoteAgent] = {}  # by index
+        self.under_way = False  # every agent has connected and been told to go
+        self.rendezvous_ends: float | None = None
+        self.launcher_ended: float | None = None
+        self.stop_launcher_at: float | None = None
+        self.pending: list[int] = []  # signals for ranks that are not there yet
+        self.stacks: dict[int, Stack] = {}  # of a run that hangs
+        self.silent: set[int] = set()  # agents that have not sent theirs
+        self.locate_until: float | None = None
+        self.launcher: subprocess.Popen | None = None
+        self.server: socket.socket | None = None
+
+    def start(self) -> None:
+        plan = self.plan
+        limit = mpi.open_files()
+        if plan.processes + SPARE_FILES > limit:
+            raise LaunchError(
+                f"{plan.processes} ranks each hold a connection to launch, which may open {limit} files "
+                "(ulimit -Hn).\n  Use --ranks-by host: one connection a host."
+            )
+        self.server = socket.create_server(("", 0), backlog=min(plan.processes + 8, 4096))
+        self.server.setblocking(False)
+        self.selector.register(self.server, selectors.EVENT_READ)
+        port = self.server.getsockname()[1]
+        entry = {
+            "at": [[address, port] for address in addresses(plan)],
+            "token": self.token,
+            "launcher": plan.launcher,
+            "processes": plan.processes,
+        }
+        self.output = Output(self.selector)
+        self.rendezvous_ends = time.monotonic() + self.start_timeout
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
+        try:
+            self.launcher = subprocess.Popen(
+                plan.command,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output.stdout,
+                stderr=self.output.stderr,
+                start_new_session=True,
+                env={**os.environ, **plan.environ, mpi.AGENT_VARIABLE: json.dumps(entry)},
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{plan.command[0]}, which is to start the ranks ({plan.why['launcher']}), cannot be run: "
+                f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: "
+                "--scheduler none"
+            ) from None
+        self.output.started()
+
+    def clean_up(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if self.launcher is not None and self.launcher.returncode is None:
+            self.stop_launcher()
+        for agent in self.connections.values():
+            agent.link.close()
+        if self.server is not None:
+            self.server.close()
+        if self.output is not None:
+            self.output.close()
+
+    def deadlines(self) -> list[float | None]:
+        waiting = self.launcher_ended + LAUNCHER_END if self.launcher_ended is not None else None
+        return [*super().deadlines(), self.rendezvous_ends, self.stop_launcher_at, self.locate_until, waiting]
+
+    def idle_at(self) -> float | None:
+        return super().idle_at() if self.under_way else None  # nobody prints before every agent has
+
+    def serve(self) -> bool:
+        """Take in what has happened. False once the launcher backend has ended and nobody is connected."""
+        ready = self.wait()
+        if self.server is not None and self.server.fileno() in ready:
+            self.accept(self.server)
+        for fd in ready & self.connections.keys():
+            self.hear(self.connections[fd])
+        now = time.monotonic()
+        if self.rendezvous_ends is not None and now >= self.rendezvous_ends and self.exit_code is None:
+            self.rendezvous_ends = None
+            self.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
+        if self.locate_until is not None and now >= self.locate_until:
+            self.locate_until = None
+            self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
+        if self.stop_launcher_at is not None and now >= self.stop_launcher_at:
+            self.stop_launcher_at = None
+            self.stop_launcher()
+        assert self.launcher is not None
+        if self.launcher.poll() is None:
+            return True
+        if self.launcher_ended is None:
+            self.launcher_ended = now
+        if self.connections and now < self.launcher_ended + LAUNCHER_END:
+            return True  # the last words of the ranks may be on their way
+        if self.connections and self.exit_code is None:
+            self.launcher_died()
+        return bool(self.connections) and self.kill_at is not None
+
+    def accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                agent = RemoteAgent(Link(connection), secrets.token_hex(16))
+                try:
+                    agent.link.send({"nonce": agent.nonce})
+                except Lost:
+                    continue
+                self.connections[agent.link.fileno()] = agent
+                self.selector.register(agent.link, selectors.EVENT_READ)
+
+    def hear(self, agent: RemoteAgent) -> None:
+        try:
+            for message in agent.link.read():
+                if agent.index >= 0:
+                    self.on_message(agent, message)
+                elif not self.on_hello(agent, message):
+                    return
+        except Lost as lost:
+            self.drop(agent)
+            if agent.index >= 0 and not agent.done:
+                self.on_lost(agent, str(lost))
+
+    def drop(self, agent: RemoteAgent) -> None:
+        self.selector.unregister(agent.link)
+        del self.connections[agent.link.fileno()]
+        agent.link.close()
+        if not self.connections and (self.under_way or self.exit_code is not None):
+            self.stop_launcher_at = time.monotonic() + (
+                LAUNCHER_END if self.exit_code is not None else LAUNCHER_LINGERS
+            )
+
+    def on_hello(self, agent: RemoteAgent, message: Message) -> bool:
+        """A new agent names itself. Somebody who does not know the token is sent away."""
+        words = str(message.get("hello"))
+        if not links.same(str(message.get("signed")), links.sign(self.token, agent.nonce, words)):
+            say("launch: a connection without this run's token was refused")
+            self.drop(agent)
+            return False
+        agent.hello = json.loads(words)
+        agent.host = agent.hello["host"]
+        if "error" in agent.hello:
+            self.failures.append(Failure(0, 2, time.monotonic(), 0, Report(0, "user", agent.hello["error"], 2, 0.0)))
+            return True
+        index, processes_there = agent.hello["rank"], agent.hello["world"]
+        if processes_there != self.plan.processes or index in self.agents:
+            text = (
+                f"{self.plan.launcher} has started {processes_there} processes where {self.plan.processes} were "
+                f"asked for"
+                if processes_there != self.plan.processes
+                else f"{self.plan.launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
+            )
+            report = Report(index, "user", f"{text}: its options (--launcher-args) contradict launch's.", 2, 0.0)
+            self.failures.append(Failure(index, 2, time.monotonic(), 0, report))
+            return True
+        agent.index = index
+        self.agents[index] = agent
+        if len(self.agents) == self.plan.processes and self.exit_code is None:
+            self.go()
+        return True
+
+    def go(self) -> None:
+        """All are there: tell each what to run."""
+        self.rendezvous_ends, self.under_way = None, True
+        assert self.output is not None
+        self.output.last = time.monotonic()
+        for agent, message in start_commands(self.plan, [self.agents[i] for i in range(len(self.agents))]):
+            agent.ranks = [int(rank["RANK"]) for rank in message["ranks"]]
+            try:
+                agent.link.send({"go": message})
+            except Lost as lost:
+                self.on_lost(agent, str(lost))
+        for number in self.pending:
+            self.send(number)
+
+    def on_message(self, agent: RemoteAgent, message: Message) -> None:
+        now = time.monotonic()
+        if "failure" in message:
+            self.failures.append(read_failure(message["failure"], agent.host, now))
+        elif "ended" in message:
+            self.ended.add(message["ended"])
+        elif "interrupted" in message:
+            number = message["interrupted"]
+            text = (
+                f"{signal_name(number)} came to the ranks on {agent.host}, and not from launch: the scheduler, or "
+                f"{self.plan.launcher}, ends the run"
+            )
+            first = Failure(min(agent.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True)
+            self.failures.append(first)
+        elif "stacks" in message:
+            self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
+            self.silent.discard(agent.index)
+            if not self.silent and self.locate_until is not None:
+                self.locate_until = now
+        elif "bye" in message:
+            agent.done = True
+
+    def on_lost(self, agent: RemoteAgent, how: str) -> None:
+        """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
+        if not self.under_way:
+            del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
+            return
+        ranks = [rank for rank in agent.ranks if rank not in self.ended]
+        which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+        text = f"lost {which} on {agent.host}: the connection to launch broke ({how})"
+        self.failures.append(Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=agent.host))
+        self.ended.update(ranks)
+
+    def launcher_died(self) -> None:
+        assert self.launcher is not None
+        code = self.launcher.returncode
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        self.give_up(f"{self.plan.command[0]} {how} while its ranks ran", 128 - code if code < 0 else code or 1)
+
+    def give_up(self, text: str, code: int) -> None:
+        self.exit_code, self.again = code, True
+        say(f"launch: {text}")
+        self.end(signal.SIGTERM, text)
+
+    def missing(self) -> str:
+        """Who has not connected."""
+        absent = self.plan.processes - len(self.agents)
+        known = {m.host.partition(".")[0] for m in self.agents.values()}
+        silent = [name for name in self.plan.hosts if name.partition(".")[0] not in known and not hosts.is_here(name)]
+        where = f"; nothing was heard from {', '.join(silent[:8])}{' …' if len(silent) > 8 else ''}" if silent else ""
+        return (
+            f"{absent} of {self.plan.processes} processes that {self.plan.launcher} was to start have not connected "
+            f"to launch{where}"
+        )
+
+    def send(self, number: int) -> bool:
+        if not self.under_way:
+            return False
+        self.tell({"signal": number, "verdict": self.verdict})
+        return True
+
+    def pass_on(self, number: int) -> None:
+        if not self.send(number):
+            self.pending.append(number)
+
+    def tell(self, message: Message) -> None:
+        for agent in [m for m in self.connections.values() if not m.done]:
+            with contextlib.suppress(Lost):  # `hear` will see it too
+                agent.link.send(message)
+
+    def locate(self) -> None:
+        self.silent = {agent.index for agent in self.connections.values() if not agent.done}
+        self.locate_until = time.monotonic() + LOCATE
+        self.tell({"where": True})
+
+    def end(self, number: int, verdict: str = "") -> None:
+        """The hosts see to the grace of their ranks; launch waits for them a little longer."""
+        self.verdict, self.kill_at = verdict, time.monotonic() + GRACE + LAST_WORDS
+        if not self.send(number):
+            self.kill()
+        elif not self.connections:
+            self.stop_launcher_at = time.monotonic() + LAUNCHER_END
+
+    def kill(self) -> None:
+        self.tell({"kill": True})
+        self.kill_at = None
+        self.stop_launcher_at = time.monotonic() + (LAUNCHER_END if self.under_way else 0.0)
+
+    def stop_launcher(self) -> None:
+        """End mpiexec or srun, and what it has started on this host."""
+        assert self.launcher is not None
+        processes.end(self.launcher.pid, "-", grace=0.5)
+        self.launcher.wait()
+
+    def finish(self) -> int:
+        assert self.launcher is not None
+        assert self.output is not None
+        code = self.launcher.wait()
+        self.output.drain(self.selector, time.monotonic() + 1.0)
+        if self.exit_code is None and self.failures:
+            self.fail()
+        if self.exit_code is not None:
+            return self.exit_code
+        if len(self.ended) == self.total:
+            return 0
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        what = "while its ranks ran" if self.under_way else f"before the ranks could start: {self.missing()}"
+        say(f"launch: {self.plan.command[0]} {how} {what}")
+        self.again = True
+        return 128 - code if code < 0 else code or 1

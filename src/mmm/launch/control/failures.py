@@ -1,0 +1,90 @@
+"""What went wrong on which rank, which of several failures caused the others, and how it is said, once."""
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmm.contract import CONSEQUENCES, Report, shorten
+from mmm.launch.control.wire import Status
+
+WAIT = 0.06  # s to wait, after a first failure, for one that came before it
+WAIT_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence
+WATCHDOG_EXIT = 124  # as `timeout` exits
+LINE = 1000  # characters of a failure in one line
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that ended badly: by its own report, or by how the system says it ended."""
+
+    rank: int
+    exit_code: int
+    time: float  # time.monotonic() when it was noticed where it happened
+    doubt: int  # 0: a cause; 1: SIGABRT, which may be a consequence; 2: a lost connection
+    report: Report | None = None
+    text: str = ""  # where there is no report
+    host: str = ""  # "": this one
+    final: bool = False  # somebody ended the run: starting it again is not wanted
+
+    @classmethod
+    def reported(cls, report: Report, host: str = "") -> "Failure":
+        last = report.text.strip().rpartition("\n")[2]
+        lost = report.kind == "traceback" and any(sign in report.text[-2000:] or sign in last for sign in CONSEQUENCES)
+        return cls(report.rank, report.exit_code, report.time, 2 if lost else 0, report, host=host)
+
+    @classmethod
+    def ended(cls, status: Status, host: str = "") -> "Failure":
+        code = status.code or 0
+        if code < 0:
+            text = f"rank {status.rank} (pid {status.pid}) was killed by {signal_name(-code)}"
+            return cls(
+                status.rank,
+                128 - code,
+                status.time,
+                int(-code == signal.SIGABRT),
+                text=f"{text} on {host or socket.gethostname()}",
+            )
+        where = f" on {host}" if host else ""
+        return cls(status.rank, code, status.time, 0, text=f"rank {status.rank} exited with code {code}{where}")
+
+    @property
+    def again(self) -> bool:
+        """May a new start help? Not after the user's own mistake, which would end the same way."""
+        return not self.final and (self.report is None or self.report.kind != "user")
+
+
+def cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that came first in order of cause: those that look like a consequence come last."""
+    return min(failures, key=lambda f: (f.doubt, f.time))
+
+
+def tell(first: Failure, failures: Sequence[Failure]) -> None:
+    """Print `first`, which caused the others of `failures`."""
+    report = first.report
+    if report is None:
+        say(f"launch: {first.text}")
+    elif report.kind == "traceback":
+        others = len({f.rank for f in failures} - {first.rank})
+        after = f"; {others} other{'s' if others > 1 else ''} failed after it" if others else ""
+        say(f"launch: rank {first.rank} failed on {first.host or socket.gethostname()}{after}:\n{report.text.rstrip()}")
+    else:
+        say(f"error: {report.text}" if report.kind == "user" else report.text.rstrip("\n"))
+
+
+def in_a_line(first: Failure) -> str:
+    """What `tell` says at length, for the ranks that launch ends."""
+    if first.report is None:
+        return first.text
+    lines = first.report.text.strip().splitlines() or [f"exit code {first.exit_code}"]
+    where = f"rank {first.rank} on {first.host or socket.gethostname()}"
+    return shorten(f"{where}: {lines[-1] if first.report.kind == 'traceback' else ' '.join(lines)}", LINE)
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

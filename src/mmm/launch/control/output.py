@@ -1,0 +1,68 @@
+"""Copies what ranks print to launch's own stdout and stderr, where launch has to know that something was printed."""
+
+import contextlib
+import os
+import select
+import selectors
+import time
+
+from mmm.launch.control.failures import say
+
+CHUNK = 1 << 16
+
+
+class Output:
+    """Two pipes; `last` is when something last came out of one, `time.monotonic()`."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        out, self.stdout = os.pipe()  # the write ends: for the process that is started
+        err, self.stderr = os.pipe()
+        self.copies = {out: 1, err: 2}
+        self.last = time.monotonic()
+        for fd in self.copies:
+            selector.register(fd, selectors.EVENT_READ)
+
+    def started(self) -> None:
+        """The process has its ends: close ours, so that the pipes end when it does."""
+        os.close(self.stdout)
+        os.close(self.stderr)
+        self.last = time.monotonic()
+
+    def copy(self, ready: set[int], selector: selectors.BaseSelector) -> bool:
+        """Copy what is there. False once nobody reads it any more."""
+        read = True
+        for fd in [fd for fd in self.copies if fd in ready]:
+            data = os.read(fd, CHUNK)
+            if not data:
+                selector.unregister(fd)
+                os.close(fd)
+                del self.copies[fd]
+                continue
+            self.last = time.monotonic()
+            read &= write(self.copies[fd], data)
+        return read
+
+    def drain(self, selector: selectors.BaseSelector, until: float) -> None:
+        """Copy what is left, until the pipes end or it is `until`: a process that was left behind may hold them."""
+        while self.copies and (left := until - time.monotonic()) > 0:
+            ready, _, _ = select.select(list(self.copies), [], [], left)
+            if not self.copy(set(ready), selector):
+                return
+
+    def close(self) -> None:
+        for fd in self.copies:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.copies = {}
+
+
+def write(fd: int, data: bytes) -> bool:
+    """All of `data`. False if the reader has gone."""
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            say(f"launch: what ranks print cannot be written: {error.strerror}")
+        return False
+    return True

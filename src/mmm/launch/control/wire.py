@@ -1,0 +1,56 @@
+"""What launch and the fork server of its ranks say to each other: names of variables, and the messages.
+
+launch ── control pipe: one byte a signal to pass on; its end means launch is gone ──▶ fork server
+launch ◀── status pipe: one JSON line a rank that started or ended ───────────────────  fork server
+launch ◀── failure socket: one JSON datagram a failed rank, sent before it exits ─────  ranks
+launch ── verdict: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # its instructions, JSON; taken out of the ranks' environment
+FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
+CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
+FORK_SERVER = "mmm.launch.host.forkserver"  # the module by which launch, or an agent, starts a host's ranks
+CHILD = "mmm.launch.host.child"  # the module that an exec'd Python rank begins with
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """What the fork server is to do: start these ranks by fork or by exec, over these file descriptors."""
+
+    control: int
+    status: int
+    failure: int
+    ranks: list[dict[str, str]]  # what differs in each rank's environment
+    fork: bool  # fork the ranks from this process, or exec each
+    command: list[str]  # with fork=False: what each rank executes
+    launcher: int  # launch's own pid
+    shielded: bool = False  # SIGTERM comes to every process of the run: not the fork server's
+    ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
+    skip: list[str] = field(default_factory=list)  # modules not to preload; ["*"]: none at all
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> "Instructions":
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Status:
+    """A rank started (`code` is None) or ended: `code` is its exit code, or minus the signal that killed it."""
+
+    rank: int
+    pid: int
+    code: int | None
+    time: float
+
+    def dumps(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def loads(cls, line: bytes) -> "Status":
+        return cls(**json.loads(line))

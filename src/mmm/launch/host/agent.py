@@ -1,0 +1,297 @@
+"""What mpiexec or srun starts on the hosts of a run, once a rank or once a host: `python -m mmm.launch.host.agent …`.
+
+It connects to launch, waits until everyone is there, and then supervises its rank (or its host's ranks) as launch does
+on one host, except that failures go to launch, and commands come from there. It imports no torch. If launch is gone it
+ends its ranks; if launch knows how they ended, its own exit code is 0, so that no MPI adds its own words.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mmm.contract import ENDING, NUMBERINGS, Report, read_number
+from mmm.errors import LaunchError, UserError
+from mmm.launch.control import commands
+from mmm.launch.control import link as links
+from mmm.launch.control.failures import Failure, say
+from mmm.launch.control.link import Link, Lost
+from mmm.launch.control.run import PASSED_ON
+from mmm.launch.control.supervisor import Supervisor
+from mmm.launch.control.wire import CPUS_VARIABLE, Status
+from mmm.launch.job import binding, local
+from mmm.launch.job import target as targets
+from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.mpi import AGENT_VARIABLE
+from mmm.launch.job.target import Target
+
+# Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
+HELPERS = ("hydra_pmi_proxy", "orted", "prted")
+MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
+NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `NUMBERINGS`
+
+
+class Entry(Supervisor):
+    """Supervises the ranks that this process stands for."""
+
+    shielded = True
+
+    def __init__(self, plan: LaunchPlan, link: Link, launcher: str, inherit: tuple[int, ...]) -> None:
+        super().__init__(plan)
+        self.launcher = launcher
+        self.link: Link | None = link
+        self.inherit = inherit
+        self.told = 0  # failures that launch knows of
+        self.lost = False
+        self.host = host_name()
+
+    def start(self) -> None:
+        super().start()
+        assert self.link is not None
+        self.selector.register(self.link, selectors.EVENT_READ)
+        for message in self.link.early:
+            self.on_command(message)
+
+    def passed_fds(self) -> tuple[int, ...]:
+        return self.inherit
+
+    def wait(self) -> set[int]:
+        ready = super().wait()
+        if self.link is not None and self.link.fileno() in ready:
+            try:
+                for message in self.link.read():
+                    self.on_command(message)
+            except Lost as lost:
+                self.launch_is_gone(str(lost))
+        return ready
+
+    def on_command(self, message: links.Message) -> None:
+        if "kill" in message:
+            self.exit_code = 0
+            self.kill()
+        elif message.get("signal") in ENDING:
+            self.exit_code = 0
+            ignored = message["signal"] in self.ignored  # on this host, by who started its processes
+            self.end(signal.SIGTERM if ignored else message["signal"], message["verdict"])
+        elif "where" in message:
+            self.tell({"stacks": self.stacks()})
+        elif "signal" in message:
+            self.pass_on(message["signal"])
+
+    def on_status(self, status: Status) -> None:
+        super().on_status(status)
+        if status.code is not None:
+            self.tell_failures()
+            self.tell({"ended": status.rank})
+
+    def decide(self, now: float) -> None:
+        """launch decides; here nothing is done but to tell it, and to kill after the grace."""
+        self.tell_failures()
+        if self.kill_at is not None and now >= self.kill_at:
+            self.kill()
+
+    def tell_failures(self) -> None:
+        for failure in self.failures[self.told :]:
+            self.tell({"failure": commands.write_failure(failure, time.monotonic())})
+        self.told = len(self.failures)
+
+    def tell(self, message: links.Message) -> None:
+        if self.link is not None:
+            try:
+                self.link.send(message)
+            except Lost as lost:
+                self.launch_is_gone(str(lost))
+
+    def launch_is_gone(self, how: str) -> None:
+        assert self.link is not None
+        self.selector.unregister(self.link)
+        self.link.close()
+        self.link, self.lost = None, True
+        verdict = f"{self.host} has lost launch ({how})"
+        say(f"launch: {verdict}: ending {self.left()}")
+        if self.exit_code is None:
+            self.exit_code = 1
+            self.end(signal.SIGTERM, verdict)
+
+    def fail(self) -> None:
+        self.tell_failures()
+
+    def on_signal(self, number: int) -> None:
+        if number in PASSED_ON and self.launcher == "srun":
+            return  # Slurm signals every process, the ranks too
+        super().on_signal(number)
+
+    def interrupted(self, number: int) -> None:
+        """mpiexec, srun or the scheduler ends this process: so it does the ranks."""
+        if self.exit_code is None:
+            self.exit_code = 0
+            self.tell({"interrupted": number})
+            self.end(number)
+
+    def finish(self) -> int:
+        code = super().finish()
+        self.tell_failures()
+        self.tell({"bye": True})
+        if self.lost:
+            end_helper()
+            return 1
+        return 0 if self.exit_code is not None or self.failures else code
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if AGENT_VARIABLE not in os.environ:
+        say(
+            f"launch: error: {AGENT_VARIABLE} is not in the environment of what the launcher has started: it has to "
+            "pass its environment on to all hosts"
+        )
+        return 2
+    entry = json.loads(os.environ.pop(AGENT_VARIABLE))
+    target = read_target(words)
+    inherit = inheritable()
+    hello: dict[str, Any] = {"host": host_name(), "cores": local.available_cores(), "pid": os.getpid()}
+    if hasattr(os, "sched_getaffinity"):
+        hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
+    try:
+        place = numbers(entry["launcher"], os.environ, entry["processes"])
+        hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
+    except UserError as error:
+        hello |= {"error": f"{error} (on {hello['host']})"}
+    try:
+        link = links.reach(entry["at"], entry["token"], hello)
+        command = link.one(None)
+    except Lost as lost:
+        say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
+        return 1
+    if "go" not in command:
+        return 1  # launch ends before anything has begun
+    try:
+        plan = make_plan(target, command["go"], hello["host"])
+    except UserError as error:
+        number = int(command["go"]["ranks"][0]["RANK"])
+        failure = Failure(number, 2, time.monotonic(), 0, Report(number, "user", str(error), 2, 0.0))
+        link.send({"failure": commands.write_failure(failure, time.monotonic())})
+        link.send({"bye": True})
+        return 0
+    if command["go"]["by"] == "host":  # an MPI in a rank would take itself for all of the host
+        for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
+            del os.environ[name]
+        inherit = ()
+    return Entry(plan, link, entry["launcher"], inherit).run()
+
+
+def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int, int | None]:
+    """Rank, world size and local rank (None: not said) that `launcher`, and no other, has given this process.
+
+    Args:
+        launcher: ``srun``, ``hydra``, ``pals`` or ``openmpi``.
+        world: what it was asked for; PALS does not always say.
+
+    Raises:
+        LaunchError: it has set no rank.
+    """
+    names = NUMBERINGS[NAMES[launcher]]
+    rank = read_number(env, names.rank)
+    if rank is None:
+        raise LaunchError(
+            f"{launcher} has given its process no rank: {' and '.join(names.rank)} is not set. If it is another kind "
+            f"of MPI, say so: --mpi hydra|pals|openmpi"
+        )
+    total = read_number(env, names.world)
+    local_rank = read_number(env, names.local_rank)
+    return rank[1], world if total is None else total[1], None if local_rank is None else local_rank[1]
+
+
+def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
+    """This process's ranks. Raises `LaunchError`: the master address or the binding is not possible on this host."""
+    shared, places = dict(go["shared"]), [dict(place) for place in go["ranks"]]
+    if any(place["RANK"] == "0" for place in places) and shared["WORLD_SIZE"] != "1":
+        check_master_address(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), host)
+    per_host = int(shared["LOCAL_WORLD_SIZE"])
+    cpus = binding.split(go["bind"], per_host) if go["bind"] else [None] * per_host
+    order = go.get("device_order", [])
+    threads = []
+    for place in places:
+        local_rank = int(place["LOCAL_RANK"])
+        mine = cpus[local_rank]
+        if mine is not None:
+            place[CPUS_VARIABLE] = mine
+        unbound = go.get("cores") or max(1, local.available_cores() // len(places))
+        threads.append(go["threads"] or (len(binding.cpu_list(mine)) if mine is not None else unbound))
+        if local_rank < len(order):
+            place[go["device_variable"]] = str(order[local_rank])
+    if "OMP_NUM_THREADS" not in shared:
+        binding.set_threads(shared, places, threads)
+    if go["by"] == "host":
+        fork, why = local.start_how(target, go["prefork"], go["device"])
+    else:
+        fork, why = False, "one process a rank: there is nothing to share an import with"
+    return LaunchPlan(target, shared, places, go["device"], fork, {"start": why})
+
+
+def check_master_address(address: str, port: int, host: str) -> None:
+    """Rank 0's host: can it listen where the others will look for it?"""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except socket.gaierror:
+            raise LaunchError(
+                f"MASTER_ADDR {address} cannot be resolved on {host}, where rank 0 is: set MASTER_ADDR "
+                "to that host's name or address as all hosts know it."
+            ) from None
+        except OSError as error:
+            raise LaunchError(
+                f"rank 0 on {host} cannot listen on {address}:{port}: {error.strerror}.\n  Set "
+                "MASTER_ADDR to that host's name or address as all hosts know it, and MASTER_PORT to a "
+                "free port."
+            ) from None
+
+
+def read_target(words: list[str]) -> Target:
+    if words[:1] == ["--exec"]:
+        return Target("program", words[1], command=tuple(words[1:]))
+    target = targets.from_tail(words)
+    if target is None:
+        raise SystemExit("usage: python -m mmm.launch.host.agent (-m MODULE | -c CODE | SCRIPT | --exec PROGRAM) ARGS…")
+    return target
+
+
+def inheritable() -> tuple[int, ...]:
+    """File descriptors that were given to this process on purpose: an MPI's connection to its helper (PMI_FD)."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if int(name) > 2 and os.get_inheritable(int(name)):
+                    found.append(int(name))
+    return tuple(found)
+
+
+def host_name() -> str:
+    """This host's name, as the scheduler has it where it says so."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def end_helper() -> None:
+    """launch is gone, and so are the ranks: end the MPI's own process on this host, which may never notice."""
+    with contextlib.suppress(OSError):
+        if (Path("/proc") / str(os.getppid()) / "comm").read_text().strip() in HELPERS:
+            os.kill(os.getppid(), signal.SIGTERM)
+
+
+def run() -> NoReturn:
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,167 @@
+"""An MPI's mpiexec: which one it is, and its command line."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mmm.errors import LaunchError
+
+AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
+FLAVOURS = ("hydra", "pals", "openmpi")
+VERSION_TIMEOUT = 20.0  # s; an mpiexec on a busy file system
+LONGEST = 100_000  # characters of a list of hosts on a command line; Linux ends at 131,071
+
+# Open MPI carries no variable to other hosts unless told to. These prefixes are what programs read; launch's own values
+# come over launch's own connection.
+CARRIED = (
+    "MMM_",
+    "PYTHON",
+    "LD_",
+    "PATH",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "TORCH",
+    "NCCL_",
+    "RCCL_",
+    "GLOO_",
+    "CCL_",
+    "UCX_",
+    "FI_",
+    "CUDA_",
+    "HIP_",
+    "ROCR_",
+    "HSA_",
+    "ZE_",
+    "ONEAPI_",
+    "HF_",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "CONDA_",
+    "WANDB_",
+    "TRITON_",
+    "XDG_",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What mpiexec or srun is to start: `processes` in all, `per_host` on each of `hosts`."""
+
+    processes: int
+    per_host: int
+    hosts: Sequence[str]
+    hostfile: str | None = None  # a file with exactly these hosts, each once
+    subset: bool = False  # these are not all of the job's hosts
+    bind: Sequence[str] = ()  # words that say how processes are bound
+    env: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)  # launch's own
+    more: Sequence[str] = ()  # --launcher-args
+
+
+def find(name: str | None, environ: Mapping[str, str]) -> str:
+    """The mpiexec to use: `name`, or the first on PATH of mpiexec, mpirun. Raises `LaunchError`."""
+    for each in [name] if name else ["mpiexec", "mpirun"]:
+        if shutil.which(each, path=environ.get("PATH")):
+            return each
+    wanted = f"--mpiexec {name}: there is no such program" if name else "no mpiexec and no mpirun on PATH"
+    raise LaunchError(
+        f"{wanted}, and the ranks on the job's hosts are started by one.\n  Load the site's MPI module, "
+        "give --mpiexec PATH, or run on this host alone: --scheduler none"
+    )
+
+
+def flavour(mpiexec: str) -> tuple[str | None, str]:
+    """Which MPI's it is, by what `mpiexec --version` prints, and that line. None: not one that is known."""
+    try:
+        done = subprocess.run(
+            [mpiexec, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=VERSION_TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{mpiexec} --version does not run: {error}") from None
+    return read_version(done.stdout + "\n" + done.stderr)
+
+
+def read_version(text: str) -> tuple[str | None, str]:
+    """The flavour in the text of `mpiexec --version`, and the words that tell it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for kind, pattern in (
+        ("openmpi", r"open ?mpi|openrte|prrte"),
+        ("hydra", r"hydra|mpich|intel\(r\) mpi"),
+        ("pals", r"\bpals\b"),
+    ):
+        for line in lines:
+            if re.search(pattern, line, re.IGNORECASE):
+                number = re.search(r"^version:?\s+(\S+)", "\n".join(lines), re.IGNORECASE | re.MULTILINE)
+                return kind, f"{line.rstrip(':')} {number[1]}" if number and not re.search(r"\d", line) else line
+    return None, lines[0] if lines else "nothing"
+
+
+def line(kind: str, mpiexec: str, request: Request) -> list[str]:
+    """The words before the command that every process runs."""
+    words = {"hydra": _hydra, "pals": _pals, "openmpi": _openmpi}[kind](request)
+    return [mpiexec, *words, *request.more]
+
+
+def _hydra(request: Request) -> list[str]:
+    words = ["-n", str(request.processes), "-ppn", str(request.per_host), *_hosts(request, "-f", "-hosts")]
+    for name, value in request.env.items():
+        words += ["-genv", name, value]
+    return [*words, *request.bind]
+
+
+def _pals(request: Request) -> list[str]:
+    words = ["-n", str(request.processes), "-ppn", str(request.per_host), *_hosts(request, "--hostfile", "--hosts")]
+    for name, value in request.env.items():
+        words += ["--env", f"{name}={value}"]
+    return [*words, *request.bind]
+
+
+def _openmpi(request: Request) -> list[str]:
+    hosts = ",".join(f"{host}:{request.per_host}" for host in request.hosts)
+    _check_length(hosts)
+    words = ["-n", str(request.processes), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
+    for name, value in request.env.items():
+        words += ["-x", f"{name}={value}"]
+    if len(request.hosts) > 1:
+        for name in sorted({*request.environ, AGENT_VARIABLE}):
+            if name.startswith(CARRIED) and name not in request.env:
+                words += ["-x", name]
+    return words
+
+
+def _hosts(request: Request, file_option: str, list_option: str) -> list[str]:
+    if request.hostfile is not None:
+        return [file_option, request.hostfile]
+    hosts = ",".join(request.hosts)
+    _check_length(hosts)
+    return [list_option, hosts]
+
+
+def _check_length(hosts: str) -> None:
+    if len(hosts) > LONGEST:
+        raise LaunchError(
+            f"the list of hosts has {len(hosts)} characters, more than fit on a command line. Write each "
+            "host once into a file and give --hostfile FILE."
+        )
+
+
+def open_files() -> int:
+    """How many file descriptors this process may have, after asking for as many as it is allowed."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else os.sysconf("SC_OPEN_MAX")

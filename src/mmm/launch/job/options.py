@@ -1,0 +1,202 @@
+"""launch's command line: its options, and how they are told from CMD's."""
+
+import argparse
+import difflib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from mmm.errors import LaunchError
+from mmm.launch.job import mpi, scheduler
+
+DEVICES = ("cpu", "cuda", "xpu", "mps")
+MAX_RANKS = 4096  # on one host
+SYNONYMS = {"-np": "-n", "--np": "-n", "--nnodes": "-N", "--host": "--hosts"}
+EPILOG = """\
+CMD is started once per rank, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+OMP_NUM_THREADS set. `python` and `python3` mean the interpreter that launch is installed in; it imports torch once
+and forks the ranks. A rank that fails ends all: its traceback is printed once, and its exit code is launch's.
+
+Inside a PBS or Slurm job (and with --hosts or --hostfile), mpiexec or srun starts the ranks on all hosts. --explain
+says where each value came from, docs/clusters.md in which order they are looked for.
+
+examples:
+  launch -n 4 python3 -m mmm.examples.fsdp_tp --tpsize 2
+  launch -n 2 --device cpu python3 train.py --lr 0.1
+  launch --dry-run python3 -m mmm.examples.fsdp_tp
+  launch --hosts node1,node2 -ppn 4 python3 -m mmm.examples.fsdp_tp --tpsize 4
+  launch --timeout 600 --retries 2 --signal USR1@120 python3 train.py
+"""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the command line asks for; None or empty: not said."""
+
+    nproc: int | None = None
+    per_host: int | None = None
+    nhosts: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    scheduler: str | None = None
+    site: str | None = None
+    mpiexec: str | None = None
+    mpi: str | None = None
+    launcher_args: tuple[str, ...] = ()
+    by: str = "rank"
+    cpu_bind: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    device: str | None = None
+    prefork: bool = True
+    attempt: int = 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="launch",
+        usage="launch [OPTIONS] CMD …",
+        description="Start CMD as the ranks of one distributed program.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "-n", "--nproc", metavar="N", help="ranks to start (default: one per accelerator; without any, 4 on the CPU)"
+    )
+    made.add_argument("--device", choices=DEVICES, help="device type the ranks use (default: what is found)")
+    made.add_argument("--no-prefork", action="store_true", help="start each rank as a new process with its own imports")
+    made.add_argument(
+        "--cpu-bind",
+        metavar="HOW",
+        help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …); PALS and srun take their own words too",
+    )
+    made.add_argument("--env", metavar="K=V", action="append", default=[], help="a variable for every rank; repeatable")
+    made.add_argument("--timeout", metavar="S", help="end a run that has printed nothing for S seconds")
+    made.add_argument("--retries", metavar="N", default="0", help="start CMD again after a failure, up to N times")
+    made.add_argument(
+        "--signal", metavar="NAME@S", help="send every rank signal NAME (USR1, TERM, …) S seconds before the job's end"
+    )
+    made.add_argument("--walltime", metavar="HH:MM:SS", help="when the job ends, from now on, for --signal")
+    made.add_argument("--dry-run", action="store_true", help="print what would be started and why, and start nothing")
+    made.add_argument("--explain", action="store_true", help="as --dry-run, and where every detected value came from")
+    many = made.add_argument_group("on a cluster")
+    many.add_argument("-ppn", "--ppn", metavar="N", help="ranks on each host")
+    many.add_argument("-N", "--nhosts", metavar="N", help="use the first N hosts")
+    many.add_argument("--hosts", metavar="A,B", help="these hosts (of the job, inside one)")
+    many.add_argument("--hostfile", metavar="FILE", help="the hosts in FILE, one a line")
+    many.add_argument(
+        "--scheduler", choices=(*scheduler.SCHEDULERS, "none"), help="take this one's job (none: no job's)"
+    )
+    many.add_argument("--site", metavar="NAME", help="use a known machine's data whatever the environment says")
+    many.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (also inside a Slurm job)")
+    many.add_argument("--mpi", choices=mpi.FLAVOURS, help="what kind it is, if --version does not tell")
+    many.add_argument("--launcher-args", metavar="'…'", default="", help="further words for mpiexec or srun")
+    many.add_argument(
+        "--ranks-by",
+        choices=("rank", "host"),
+        default="rank",
+        help="rank: mpiexec or srun starts each; host: one process a host, which imports once and forks",
+    )
+    many.add_argument("--start-timeout", metavar="S", default="300", help="seconds until all ranks have to be there")
+    return made
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """launch's own options, which come first, and CMD with everything after it. Raises `LaunchError` on others."""
+    known = {option: action for action in parser()._actions for option in action.option_strings}
+    place, given = 0, list[str]()
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-", "--"):
+        word = words[place]
+        name = word.partition("=")[0]
+        if name not in known and not re.fullmatch(r"-[nN]\d+", word):
+            if name == "-m":
+                raise LaunchError(
+                    f"-m is python's option, not launch's.\n"
+                    f"  Try: launch {shlex.join([*words[:place], 'python3', *words[place:]])}"
+                )
+            near = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise LaunchError(
+                f"unknown option {name}.{hint} launch's options come before CMD: "
+                "-n/--nproc N, --device D, --no-prefork, --dry-run, --help and more."
+            )
+        takes_value = name in known and known[name].nargs is None and "=" not in word
+        if takes_value and word.startswith("--") and place + 1 < len(words):
+            given.append(f"{word}={words[place + 1]}")  # argparse takes no value that begins with -
+        else:
+            given += words[place : place + 1 + takes_value]
+        place += 1 + takes_value
+    rest = list(words[place:])
+    return given, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def launch_options(args: argparse.Namespace) -> LaunchOptions:
+    """The options that say where ranks run, checked one by one. Raises `LaunchError`."""
+    try:
+        more = tuple(shlex.split(args.launcher_args))
+    except ValueError as error:
+        raise LaunchError(f"--launcher-args {args.launcher_args!r}: {error}.") from None
+    return LaunchOptions(
+        nproc=ranks(args.nproc),
+        per_host=count("-ppn", args.ppn),
+        nhosts=count("-N", args.nhosts),
+        hosts=args.hosts,
+        hostfile=args.hostfile,
+        scheduler=args.scheduler,
+        site=args.site,
+        mpiexec=args.mpiexec,
+        mpi=args.mpi,
+        launcher_args=more,
+        by=args.ranks_by,
+        cpu_bind=args.cpu_bind,
+        env=dict(_variable(text) for text in args.env),
+        device=args.device,
+        prefork=not args.no_prefork,
+    )
+
+
+def ranks(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"-?\d+", text):
+        raise LaunchError(f"-n {text}: not a number of ranks. Give a whole number, at least 1.")
+    if int(text) < 1:
+        raise LaunchError(f"-n {text}: the number of ranks on a host must be from 1 to {MAX_RANKS}.")
+    return int(text)
+
+
+def count(name: str, text: str | None, least: int = 1) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"-?\d+", text) or int(text) < least:
+        raise LaunchError(f"{name} {text}: it has to be a whole number, at least {least}.")
+    return int(text)
+
+
+def seconds(name: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise LaunchError(f"{name} {text}: it has to be a number of seconds, greater than 0.")
+    return value
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise LaunchError(f"--env {text}: write NAME=VALUE.")
+    if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        hint = "set it in launch's own environment" if name.startswith("MASTER") else "use -n and -ppn"
+        raise LaunchError(f"--env {text}: {name} is what launch sets: {hint}.")
+    return name, value

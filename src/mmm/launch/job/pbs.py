@@ -1,0 +1,35 @@
+"""PBS (PBS Pro, OpenPBS, Torque): what a job finds in its environment."""
+
+from collections.abc import Mapping
+
+from mmm.errors import LaunchError
+from mmm.launch.job import hosts
+from mmm.launch.job.scheduler import Job
+
+
+def detect(environ: Mapping[str, str]) -> Job | None:
+    """The PBS job this process is in, or None. Raises `LaunchError`: in a job whose node file cannot be used.
+
+    PBS_JOBID alone is not enough: only a job has the node file too. Each host stands in it as often as the chunk's
+    `mpiprocs` says, once by default; the order of first appearance is kept.
+    """
+    if not environ.get("PBS_JOBID") or not environ.get("PBS_NODEFILE"):
+        return None
+    path = environ["PBS_NODEFILE"]
+    try:
+        listed = hosts.parse_file(path, "PBS_NODEFILE")
+    except LaunchError as error:
+        fix = "Without PBS: --scheduler none, with --hosts a,b or on this host alone."
+        raise LaunchError(f"{error}\n  {fix}") from None
+    why = {"scheduler": f"PBS_JOBID={environ['PBS_JOBID']}", "hosts": f"PBS_NODEFILE={path}"}
+    tasks = max(listed.values())
+    if tasks > 1:
+        why["tasks_per_host"] = f"PBS_NODEFILE names a host up to {tasks} times"
+    return Job(
+        "pbs",
+        environ["PBS_JOBID"],
+        tuple(listed),
+        why,
+        tasks_per_host=tasks if tasks > 1 else None,
+        hostfile=path if tasks == 1 else None,
+    )

@@ -1,0 +1,78 @@
+"""Which job this process runs in, by the job's own environment; never by a command that happens to be on PATH.
+
+    Slurm, then PBS, then none.
+
+Where both have left their variables, Slurm's count: `sbatch` exports the environment it is called from, a PBS job's
+included, while `qsub` exports nothing unless it is told to. The one that was not taken is named in `Job.notes`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mmm.errors import LaunchError
+
+SCHEDULERS = ("slurm", "pbs")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a scheduler says of the job this process is in; `scheduler` "none" where there is none.
+
+    Attributes:
+        hosts: in the scheduler's order, each once.
+        why: for each value that was found, the variable it came from.
+        tasks_per_host: what the job asked for, None where it did not say. Uneven jobs: the largest.
+        cpus_per_task, cpus_per_host, gpus_per_host: None where the scheduler does not say.
+        end_time: seconds since 1970 at which the scheduler ends the job.
+        hostfile: the scheduler's own file with each host once, if it wrote one.
+        notes: what was also found, and not used.
+    """
+
+    scheduler: str = "none"
+    job_id: str = ""
+    hosts: tuple[str, ...] = ()
+    why: dict[str, str] = field(default_factory=dict)
+    tasks_per_host: int | None = None
+    cpus_per_task: int | None = None
+    cpus_per_host: int | None = None
+    gpus_per_host: int | None = None
+    end_time: float | None = None
+    hostfile: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def with_values(self, **values: object) -> Job:
+        return replace(self, **values)  # type: ignore[arg-type]
+
+
+def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None) -> Job:
+    """The job of a process with this environment. `scheduler` ("slurm", "pbs", "none") leaves out all others.
+
+    Raises:
+        LaunchError: `scheduler` was asked for and has left no job here, or its variables or files cannot be read.
+    """
+    from mmm.launch.job import pbs, slurm  # here, because they import this file
+
+    if scheduler == "none":
+        return Job(why={"scheduler": "--scheduler none"})
+    if scheduler is not None:
+        job = {"slurm": slurm, "pbs": pbs}[scheduler].detect(environ)
+        if job is None:
+            needs = {"slurm": "SLURM_JOB_ID and SLURM_JOB_NODELIST", "pbs": "PBS_JOBID and PBS_NODEFILE"}[scheduler]
+            raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it ({needs} are not set).")
+        return job
+    found = slurm.detect(environ)
+    if found is None:
+        found = pbs.detect(environ)
+        halves = {"SLURM_JOB_ID": "SLURM_JOB_NODELIST", "PBS_JOBID": "PBS_NODEFILE"}
+        half = next((f"{name}, but no {other}: no job" for name, other in halves.items() if environ.get(name)), None)
+        return found or Job(why={"scheduler": half or "no SLURM_JOB_ID, no PBS_JOBID in the environment"})
+    if environ.get("PBS_JOBID"):
+        note = (
+            f"PBS job {environ['PBS_JOBID']} is in the environment too, and not used: Slurm's job counts "
+            "(--scheduler pbs if it should not)"
+        )
+        return replace(found, notes=(note,))
+    return found

@@ -1,0 +1,62 @@
+"""What launch found and will run, in one table."""
+
+import platform
+import sys
+
+from mmm.contract import DEVICE_VARIABLE
+from mmm.launch.job import cluster
+from mmm.launch.job.cluster import ClusterPlan
+
+SHOWN_HOSTS = 8
+
+
+def table(plan: ClusterPlan, explain: bool = False) -> str:
+    """The plan in rows of name and value; with `explain` also where each value came from, and the ranks' variables."""
+    why = plan.why
+    site = plan.site
+    job = plan.job
+    some = " ".join(plan.hosts[:SHOWN_HOSTS]) + (" …" if len(plan.hosts) > SHOWN_HOSTS else "")
+    even = plan.ranks == plan.per_host * len(plan.hosts)
+    each = f"{plan.per_host} a host" if even else f"at most {plan.per_host} a host"
+    started = "each by it" if plan.by == "rank" else "one process a host, which forks its ranks"
+    backend = f", {site.backend}" if site is not None and site.backend and plan.device == site.device else ""
+    rows = [
+        (
+            "machine",
+            f"{site.name}: {site.about}" if site is not None else f"not a known site ({platform.machine()})",
+            why["machine"],
+        ),
+        ("scheduler", f"{job.scheduler} job {job.job_id}" if job.job_id else "none", why["scheduler"]),
+        ("hosts", f"{len(plan.hosts)}: {some}", why["hosts"]),
+        ("accelerators", plan.accelerators, why["accelerators"]),
+        ("device", f"{plan.device or 'found by each rank'}{backend}", why[DEVICE_VARIABLE]),
+        ("ranks", f"{plan.ranks}, {each}", why["ranks"]),
+        ("started by", f"{plan.launcher}, {started}", why["launcher"]),
+        ("cpu binding", plan.binding, why["cpu binding"]),
+        (
+            "master address",
+            f"{plan.shared['MASTER_ADDR']}:{plan.shared['MASTER_PORT']}",
+            f"{why['MASTER_ADDR']}; {why['MASTER_PORT']}",
+        ),
+    ]
+    if explain:
+        rows.append(
+            (
+                "threads",
+                str(plan.threads or plan.shared.get("OMP_NUM_THREADS", "counted on each host")),
+                why["OMP_NUM_THREADS"],
+            )
+        )
+        told = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, "OMP_NUM_THREADS")
+        rows += [(name, value, why.get(name, "launch")) for name, value in plan.shared.items() if name not in told]
+    if plan.site is not None and plan.site.device_variable and plan.device == plan.site.device:
+        order = ", ".join(map(str, plan.site.device_order))
+        rows.append(("device order", f"{order} ({plan.site.device_variable} of local rank 0, 1, …)", plan.site.name))
+    width = max(len(name) for name, _, _ in rows) + 2
+    lines = [f"{name:<{width}}{value}" + (f"   ({reason})" if explain else "") for name, value, reason in rows]
+    return "\n".join([*lines, f"{'command':<{width}}{cluster.text(shown(plan.command))}"])
+
+
+def shown(command: list[str]) -> list[str]:
+    """The command without the full path of this interpreter, for people."""
+    return ["python3" if word == sys.executable else word for word in command]

@@ -1,0 +1,36 @@
+"""The tensor that this rank holds of one that is sharded, and which part of the full tensor that is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from mmm.models import weights
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """This rank's local tensor of a `DTensor`; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_box(parameter: Tensor) -> weights.ShardBox:
+    """Which part of the full parameter this rank holds.
+
+    A dim that several axes shard is sharded by one after the other, each time as ``torch.chunk`` splits: outer axes
+    first, except that strided shards (FSDP, applied over dp to what tensor parallel left) come last.
+    """
+    if not isinstance(parameter, DTensor):
+        return weights.full_box(parameter)
+    start, length = [0] * parameter.ndim, list(parameter.shape)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    shards = [(axis, p) for axis, p in enumerate(parameter.placements) if getattr(p, "dim", None) is not None]
+    for axis, placement in sorted(shards, key=lambda pair: type(pair[1]) is not Shard):
+        dim = placement.dim  # type: ignore[attr-defined]
+        chunk = -(-length[dim] // parameter.device_mesh.size(axis))
+        first = min(coordinate[axis] * chunk, length[dim])
+        start[dim] += first
+        length[dim] = min(chunk, length[dim] - first)
+    shape = tuple(parameter.to_local().shape)
+    assert shape == tuple(length), f"the local tensor is {shape}, computed {length} of {tuple(parameter.shape)}"
+    return weights.ShardBox(tuple(start), tuple(length), tuple(parameter.shape))

@@ -1,0 +1,157 @@
+"""Where the time goes between the shell and the end of the first step, on each rank. Imports no torch.
+
+Six marks, each the seconds since 1970 at which
+
+    started      A: `launch` was started; or what MMM_STARTED_AT says; or, with neither, this process was
+    began        B: the program begins in the rank, after the shared imports where ranks are forked
+    ready        all that needs no other rank is done: imports, options, data, checks
+    group        the process group is up, and every rank has answered
+    model        the model is built: the first step begins
+    first_step   C: the first step has ended, the device waited for
+
+What lies between two is given a name in `table`. `launch` times imports by package up to `ready`: shared ones, once, in
+the process that ranks are forked from; the others in each rank. Without it they are one number, up to the program's
+main function.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+from mmm import contract
+
+_LOADED = time.time()  # for systems that do not say when a process was started
+MARKS = ("started", "began", "ready", "group", "model", "first_step")
+NAN = math.nan
+SHOWN = 0.05  # s; packages that took less are summed up
+SINCE = {"launch": "`launch`", "process": "the start of the process", "MMM_STARTED_AT": "MMM_STARTED_AT"}
+
+
+@dataclass
+class Times:
+    """One rank's marks (see this file's head), in seconds since 1970; NaN for what has not happened.
+
+    Attributes:
+        imports: package: seconds, of this rank between `began` and `ready`.
+        source: who says when it started: ``launch``, ``MMM_STARTED_AT`` or ``process``.
+    """
+
+    started: float
+    began: float
+    ready: float
+    group: float = NAN
+    model: float = NAN
+    first_step: float = NAN
+    imports: Mapping[str, float] | None = None
+    source: str = "process"
+
+    def marks(self) -> list[float]:
+        """In the order of `MARKS`."""
+        return [float(getattr(self, mark)) for mark in MARKS]
+
+
+def imported() -> None:
+    """The program's main function begins: its imports are done."""
+    program = contract.program
+    if not program.own and not program.shared:
+        program.own["all packages"] = time.time() - _began()
+
+
+def ready() -> Times:
+    """All that needs no other rank is done. Imports are timed no further."""
+    contract.program.stop()
+    started, source = contract.started(os.environ, _LOADED)
+    return Times(started, _began(), time.time(), imports=dict(contract.program.own), source=source)
+
+
+def _began() -> float:
+    """When the program began: where nothing has noted it, with its process."""
+    return contract.program.began or contract.process_start() or _LOADED
+
+
+def as_record(source: str, marks: Sequence[Sequence[float]], imports: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """What config.json holds under ``startup``.
+
+    Args:
+        marks: by rank, in the order of `MARKS`. imports: by rank, package: seconds.
+    """
+    columns = zip(MARKS, zip(*marks, strict=True), strict=True)
+    return {
+        "started_from": source,
+        "marks": {name: [None if math.isnan(value) else value for value in values] for name, values in columns},
+        "imports": {"shared": _rounded(contract.program.shared), "ranks": [_rounded(each) for each in imports]},
+    }
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in sorted(seconds.items(), key=lambda item: -item[1])}
+
+
+def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Part of the start-up: its seconds by rank. They add up to the time from the first mark to the last there is."""
+    at = {name: [NAN if value is None else value for value in values] for name, values in record["marks"].items()}
+    shared = sum(record["imports"]["shared"].values())
+    own = [sum(each.values()) for each in record["imports"]["ranks"]]
+
+    def between(first: str, last: str) -> list[float]:
+        return [b - a for a, b in zip(at[first], at[last], strict=True)]
+
+    found = {
+        "launch": [seconds - shared for seconds in between("started", "began")],
+        "imports": [shared + mine for mine in own],
+        "options, data, checks": [seconds - mine for seconds, mine in zip(between("began", "ready"), own, strict=True)],
+        "process group": between("ready", "group"),
+        "model": between("group", "model"),
+        "first step": between("model", "first_step"),
+    }
+    return {name: values for name, values in found.items() if not any(map(math.isnan, values))}
+
+
+def span(record: Mapping[str, Any]) -> tuple[datetime, datetime] | None:
+    """When the start-up began, and when the first step had ended on the last rank. None without a first step."""
+    ends = record["marks"]["first_step"]
+    if any(end is None for end in ends):
+        return None
+    return datetime.fromtimestamp(min(record["marks"]["started"])), datetime.fromtimestamp(max(ends))
+
+
+def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
+    """The parts with their median over the ranks, the slowest rank, and the packages that took longest to import."""
+    by_part = parts(record)
+    totals = [sum(values) for values in zip(*by_part.values(), strict=True)]
+    slow = totals.index(max(totals))
+    last = "the end of the first step" if "first step" in by_part else "the process group"
+    ranks = len(totals)
+    among = f", median of {ranks} ranks; rank {slow} on {hosts[slow]}: {max(totals):.2f} s" if ranks > 1 else ""
+    since = SINCE.get(record["started_from"], record["started_from"])
+    lines = [
+        f"start-up: {median(totals):.2f} s from {since} to {last}{among}",
+        f"  {'part':<22}{'median s':>10}" + ("" if ranks == 1 else f"{'slowest s':>11}{'rank':>6}"),
+    ]
+    for name, values in by_part.items():
+        worst = values.index(max(values))
+        lines.append(
+            f"  {name:<22}{median(values):>10.2f}"
+            + ("" if ranks == 1 else f"{values[worst]:>11.2f}{worst:>6}")
+            + (f"   {_packages(record)}" if name == "imports" else "")
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _packages(record: Mapping[str, Any]) -> str:
+    """``shared by all ranks: torch 2.41, mmm 0.32, 41 others 0.40``; else the first rank's own."""
+    shared = record["imports"]["shared"]
+    packages = shared or record["imports"]["ranks"][0]
+    long = {name: seconds for name, seconds in packages.items() if seconds >= SHOWN}
+    long = dict(sorted(long.items(), key=lambda item: -item[1])[:4])
+    rest = [seconds for name, seconds in packages.items() if name not in long]
+    says = [f"{name} {seconds:.2f}" for name, seconds in long.items()]
+    says += [f"{len(rest)} others {sum(rest):.2f}"] if rest else []
+    return (("once for all: " if shared else "") + ", ".join(says)) if says else ""

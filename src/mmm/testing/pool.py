@@ -1,0 +1,118 @@
+"""A pool of ranks that stay: tests ask a process that computes nothing, and it forks the ranks and asks them."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+# What every rank needs, imported once, before the fork.
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+from torch.distributed.tensor import DTensor, debug
+
+from mmm.runtime.process_group import process_group
+from mmm.runtime.ranks import Rank
+from mmm.testing.processes import Children
+from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks, free_port
+
+TIMEOUT = 60.0  # s that a call may take
+LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
+
+
+class RankPool:
+    """Ranks 0, 1, …, as many as a call needs. A failed call ends them, and the next has new ones.
+
+    They are forked by a process that is itself forked here and computes nothing: one that has used DTensors or OpenMP
+    threads leaves its children caches and locks that they cannot use. So make the pool before this process computes.
+    """
+
+    def __init__(self) -> None:
+        self._children = Children()
+        self._server = self._children.fork(_serve)
+
+    def run(
+        self, function: Callable[..., Any], ranks: int, *args: Any, timeout: float = TIMEOUT, fresh: bool = False
+    ) -> list[Any]:
+        """Call ``function(rank, *args)`` on ranks 0 … ranks - 1, inside a process group of theirs.
+
+        Args:
+            function: a function of a module; it goes to the ranks by its name, and `args` and results by value.
+            fresh: on new processes instead, which have no process group, and are gone afterwards.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            RanksFailed: one of them raised, died or gave no answer in `timeout` seconds; with its traceback.
+        """
+        self._server.end.send((ranks, timeout, fresh, pickle.dumps((function, args))))
+        try:
+            results, reason, details = self._server.receive(timeout + 2 * LONGER)
+        except BaseException as error:  # such as a test's own time-out: the next call must not get this one's answer
+            self._server.end.send(type(error).__name__)
+            self._server.receive(LONGER)
+            raise
+        if reason:
+            raise RanksFailed(f"{reason}\n{details}", details)
+        return results
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._children.end()
+
+
+def _serve(end: Connection) -> None:
+    """Answer `RankPool.run` until it is gone."""
+    with Children() as ranks, contextlib.suppress(EOFError):
+        while True:
+            request = end.recv()
+            if isinstance(request, str):  # an interrupt that came too late
+                continue
+            count, timeout, fresh, job = request
+            try:
+                if fresh:
+                    results = fork_ranks(_call, count, job, timeout=timeout, interrupt=end)
+                else:
+                    while len(ranks.all) < count:
+                        ranks.fork(partial(_serve_rank, len(ranks.all)))
+                    port = free_port()
+                    for child in ranks.all[:count]:
+                        with contextlib.suppress(OSError):  # it has died since: `collect` says how
+                            child.end.send((count, port, timeout, job))
+                    results = collect(ranks.all[:count], timeout + LONGER, end)
+                end.send((results, "", ""))
+            except RanksFailed as error:
+                ranks.end()
+                end.send((None, str(error), error.details))
+
+
+def _serve_rank(number: int, end: Connection) -> None:
+    """The life of a rank that stays."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            count, port, timeout, job = end.recv()
+            rank = Rank(number, count, number, count, "pool", "127.0.0.1", port)
+            answer(end, _call_in_group, rank, timeout, job)
+
+
+def _call(rank: Rank, job: bytes) -> Any:
+    function, args = pickle.loads(job)
+    return function(rank, *args)
+
+
+def _call_in_group(rank: Rank, timeout: float, job: bytes) -> Any:
+    with process_group(rank, torch.device("cpu"), timeout):
+        result = _call(rank, job)
+    # DTensor keeps what it has found for a mesh, with the names of groups that are gone after a call.
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # PyTorch 2.8
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    return result

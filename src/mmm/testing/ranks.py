@@ -1,0 +1,109 @@
+"""Ranks forked for one piece of work, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from mmm.errors import UserError
+from mmm.launch.control.failures import CONSEQUENCES
+from mmm.runtime.ranks import Rank
+from mmm.testing.processes import LEAVE, Child, Children, ended
+
+GRACE = 0.1  # s to wait, after a first failure, for one that came before it
+GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
+
+
+class RanksFailed(Exception):
+    """A rank raised, died, or gave no answer in time: which, and why, in one line. `details`: its traceback."""
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(reason)
+        self.details = details
+
+
+def fork_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float, interrupt: Connection | None = None
+) -> list[Any]:
+    """Call ``function(rank, *args)`` in `ranks` new processes, which have no process group yet.
+
+    Args:
+        function: any; it is not pickled. What it returns has to be. timeout: seconds until all have answered.
+        interrupt: where a message ends the ranks before their time.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RanksFailed: not all did; by then none is left.
+    """
+    port = free_port()
+    with Children() as children:
+        for number in range(ranks):
+            rank = Rank(number, ranks, number, ranks, "forked", "127.0.0.1", port)
+            children.fork(lambda end, rank=rank: answer(end, function, rank, *args))  # type: ignore[misc]
+        return collect(children.all, timeout, interrupt)
+
+
+def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
+    """On a rank: send what ``function(*args)`` returns, or how it failed, to `collect`."""
+    try:
+        message = pickle.dumps((True, function(*args)))
+    except BaseException as error:
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        message = pickle.dumps((False, (reason, traceback.format_exc())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end.send_bytes(message)
+
+
+def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None = None) -> list[Any]:
+    """The answer of each rank; RanksFailed names the one whose failure caused the others."""
+    results: dict[int, Any] = {}
+    failures: list[tuple[bool, int, str, str]] = []  # whether it may be a consequence, rank, reason, details
+    waiting = {child.end: number for number, child in enumerate(ranks)}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ends = [*waiting, interrupt] if interrupt is not None else [*waiting]
+        ready = wait(ends, max(0.0, deadline - time.monotonic()))
+        if not ready and not failures:
+            named = ", ".join(map(str, sorted(waiting.values())))
+            raise RanksFailed(f"no answer in {timeout:g} s from rank{'s' * (len(waiting) > 1)} {named} of {len(ranks)}")
+        if not ready:
+            break
+        if interrupt in ready:
+            raise RanksFailed(f"interrupted: {interrupt.recv()}")  # type: ignore[union-attr]
+        for end, number in [(end, number) for end, number in waiting.items() if end in ready]:
+            del waiting[end]
+            try:
+                fine, value = pickle.loads(end.recv_bytes())
+            except (EOFError, OSError):
+                code = ranks[number].stop(LEAVE)
+                # gloo may abort where another rank has gone
+                failures.append((code == -signal.SIGABRT, number, ended(code), ""))
+            else:
+                if fine:
+                    results[number] = value
+                else:
+                    failures.append((any(sign in value[1] for sign in CONSEQUENCES), number, *value))
+        if failures:
+            grace = GRACE_DOUBTFUL if all(doubtful for doubtful, *_ in failures) else GRACE
+            deadline = min(deadline, time.monotonic() + grace)
+    if failures:
+        _, number, reason, details = min(failures, key=lambda failure: failure[0])  # of equals the first
+        raise RanksFailed(f"rank {number}: {' '.join(reason.split())}", details)
+    return [results[number] for number in range(len(ranks))]
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

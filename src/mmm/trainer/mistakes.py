@@ -1,0 +1,134 @@
+"""A run with a mistake in it (``--break NAME``), beside the same steps on one device.
+
+Each rank computes the first `STEPS` steps once more: the full model, from the same weights, on the whole global batch.
+At each step of the optimizer it compares the gradients that the ranks have made with those, and after it the losses.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mmm.data import Batch
+from mmm.models.weights import canonical_name, convert
+from mmm.parallel import cross_entropy, materialize
+from mmm.trainer.run import Run
+
+STEPS = 3
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}  # relative: sums go in another order
+
+
+@dataclass
+class Difference:
+    """How far a step is from the same step on one device.
+
+    Attributes:
+        loss, expected: of all ranks, and of one device. gradients: by parameter, in the model's order, the largest
+            difference over the largest element of one device's gradient.
+    """
+
+    expected: float
+    gradients: dict[str, float]
+    loss: float = math.nan
+
+    @property
+    def loss_apart(self) -> float:
+        return abs(self.loss / self.expected - 1)
+
+    def wrong(self, limit: float) -> list[str]:
+        """The parameters whose gradients differ by more."""
+        return [name for name, apart in self.gradients.items() if not apart <= limit]  # NaN is wrong as well
+
+
+class OneDevice:
+    """The same steps on one device.
+
+    Args:
+        model: unsharded, on the meta device. ranks: what this rank trains, in one module or (a pipeline) several.
+        optimizer: of `ranks`. global_batch: the whole global batch of a step, on the run's device.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        ranks: Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        global_batch: Callable[[int], Batch],
+    ) -> None:
+        convert(model, run.precision.storage)
+        materialize(model, run.device, run.options.seed)
+        self.run, self.model, self.ranks, self.global_batch = run, model, list(ranks), global_batch
+        self.optimizer = type(optimizer)(model.parameters(), lr=optimizer.param_groups[0]["lr"])  # type: ignore[call-arg]
+        self.steps: list[Difference] = []
+        optimizer.register_step_pre_hook(lambda *_: self._step())
+
+    def _step(self) -> None:
+        """One step on one device, and how far the ranks' gradients are from its own. A collective."""
+        precision, batch = self.run.precision, self.global_batch(len(self.steps))
+        with torch.autocast(self.run.device.type, precision.compute, enabled=precision.mixed):
+            logits = self.model(batch.inputs)
+        loss = cross_entropy(logits, batch.targets, batch.count)
+        loss.backward()
+        mine = {canonical_name(name): p for module in self.ranks for name, p in module.named_parameters()}
+        expected = {canonical_name(name): p.grad for name, p in self.model.named_parameters()}
+        here = {name: _apart(p.grad, expected[name]) for name, p in mine.items()}
+        everyone: list[Any] = [here] * dist.get_world_size()
+        dist.all_gather_object(everyone, here)
+        largest = {name: max(found[name] for found in everyone if name in found) for name in expected}
+        self.steps.append(Difference(loss.item(), largest))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, loss: float) -> None:
+        """The loss of all ranks, of the step whose gradients came last."""
+        self.steps[-1].loss = loss
+
+    def report(self, why: str) -> None:
+        """Say it, and keep it in the record."""
+        run, limit = self.run, TOLERANCE[self.run.precision.name]
+        lines = [
+            f"--break {run.options.break_}, on purpose",
+            *textwrap.wrap(why, 116),
+            f"step{'loss':>12}{'one device':>14}{'apart':>10}   gradients",
+        ]
+        for number, step in enumerate(self.steps):
+            wrong = step.wrong(limit)
+            where = f" in {wrong[0]}, and wrong in {len(wrong)} of {len(step.gradients)} parameters" if wrong else ""
+            apart = f"{step.gradients[wrong[0]] if wrong else max(step.gradients.values()):.1e} apart{where}"
+            lines.append(f"{number:<4}{step.loss:>12.6f}{step.expected:>14.6f}{step.loss_apart:>10.1e}   {apart}")
+        lines.append(self._first(limit))
+        run.log.info("%s", "\n".join(lines), stacklevel=4)  # of the program
+        run.describe(broken={"name": run.options.break_, "steps": [asdict(step) for step in self.steps]})
+
+    def _first(self, limit: float) -> str:
+        """Where it shows first."""
+        found = []
+        for i, step in enumerate(self.steps):
+            if not step.loss_apart <= limit:
+                found.append(f"the loss of step {i}")
+            if wrong := step.wrong(limit):
+                found.append(f"the gradients of step {i} ({wrong[0]})")
+        if not found:
+            return f"It does not show in {len(self.steps)} steps on the layout {self.run.layout}."
+        return f"It shows first in {', then in '.join(found[:2])}."
+
+
+@torch.no_grad()
+def _apart(gradient: Tensor | None, expected: Tensor | None) -> float:
+    """The largest difference, over the largest element of `expected`. A collective of the ranks that share it."""
+    if expected is None:
+        return 0.0
+    if gradient is None:
+        return math.inf
+    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    apart = float((full - expected).abs().max() / expected.abs().max())
+    return math.inf if math.isnan(apart) else apart

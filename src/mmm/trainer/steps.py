@@ -1,0 +1,185 @@
+"""The steps of an example's loop: fetching, timing, logging and evaluation around what the example shows.
+
+::
+
+    for step in text_steps(run, resolved, model, optimizer, local_loss):
+        loss = local_loss(step.batch)  # forward
+        step.log(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+The batch has been fetched when the body begins (``dtd``); `Step.log` ends the forward (``dtf``), the optimizer's step
+the backward (``dtb``), and the end of the body the rest (``dto``). Then the step is evaluated where that is due, logged
+and recorded. The row is a collective: every rank goes through every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mmm.data import Batch
+from mmm.models.cnn import CNN
+from mmm.models.transformer import Transformer
+from mmm.parallel.loss import local_value
+from mmm.runtime.seed import seed_step
+from mmm.trainer.cnn import ResolvedCNN
+from mmm.trainer.mistakes import STEPS, OneDevice
+from mmm.trainer.options import BreakOptions
+from mmm.trainer.progress import epochs_bar
+from mmm.trainer.run import Run
+from mmm.trainer.tasks import ImageTask, evaluate_images
+from mmm.trainer.text import ResolvedText, ValidationOptions, validate
+
+
+@dataclass
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        number: from 0. batch: this rank's samples of the global batch, on the run's device.
+        due: whether the row is logged. row: further numbers of it, for the loop's body to add to.
+        local_loss: this rank's. loss: of all ranks, once the step is over.
+    """
+
+    run: Run
+    number: int
+    batch: Batch
+    due: bool = True
+    row: dict[str, float] = field(default_factory=dict)
+    local_loss: float = 0.0
+    loss: float = 0.0
+
+    def log(self, loss: Tensor) -> None:
+        """The forward is over.
+
+        Args:
+            loss: of this rank's samples, over the global count. With micro-batches, of one of them: they add up.
+        """
+        self.run.clock.lap("dtf")
+        self.local_loss += local_value(loss)
+
+
+def text_steps(
+    run: Run,
+    resolved: ResolvedText,
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    local_loss: Callable[[Batch], Tensor] | None = None,
+    *,
+    coordinate: int | None = None,
+    at: Mapping[str, int] | None = None,
+) -> Iterator[Step]:
+    """The steps of a program that trains a Transformer on text.
+
+    Args:
+        model: what this rank trains; of a pipeline, its stages.
+        local_loss: for validation, where the program has its flags: of the samples of this rank's data-parallel
+            coordinate → this rank's part of the loss of a global batch.
+        coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
+        at: what a row says besides its step, such as ``{"stage": 1}``.
+    """
+    options, steps = run.options, resolved.steps
+    size, global_batch = resolved.batch, resolved.global_batch
+    first_sample = size * (run.layout.dp_coordinate(run.rank.rank) if coordinate is None else coordinate)
+    one_device = None
+    if options.break_ is not None:
+        steps = min(steps, STEPS)
+        with torch.device("meta"):
+            full = Transformer(resolved.sizes)
+        modules = [model] if isinstance(model, nn.Module) else model
+        one_device = OneDevice(
+            run,
+            full,
+            modules,
+            optimizer,
+            lambda step: resolved.tokens.batch(step, global_batch, 0, global_batch).to(run.device),
+        )
+    optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
+    if not at:
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, resolved.tokens.seq_length, stacklevel=2)
+    for number in range(steps):
+        run.clock.start()
+        batch = resolved.tokens.batch(number, global_batch, first_sample, size).to(run.device)
+        run.clock.lap("dtd")
+        last = number == steps - 1
+        step = Step(run, number, batch, due=last or number % options.log_every == 0)
+        yield step
+        run.clock.lap("dto")
+        if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(number, steps):
+            step.row["val_loss"] = validate(run, resolved, options.eval_batches, local_loss)
+            step.due = True
+        step.loss = run.row(
+            {**(at or {}), "iter": number},
+            {"loss": step.local_loss},
+            samples=global_batch,
+            tokens=batch.count,
+            more=step.row,
+            due=step.due,
+            depth=2,
+        )
+        if one_device is not None:
+            one_device.loss(step.loss)
+    _report(run, one_device)
+
+
+def image_steps(
+    run: Run, resolved: ResolvedCNN, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
+) -> Iterator[Step]:
+    """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
+
+    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets.
+
+    Args:
+        workers: processes that read images ahead.
+    """
+
+    def whole_batch(step: int) -> Batch:
+        images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
+        return Batch(images.images, images.labels, images.count)
+
+    task = ImageTask(run, resolved.data, resolved.batch, resolved.global_batch, workers)
+    steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
+    one_device = None
+    if run.options.break_ is not None:
+        steps = per_epoch = min(steps, STEPS)
+        with torch.device("meta"):
+            full = CNN(resolved.model)
+        one_device = OneDevice(run, full, [model], optimizer, whole_batch)
+    optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
+    run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch, stacklevel=2)
+    batches, local_loss, since = task.all_batches(), 0.0, 0
+    for number in epochs_bar(range(steps), per_epoch, run.rank):
+        if since == 0:
+            model.train()
+            optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
+            run.clock.start()
+        seed_step(run.options.seed, number, coordinate)  # for dropout
+        step = Step(run, number, next(batches))
+        run.clock.lap("dtd")
+        yield step
+        run.clock.lap("dto")
+        local_loss, since = local_loss + step.local_loss, since + 1
+        if one_device is not None:
+            one_device.loss(run.global_sum(step.local_loss))
+        if (number + 1) % per_epoch == 0 or number == steps - 1:
+            run.row(
+                {"epoch": number // per_epoch + 1},
+                {"train_loss": local_loss / since},
+                samples=since * resolved.global_batch,
+                more={**step.row, **evaluate_images(run, model, task.test_loader)},
+                depth=2,
+            )
+            local_loss, since = 0.0, 0
+    _report(run, one_device)
+
+
+def _report(run: Run, one_device: OneDevice | None) -> None:
+    if one_device is not None:
+        assert isinstance(run.options, BreakOptions)
+        assert run.options.break_ is not None
+        one_device.report(run.options.BREAKS[run.options.break_])

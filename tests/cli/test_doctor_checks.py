@@ -1,0 +1,350 @@
+"""Each check of `mmm doctor` in a made-up place: what it says, and that none of them can hang or crash the others."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmm.cli.doctor import checks, compute, network, python, storage
+from mmm.cli.doctor.checks import examine
+from mmm.cli.doctor.finding import Finding, Place, as_json, lines, summary
+from mmm.cli.doctor.isolated import isolated
+
+
+def one(findings):
+    (finding,) = findings
+    return finding
+
+
+def statuses(findings):
+    return {each.name: each.status for each in findings}
+
+
+# The child process that each check runs in.
+
+
+def test_a_check_that_hangs_is_a_failure_in_its_time(tmp_path):
+    def hangs():
+        yield Finding("first", "ok", "came in time")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "60"])
+        (tmp_path / "pids").write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(60)
+
+    begin = time.monotonic()
+    first, second = isolated("slow", hangs, 0.5, "look there")
+    assert time.monotonic() - begin < 30  # of 60
+    assert (first.name, first.status) == ("first", "ok")
+    assert second == Finding("slow", "fail", "gave no answer in 0.5 s, and was ended", "look there")
+    for pid in (tmp_path / "pids").read_text().split():
+        deadline = time.monotonic() + 5
+        while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+            assert time.monotonic() < deadline, f"{pid} is left"
+            time.sleep(0.01)
+
+
+def test_a_check_that_raises_leaves_or_dies():
+    def raises():
+        raise OSError("no such thing")
+
+    def leaves():
+        raise SystemExit(3)
+
+    def dies():
+        yield Finding("first", "ok", "said before")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    failed = one(isolated("x", raises, 5, "mend it"))
+    assert (failed.status, failed.fix) == ("fail", "mend it")
+    assert "OSError: no such thing" in failed.seen
+    assert "SystemExit: 3" in one(isolated("x", leaves, 5)).seen
+    first, second = isolated("x", dies, 5)
+    assert (first.status, second.status) == ("ok", "fail")
+    assert "SIGTERM" in second.seen
+
+
+def test_one_check_does_not_keep_the_others():
+    def hangs(place):
+        time.sleep(60)
+
+    made = [checks.Check("a", hangs, "fix a"), checks.Check("b", lambda place: [Finding("b", "ok", "fine")])]
+    assert statuses(examine(Place(timeout=0.3), made)) == {"a": "fail", "b": "ok"}
+
+
+def test_what_a_check_prints_is_not_seen(capfd):
+    def noisy():
+        print("noise", flush=True)
+        os.write(2, b"noise")
+        yield Finding("x", "ok", "")
+
+    assert one(isolated("x", noisy, 5)).status == "ok"
+    assert capfd.readouterr() == ("", "")
+
+
+# Python and packages.
+
+
+def test_python():
+    assert one(python.check_python(Place(environ={}))).status == "ok"
+    old = one(python.check_python(Place(environ={}), (3, 9, 1)))
+    assert (old.status, "3.10 or newer" in old.fix) == ("fail", True)
+    assert statuses(python.check_python(Place(environ={"PYTHONHOME": "/x"})))["PYTHONHOME"] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("requires", "status", "words"),
+    [
+        (["numpy>=1.0", 'absent-thing>=1; extra == "more"'], "ok", "numpy"),
+        (["numpy>=999.5"], "fail", "< 999.5"),
+        (["absent-thing>=1.2"], "fail", "no absent-thing"),
+    ],
+)
+def test_packages(monkeypatch, requires, status, words):
+    monkeypatch.setattr(python.metadata, "requires", lambda name: requires)
+    found = {each.name: each for each in python.check_packages(Place())}
+    assert found["packages"].status == status
+    assert words in found["packages"].seen
+    if status == "fail":
+        assert found["packages"].fix.endswith(f"-m pip install '{requires[0]}'")
+    else:
+        assert (found["optional"].status, found["optional"].seen) == ("ok", "more: no absent-thing")
+        assert "mmm[more]" in found["optional"].fix
+
+
+def test_packages_of_what_is_not_installed():
+    assert one(python.check_packages(Place(), "no-such-distribution")).status == "warn"
+
+
+def test_versions_are_compared_as_numbers():
+    assert python._numbers("2.13.0+cpu") > python._numbers("2.8")
+    assert python._numbers("1.10") > python._numbers("1.9.9")
+    line = 'intel-x>=2.8; platform_system == "Linux" and extra == "xpu"'
+    assert python._requirement(line) == ("intel-x", "2.8", "xpu")
+
+
+# torch, devices, collectives.
+
+
+def test_matmul_right_and_wrong():
+    import torch
+
+    assert one(compute.matmul("cpu", 0)).status == "ok"
+    wrong = one(compute.matmul("cpu", 0, lambda a, b: torch.matmul(a, b).roll(1)))
+    assert wrong.status == "fail"
+    assert "are wrong" in wrong.seen
+    one_number = torch.zeros(256, 256)
+    one_number[3, 5] = 1
+    assert "1 of 65,536" in one(compute.matmul("cpu", 0, lambda a, b: torch.matmul(a, b) + one_number)).seen
+
+
+def test_two_ranks_meet(tmp_path):
+    found = list(compute.check_all_reduce(Place(environ={}, root=tmp_path)))
+    assert statuses(found) == {"all-reduce cpu": "ok"}, found
+    assert "gloo: right" in found[0].seen
+
+
+def test_two_ranks_that_do_not_meet(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    failed = one(compute.check_all_reduce(Place(environ={}, timeout=10)))
+    assert failed.status == "fail"
+    assert "interfaces" in failed.fix
+
+
+def test_a_wrong_sum_is_a_failure(monkeypatch):
+    monkeypatch.setattr(compute, "_all_reduce", lambda *_: (2.0, "gloo", 0.1))
+    assert "1 + 2 is 2" in one(compute._two_ranks("cpu", "all-reduce cpu", 5)).seen
+
+
+def test_accelerators_of_the_machine_that_torch_does_not_see(tmp_path):
+    found = compute.accelerators.Accelerators("cuda", 2, "2 NVIDIA GPUs")
+    failed = one(compute._count(found))
+    assert (failed.name, failed.status) == ("accelerators", "fail")
+    assert "torch sees none" in failed.seen
+    assert one(compute._count(compute.accelerators.Accelerators(None, 0, "torch is built for CPU"))).status == "ok"
+
+
+# Scheduler, interfaces, host name.
+
+
+def pbs(folder, text):
+    (folder / "nodes").write_text(text)
+    return {"PBS_JOBID": "7", "PBS_NODEFILE": str(folder / "nodes")}
+
+
+def test_scheduler(tmp_path):
+    known = lambda name: ["10.0.0.1"]  # noqa: E731
+    assert "none" in one(network.check_job(Place(environ={}))).seen
+    job, hosts = network.check_job(Place(environ=pbs(tmp_path, "x1\nx1\n\nx2\n")), known)
+    assert job.seen.startswith("PBS, 2 hosts: x1, x2 (PBS_NODEFILE=")
+    assert (job.status, hosts.status) == ("ok", "ok")
+    first = list(network.check_job(Place(environ=pbs(tmp_path, "x1\nx2")), lambda name: ["1.1.1.1"] * (name == "x2")))
+    other = list(network.check_job(Place(environ=pbs(tmp_path, "x1\nx2")), lambda name: ["1.1.1.1"] * (name == "x1")))
+    assert (first[1].status, other[1].status) == ("fail", "warn")
+    assert "MASTER_ADDR" in first[1].fix
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"PBS_JOBID": "7", "PBS_NODEFILE": "/no/such/file"}, "No such file"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[]"}, "not a list of numbers"),
+    ],
+)
+def test_a_scheduler_whose_hosts_are_unknown(environ, words):
+    failed = one(network.check_job(Place(environ=environ)))
+    assert failed.status == "fail"
+    assert words in failed.seen
+
+
+SEVERAL = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+LO, ETH = {"lo": "127.0.0.1"}, {"lo": "127.0.0.1", "eth0": "10.0.0.5"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found", "status", "words"),
+    [
+        ({}, ETH, "ok", ""),
+        ({}, LO, "ok", "no other host can be reached"),
+        (SEVERAL, LO, "warn", "no other host can be reached"),
+        ({}, {"lo": ""}, "fail", "ip link set lo up"),
+        ({"GLOO_SOCKET_IFNAME": "ib7"}, ETH, "fail", "export GLOO_SOCKET_IFNAME=eth0"),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, ETH, "ok", ""),
+        (SEVERAL, {**ETH, "hsn0": "10.1.0.5", "hsn1": "10.1.0.6"}, "warn", "NCCL_SOCKET_IFNAME=hsn0,hsn1"),
+        ({}, {**ETH, "hsn0": "10.1.0.5"}, "ok", ""),
+    ],
+)
+def test_interfaces(environ, found, status, words):
+    finding = one(network.check_interfaces(Place(environ=environ), found))
+    assert finding.status == status
+    assert words in finding.fix
+
+
+def test_interfaces_of_this_machine():
+    assert network.interfaces()["lo"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "addresses", "status", "words"),
+    [
+        ({}, ["10.0.0.5"], "ok", ""),
+        ({}, ["127.0.0.1"], "ok", "fine for ranks on this host"),
+        (SEVERAL, ["127.0.1.1"], "warn", "export GLOO_SOCKET_IFNAME=eth0"),
+        ({**SEVERAL, "GLOO_SOCKET_IFNAME": "eth0"}, ["127.0.0.1"], "ok", ""),
+        ({}, [], "ok", "fine for ranks on this host"),
+        (SEVERAL, [], "warn", "GLOO_SOCKET_IFNAME=eth0"),
+        ({}, ["10.9.9.9"], "warn", "ranks cannot listen there"),
+    ],
+)
+def test_host_name(environ, addresses, status, words):
+    finding = one(network.check_host_name(Place(environ=environ), lambda name: addresses, "vm", ETH))
+    assert finding.status == status
+    assert words in finding.fix
+
+
+# Files.
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:40 / /scratch rw,relatime shared:1 - lustre 10.0.0.1@tcp:/scratch rw
+31 22 0:41 / /home rw - nfs4 server:/home rw
+32 30 0:42 / /scratch/with\\040space rw - tmpfs tmpfs rw
+33 22 0:43 / /over rw - overlay overlay rw
+34 33 0:44 / /over rw - gpfs fs1 rw
+"""
+
+
+@pytest.fixture
+def mounts(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(MOUNTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/usr/lib", "ext4"),
+        ("/scratch/me/venv", "lustre"),
+        ("/scratchy", "ext4"),
+        ("/home/me", "nfs4"),
+        ("/scratch/with space/x", "tmpfs"),
+        ("/over/x", "gpfs"),
+    ],
+)
+def test_file_system(mounts, path, kind):
+    assert storage.file_system(Path(path), mounts)[0] == kind
+
+
+def test_file_system_without_a_list(tmp_path):
+    assert storage.file_system(Path("/usr"), tmp_path) == ("unknown", "")
+
+
+def test_environment(mounts):
+    shared = one(storage.check_environment(Place(prefix=Path("/scratch/venv"), root=mounts)))
+    assert (shared.status, "node-local disk" in shared.fix) == ("warn", True)
+    assert one(storage.check_environment(Place(prefix=Path("/opt/venv"), root=mounts))).status == "ok"
+
+
+def test_outdir(tmp_path, monkeypatch):
+    place = Place(outdir=tmp_path / "not" / "yet")
+    found = {each.name: each for each in storage.check_outdir(place)}
+    assert (found["outdir"].status, found["free disk"].status) == ("ok", "ok")
+    assert not (tmp_path / "not").exists()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("x")
+    assert one(storage.check_outdir(Place(outdir=tmp_path / "file"))).status == "fail"
+
+    def refuses(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refuses)  # root may write everywhere
+    failed = one(storage.check_outdir(place))
+    assert (failed.status, "read-only" in failed.seen) == ("fail", True)
+
+
+def test_outdir_in_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(storage, "file_system", lambda *_: ("tmpfs", "/tmp"))
+    assert statuses(storage.check_outdir(Place(outdir=tmp_path)))["outdir"] == "warn"
+
+
+def test_a_full_disk(monkeypatch, tmp_path):
+    usage = type("Usage", (), {"free": storage.GIB - 1})
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: usage)
+    assert statuses(storage.check_outdir(Place(outdir=tmp_path)))["free disk"] == "warn"
+
+
+def test_home(tmp_path, monkeypatch):
+    home = lambda **environ: one(storage.check_home(Place(environ=environ)))  # noqa: E731
+    assert home(HOME=str(tmp_path)).status == "ok"
+    assert (home().status, home().seen) == ("warn", "HOME is not set")
+    assert home(HOME="/no/such/home").status == "warn"
+
+    def refuses(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refuses)
+    assert "Permission denied" in home(HOME=str(tmp_path)).seen
+
+
+# The table.
+
+
+def test_lines_fit_and_are_counted():
+    warned = Finding("longer name", "warn", "y", "do " * 80)
+    findings = [Finding("a", "ok", "x " * 200), warned, Finding("b", "fail", "")]
+    text = [line for finding in findings for line in lines(finding).splitlines()]
+    assert max(map(len, text)) <= 100
+    assert text[0].startswith("ok    a    ")
+    assert summary(findings) == "1 ok, 1 warn, 1 fail"
+    assert "→ do do" in "\n".join(text)
+    assert text[-1].startswith("FAIL  b")
+    assert '"status": "fail"' in as_json(findings)
+
+
+def test_nothing_of_it_imports_torch():
+    code = "import sys, mmm.cli.doctor; print({'torch', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

@@ -1,0 +1,148 @@
+"""launch's part of a run on many hosts, with a made-up mpiexec: one process that connects in the place of many."""
+
+import dataclasses
+import os
+import sys
+
+import pytest
+
+from mmm.launch.control import controller
+from mmm.launch.control.run import Limits
+from mmm.launch.job import cluster, mpi
+from mmm.launch.job.options import LaunchOptions
+from mmm.launch.job.target import Target
+
+LAUNCHER = """
+import json, os, socket, sys, time
+from mmm.launch.control import link
+entry = json.loads(os.environ["MMM_CLUSTER"])
+kind = sys.argv[1]
+def hello(rank, **more):
+    return {"host": f"h{rank // 2}", "cores": 8, "cpus": "0-7", "rank": rank, "world": entry["processes"],
+            "local_rank": rank % 2, "pid": 1, **more}
+def failure(rank, ago, doubt, text):
+    return {"failure": {"rank": rank, "exit_code": 7, "ago": ago, "doubt": doubt, "report": None, "text": text,
+                        "host": "", "final": False}}
+def until_told(link):
+    told = []
+    while "signal" not in told:
+        told += [next(iter(m)) for m in link.read()]
+if kind == "stranger":
+    link.reach(entry["at"], "guessed", hello(0))
+if kind == "few":
+    sys.exit(9)
+if kind == "world":
+    link.reach(entry["at"], entry["token"], hello(0, world=1)); time.sleep(20)
+if kind == "twice":
+    links = [link.reach(entry["at"], entry["token"], hello(0)) for _ in range(2)]; time.sleep(20)
+links = [link.reach(entry["at"], entry["token"], hello(r)) for r in range(entry["processes"] - (kind == "absent"))]
+if kind == "silent":
+    time.sleep(20)
+commands = [each.one(None)["go"] for each in links]
+if kind == "lost":
+    links[3].close()
+    until_told(links[0])
+if kind == "order":
+    said = [failure(1, 0.0, 0, "rank 1 came second"), failure(2, 3.0, 0, "rank 2 came first"),
+            failure(0, 9.0, 2, "rank 0 lost its connection")]
+    links[1].socket.sendall(b"".join(json.dumps(each).encode() + b"\\n" for each in said))
+    until_told(links[0])
+if kind == "dies":
+    os.kill(os.getpid(), 9)
+for rank, each in enumerate(links):
+    if kind != "lost" or rank != 3:
+        each.send({"ended": int(commands[rank]["ranks"][0]["RANK"])})
+        each.send({"bye": True})
+        each.close()
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def lead(tmp_path, monkeypatch, capfd):
+    """Runs a made-up launcher backend under `Controller`: exit code, what was said, and the controller."""
+    monkeypatch.setenv("MMM_LAUNCH_ADDRESS", "127.0.0.1")
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+
+    def run(kind, start_timeout=20.0, limits=None):
+        plan = cluster.plan(
+            Target("module", "x"),
+            LaunchOptions(hosts="h0,h1", per_host=2, scheduler="none"),
+            environ={"MASTER_ADDR": "h0"},
+            version="HYDRA",
+            build="cpu",
+        )
+        plan = dataclasses.replace(plan, command=[sys.executable, str(tmp_path / "launcher.py"), kind])
+        made = controller.Controller(plan, limits or Limits(), start_timeout)
+        code = made.run()
+        return code, capfd.readouterr(), made
+
+    return run
+
+
+def test_a_good_run(lead):
+    code, said, made = lead("good")
+    assert (code, said.out, said.err) == (0, "done\n", "")
+    assert made.ended == {0, 1, 2, 3}
+
+
+def test_a_stranger_is_sent_away(lead):
+    code, said, _ = lead("stranger")
+    assert (code, said.err) == (0, "launch: a connection without this run's token was refused\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "says"),
+    [
+        ("lost", 1, "launch: lost rank 3 on h1: the connection to launch broke (its end was closed)\n"),
+        ("order", 7, "launch: rank 2 came first\n"),
+        (
+            "few",
+            9,
+            "exited with code 9 before the ranks could start: 4 of 4 processes that hydra was to start have not "
+            "connected to launch; nothing was heard from h0, h1\n",
+        ),
+        ("world", 2, "error: hydra has started 1 processes where 4 were asked for: its options (--launcher-args)"),
+        ("twice", 2, "error: hydra has started rank 0 on h0 and on h0"),
+        ("dies", 1, "launch: lost "),
+    ],
+)
+def test_what_can_go_wrong(lead, kind, code, says):
+    found, said, _ = lead(kind)
+    assert found == code, said.err
+    assert says in said.err
+    assert said.err.count("launch: ") + said.err.count("error: ") == 1
+
+
+def test_a_rendezvous_that_is_never_complete(lead):
+    code, said, _ = lead("absent", start_timeout=1.0)
+    assert code == 1
+    assert "launch: after 1 s 1 of 4 processes that hydra was to start have not connected to launch\n" in said.err
+
+
+def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
+    monkeypatch.setattr(controller, "LOCATE", 0.2)
+    monkeypatch.setattr(controller, "LAST_WORDS", 0.2)
+    code, said, _ = lead("silent", limits=Limits(timeout=1.0))
+    assert code == 124
+    assert said.err == "launch: no output from any rank for 1 s (--timeout): ending 4 ranks\n"
+
+
+def test_more_ranks_than_files(lead, monkeypatch):
+    monkeypatch.setattr(mpi, "open_files", lambda: 60)
+    with pytest.raises(Exception, match="Use --ranks-by host: one connection a host"):
+        lead("good")
+
+
+def test_where_launch_can_be_reached(monkeypatch):
+    monkeypatch.delenv("MMM_LAUNCH_ADDRESS", raising=False)
+
+    def at(names):
+        return controller.addresses(
+            cluster.plan(
+                Target("module", "x"), LaunchOptions(hosts=names, per_host=1), environ={}, version="HYDRA", build="cpu"
+            )
+        )
+
+    assert at("localhost") == ["127.0.0.1"]
+    assert at(f"{os.uname().nodename},no-such-host-1")  # something, whatever the network here is like

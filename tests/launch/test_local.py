@@ -1,0 +1,87 @@
+"""How many ranks, with which environment, forked or spawned, and why."""
+
+import pytest
+
+from mmm.launch.job import local
+from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.target import Target
+
+TRAIN = Target("module", "train")
+NONE = Accelerators(None, 0, "0 NVIDIA GPUs")
+GPUS = Accelerators("cuda", 8, "8 NVIDIA GPUs")
+TILES = Accelerators("xpu", 12, "12 Intel GPU tiles")
+
+
+def plan(target=TRAIN, environ=None, found=NONE, build="cuda", nproc=None, device=None, **more):
+    return local.plan(target, nproc=nproc, device=device, environ=environ or {}, found=found, build=build, **more)
+
+
+def test_one_rank_per_accelerator():
+    made = plan(found=GPUS)
+    assert (len(made.ranks), made.device, made.notes) == (8, "cuda", ())
+    assert made.why["ranks"] == "one per accelerator: 8 NVIDIA GPUs"
+
+
+def test_four_cpu_ranks_without_any_and_it_says_so():
+    made = plan()
+    assert (len(made.ranks), made.device) == (4, "cpu")
+    assert made.notes == ("no accelerator found (0 NVIDIA GPUs): 4 CPU ranks (choose with -n)",)
+
+
+def test_cpu_by_choice_on_a_host_with_accelerators():
+    made = plan(found=GPUS, device="cpu")
+    assert (len(made.ranks), made.shared["MMM_DEVICE"]) == (4, "cpu")
+    assert made.notes == ("CPU was chosen: 4 CPU ranks (choose with -n)",)
+
+
+def test_the_device_asked_for_is_not_there():
+    made = plan(device="xpu")
+    assert (len(made.ranks), made.device) == (1, "xpu")
+    assert "no xpu device found" in made.notes[0]
+
+
+def test_with_n_and_no_accelerator_the_device_is_left_to_the_ranks():
+    made = plan(nproc=2)
+    assert "MMM_DEVICE" not in made.shared
+    assert made.notes == ()
+
+
+def test_the_users_device_variable_counts_as_the_option():
+    assert plan(environ={"MMM_DEVICE": "cpu"}, found=GPUS).device == "cpu"
+
+
+def test_environment():
+    made = plan(nproc=2)
+    assert made.ranks == [{"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}]
+    assert made.shared["WORLD_SIZE"] == made.shared["LOCAL_WORLD_SIZE"] == "2"
+    assert made.shared["MASTER_ADDR"] == "127.0.0.1"
+    assert 0 < int(made.shared["MASTER_PORT"]) < 65536
+    assert made.shared["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+def test_threads_share_the_cores(monkeypatch):
+    monkeypatch.setattr(local, "available_cores", lambda: 8)
+    assert plan(nproc=3).shared["OMP_NUM_THREADS"] == "2"
+    assert plan(nproc=16).shared["OMP_NUM_THREADS"] == "1"
+    assert plan(nproc=3, environ={"OMP_NUM_THREADS": "5"}).shared["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"found": TILES, "build": "xpu"}, "Intel GPU"),
+        ({"device": "xpu"}, "Intel GPU"),
+        ({"prefork": False}, "--no-prefork"),
+        ({"target": Target("program", "bash", command=("bash",))}, "the command is not"),
+    ],
+)
+def test_where_ranks_are_spawned(change, reason):
+    made = plan(**change)
+    assert not made.fork
+    assert reason in made.why["start"]
+
+
+def test_where_ranks_are_forked():
+    assert plan().fork
+    assert plan(found=GPUS).fork
+    assert plan(build="xpu", device="cpu").fork

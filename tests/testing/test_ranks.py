@@ -1,0 +1,74 @@
+"""Forked ranks: what they return, and what is said of those that do not. They compute nothing here."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from mmm.errors import LayoutError
+from mmm.testing import RanksFailed, fork_ranks
+
+
+def place(rank, word):
+    return rank.rank, rank.world_size, word, os.getppid()
+
+
+def test_what_each_rank_returns():
+    assert fork_ranks(place, 3, "word", timeout=60) == [(rank, 3, "word", os.getpid()) for rank in range(3)]
+
+
+def fail(rank, do):
+    if rank.rank == 1:
+        do()
+    time.sleep(0.2)
+    if rank.rank == 0:
+        raise RuntimeError("gloo: Connection closed by peer")
+    time.sleep(200)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse():
+    raise LayoutError("does not\nfit")
+
+
+def leave():
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("do", "reason"),
+    [
+        (kill, "rank 1: killed by SIGKILL"),
+        (leave, "rank 1: exited with code 3 and said nothing"),
+        (lambda: 1 // 0, "rank 1: ZeroDivisionError: integer division or modulo by zero"),
+        (refuse, "rank 1: does not fit"),
+        (lambda: time.sleep(0.6) or kill(), "rank 1: killed by SIGKILL"),  # comes after what follows from it
+        (lambda: None, "rank 0: RuntimeError: gloo: Connection closed by peer"),
+    ],
+)
+def test_the_cause_is_named(do, reason):
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        fork_ranks(fail, 3, do, timeout=60)
+    assert str(caught.value) == reason
+    assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
+    if "Zero" in reason:
+        assert "1 // 0" in caught.value.details
+
+
+def hang(rank, folder):
+    (folder / str(rank.rank)).write_text(str(os.getpid()))
+    if rank.rank:
+        time.sleep(1000)
+
+
+def test_ranks_that_hang_are_ended(tmp_path):
+    with pytest.raises(RanksFailed, match=r"no answer in 1 s from ranks 1, 2 of 3"):
+        fork_ranks(hang, 3, tmp_path, timeout=1)
+    for path in tmp_path.iterdir():
+        assert not Path("/proc", path.read_text()).exists()
