@@ -110,29 +110,36 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
         del model.layers[number]
     for name in {"tok_embeddings", "norm", "output"}.difference(names):
         setattr(model, name, None)
-    # 2. Tensor parallel: columns, then rows; between them the sequence is sharded.
+    # 2. Tensor parallel: columns, then rows; between them the sequence, dim 1, is sharded (mmm.examples.fsdp_tp).
     columns, rows, norm = tp.ColwiseParallel, tp.RowwiseParallel(output_layouts=Shard(1)), tp.SequenceParallel
-    full = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}  # all-gather
-    attention = {name: (each, None, None) for name, each in full.items()}  # its other two inputs are angles
-    inside = {"attention_norm": norm(), "attention": tp.PrepareModuleInput(**attention), "attention.wo": rows}
-    inside |= {f"attention.{name}": columns() for name in ("wq", "wk", "wv")}
-    inside |= {"ffn_norm": norm(), "feed_forward": tp.PrepareModuleInput(**full), "feed_forward.w2": rows}
-    inside |= {f"feed_forward.{name}": columns() for name in ("w1", "w3")}
-    plan = {f"layers.{number}.{name}": style for number in model.layers for name, style in inside.items()}
-    plan["tok_embeddings"] = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    plan["output"] = columns(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-    plan["norm"] = norm()
+    split, full = Shard(1), Replicate()
+    plan = {
+        "tok_embeddings": tp.RowwiseParallel(input_layouts=full, output_layouts=split),
+        "layers.*.attention_norm": norm(),
+        "layers.*.attention": tp.PrepareModuleInput(
+            input_layouts=(split, None, None), desired_input_layouts=(full, None, None)
+        ),
+        **{f"layers.*.{name}": columns() for name in ("attention.wq", "attention.wk", "attention.wv")},
+        **{f"layers.*.{name}": rows for name in ("attention.wo", "feed_forward.w2")},
+        "layers.*.ffn_norm": norm(),
+        "layers.*.feed_forward": tp.PrepareModuleInput(input_layouts=split, desired_input_layouts=full),
+        **{f"layers.*.{name}": columns() for name in ("feed_forward.w1", "feed_forward.w3")},
+        "norm": norm(),
+        "output": columns(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+    }
     if mesh["tp"].size() > 1:
-        tp.parallelize_module(model, mesh["tp"], {name: plan[name] for name in plan if name.split(".")[0] in names})
-    # 3. Context parallel: attention to the tokens of all ranks of cp.
+        here = {name: style for name, style in plan.items() if name.startswith("layers.") or name in names}
+        tp.parallelize_module(model, mesh["tp"], here)
+    # 3. Context parallel: attention to the tokens of all ranks of cp (mmm.examples.context_parallel).
     for layer in model.layers.values() if mesh["cp"].size() > 1 else ():
-        layer.attention.attend = lambda q, k, v: ring_attention(q, k, v, mesh["cp"].get_group())
-    # 4. FSDP over dp × cp, whose ranks have other tokens: gradients are sums, and a stage is gathered once a step.
-    policy = MixedPrecisionPolicy(precision.compute, precision.storage) if precision.mixed else MixedPrecisionPolicy()
-    for module in [*model.layers.values(), *filter(None, (model.tok_embeddings, model.output)), model]:
-        fully_shard(module, mesh=mesh["dp", "cp"]._flatten("dp_cp"), mp_policy=policy, reshard_after_forward=False)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        layer.attention.attend = partial(ring_attention, group=mesh["cp"].get_group())
+    # 4. FSDP over dp × cp, whose ranks have other tokens: gradients are summed. A stage is gathered once a step.
+    dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
+    policy = MixedPrecisionPolicy(precision.compute, precision.storage, cast_forward_inputs=False)
+    for unit in filter(None, (model.tok_embeddings, *model.layers.values(), model.output, model)):
+        fully_shard(unit, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     return model
 
 
