@@ -132,11 +132,11 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
         tp.parallelize_module(model, mesh["tp"], here)
     # 3. Context parallel: attention to the tokens of all ranks of cp (mmm.examples.context_parallel).
     for layer in model.layers.values() if mesh["cp"].size() > 1 else ():
-        layer.attention.attend = partial(ring_attention, group=mesh["cp"].get_group())
+        layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group())
     # 4. FSDP over dp × cp, whose ranks have other tokens: gradients are summed. A stage is gathered once a step.
     dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
     policy = MixedPrecisionPolicy(precision.compute, precision.storage, cast_forward_inputs=False)
-    for unit in filter(None, (model.tok_embeddings, *model.layers.values(), model.output, model)):
+    for unit in (*model.layers.values(), model):  # the root takes what is left
         fully_shard(unit, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -184,15 +184,15 @@ def train(config: Config) -> None:
             losses: list[Tensor] = []
             inputs = [batch.inputs[:, positions]] if stage.is_first else []
             targets = batch.targets[:, positions] if stage.is_last else None
-            with tp.loss_parallel():  # the logits stay sharded over the vocabulary
-                go(*inputs, target=targets, losses=losses, return_outputs=False)
-            return torch.tensor(sum(map(local_value, losses)))
+            go(*inputs, target=targets, losses=losses, return_outputs=False)
+            return torch.tensor(sum(map(local_value, losses)), dtype=torch.float64)
 
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         samples_of = 0 if config.break_ == "samples" else at["dp_shard"]
         evaluate = partial(through, schedule.eval)
         for step in text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
-            step.log(through(schedule.step, step.batch))
+            with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary
+                step.log(through(schedule.step, step.batch))
             if config.break_ is None:
                 clip_grad_norm(model.parameters(), 1.0, stages=mesh["pp"])
             optimizer.step()

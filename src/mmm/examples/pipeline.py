@@ -141,16 +141,16 @@ def train(config: Config) -> None:
             losses: list[Tensor] = []  # of the micro-batches, on the last stage; none elsewhere
             inputs = [batch.inputs] if 0 in numbers else []  # the other stages take what the stage before sends
             targets = batch.targets if len(names) - 1 in numbers else None
-            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
-                go(*inputs, target=targets, losses=losses, return_outputs=False)
-            return torch.tensor(sum(map(local_value, losses)))
+            go(*inputs, target=targets, losses=losses, return_outputs=False)
+            return torch.tensor(sum(map(local_value, losses)), dtype=torch.float64)
 
         modules = [stage.submod for stage in stages]
         optimizer = make_optimizer(config.optimizer, [p for module in modules for p in module.parameters()], config.lr)
         for step in text_steps(run, resolved, modules, optimizer, lambda batch: through(schedule.eval, batch)):
             if config.timeline and step.number > 0:
                 times.record()
-            step.log(through(schedule.step, step.batch))  # forward and backward of all micro-batches
+            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+                step.log(through(schedule.step, step.batch))  # forward and backward of all micro-batches
             optimizer.step()
             optimizer.zero_grad()
         if config.timeline:
