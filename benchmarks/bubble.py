@@ -19,9 +19,10 @@ import torch.distributed as dist
 from mmm.analysis.bubble import Recorded, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, check_pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Recorder
-from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
+from mmm.parallel.pipeline.schedules import SCHEDULES, check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.failure import run_main
@@ -41,7 +42,7 @@ def measure(schedule: str, microbatches: int, steps: int, layers: int, dim: int)
         model = Transformer(config)
     parts = parts_of(model, plan)
     each = check_pipeline(layout, schedule, microbatches, microbatches * MICROBATCH, len(parts))
-    cuts = cut([0, *[1] * layers, 0], layout.pp * each)
+    cuts = balance_stages([0, *[1] * layers, 0], layout.pp * each)
     mesh, mine = build_mesh(layout, "cpu"), {}
     for number in stages_of(rank.rank, layout.pp, schedule, each):
         mine[number] = apply(

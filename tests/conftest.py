@@ -2,15 +2,7 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["mmm.testing.plugin"]
-
-
-@pytest.fixture
-def pool(run_on_ranks):
-    return SimpleNamespace(run=run_on_ranks)

@@ -11,11 +11,13 @@ class UserError(ValueError):
     Attributes:
         on_every_rank: every rank is known to raise it, because a collective has told them all: rank 0 alone prints it.
             A check that each rank makes for itself does not count: what fails on one host may pass on the others.
+        fields: of a configuration that the message names, such as ``microbatches`` in "microbatches 3: …"; a command
+            line shows them as its flags (`mmm.trainer.flags`).
     """
 
-    def __init__(self, *args: object, on_every_rank: bool = False) -> None:
+    def __init__(self, *args: object, on_every_rank: bool = False, fields: tuple[str, ...] = ()) -> None:
         super().__init__(*args)
-        self.on_every_rank = on_every_rank
+        self.on_every_rank, self.fields = on_every_rank, fields
 
 
 class ConfigError(UserError):

@@ -58,8 +58,8 @@ def test_a_check_that_raises_leaves_or_dies():
         yield Finding("first", "ok", "said before")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    failed = one(isolated("x", raises, 5, "mend it"))
-    assert (failed.status, failed.fix) == ("fail", "mend it")
+    failed = one(isolated("x", raises, 5, "fix it"))
+    assert (failed.status, failed.fix) == ("fail", "fix it")
     assert "OSError: no such thing" in failed.seen
     assert "SystemExit: 3" in one(isolated("x", leaves, 5)).seen
     first, second = isolated("x", dies, 5)

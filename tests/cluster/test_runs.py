@@ -77,7 +77,7 @@ def test_salloc(launcher, slurm, by, local):
     done = slurm.run(*words, variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
     slurm.idle()
     same(launcher, done, local)
-    assert "hosts          2: n1 n2" in done.stderr
+    assert "hosts           2: n1 n2" in done.stderr
 
 
 def batch(launcher, slurm, *words, options=()):

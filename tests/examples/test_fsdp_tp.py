@@ -221,7 +221,7 @@ def test_one_clear_message(tmp_path, flags, words):
         ({"preset": "debug", "n_heads": 2}, "n_heads 2 < tp 4"),
         ({"loss_chunks": 33}, "--loss_chunks 33: it must be at least 1, and at most the 32 tokens"),
         ({"tile": 0}, "--tile 0"),
-        ({"offload": True, "dtype": "fp16"}, "--offload with --dtype fp16"),
+        ({"offload": True, "dtype": "fp16"}, "offload with dtype fp16"),
         ({"text": (Path("nowhere.txt"),)}, "--text nowhere.txt: No such file"),
         ({"text": (Path("/dev/null"),)}, "--text /dev/null: the file is empty"),
         ({"text": (Path("a"),), "dataset": "random"}, "contradict"),

@@ -50,7 +50,7 @@ def test_same_losses_as_on_one_device(tmp_path, flags, layout):
         ({"n_experts": 0}, "--n_experts 0"),
         ({"balance_rate": -1.0}, "--balance_rate -1.0"),
         ({"tpsize": 3}, "tp 3 needs a multiple of 3 ranks"),
-        ({"tpsize": 2, "compile": True}, "--compile with tp 2"),
+        ({"tpsize": 2, "compile": True}, "compile with tp 2"),
     ],
     ids=str,
 )
@@ -77,5 +77,5 @@ def optimizers(rank):
     return found
 
 
-def test_parameters_of_two_meshes_are_not_updated_at_once(pool):
-    assert pool.run(optimizers, 2) == [[[None, None], [False, False]]] * 2
+def test_parameters_of_two_meshes_are_not_updated_at_once(run_on_ranks):
+    assert run_on_ranks(optimizers, 2) == [[[None, None], [False, False]]] * 2

@@ -11,7 +11,7 @@ import pytest
 
 import mmm.history
 from mmm.examples import parallel_4d
-from mmm.runtime.failure import run_main
+from mmm.trainer.flags import run_main
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "sgd", "lr": 0.3}
@@ -90,9 +90,12 @@ def test_what_is_given_is_not_chosen():
     [
         ("--pp 4 --tp 2", "pp 4 · tp 2 needs a multiple of 8 ranks, and there are 4"),
         ("--pp 2 --dp_shard 4", "has 8 ranks, and there are 4"),
-        ("--model cnn --cp 2", "cp 2: an image has no sequence to cut; use cp 1"),
-        ("--model vit --cp 2", "cp 2: the ViT's sequence is not cut; use cp 1"),
-        ("--pp 2 --microbatches 3", "--microbatches 3: a batch of 8 .* cannot be cut into 3 equal parts; use .* 2 or"),
+        ("--model cnn --cp 2", "cp 2: an image has no sequence to shard; use cp 1"),
+        ("--model vit --cp 2", "cp 2: the ViT's sequence is not sharded; use cp 1"),
+        (
+            "--pp 2 --microbatches 3",
+            "--microbatches 3: a batch of 8 .* be split into 3 equal parts; use .* 2 or",
+        ),
         ("--microbatches 9 --dp_shard 4", "--microbatches 9: a batch of 8 .* into 1 to 8 parts"),
         ("--pp 4 --n_layers 1", "pp 4 with 1 stages a rank is 4 stages, and the model has 3 parts"),
         ("--parallel ddp --tp 2", "use fsdp, or tp 1"),

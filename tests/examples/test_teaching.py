@@ -84,9 +84,9 @@ def stages(rank):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_zero(alone, pool, ranks):
+def test_zero(alone, run_on_ranks, ranks):
     """DDP on one rank has the same losses; what is held is what the theory says, and the table says both."""
-    for found, whole in pool.run(stages, ranks):
+    for found, whole in run_on_ranks(stages, ranks):
         for stage, (held, losses) in enumerate(found):
             np.testing.assert_allclose(losses, alone, rtol=1e-9)
             for at, (kind, copies) in enumerate({"optimizer_state": 2, "gradients": 1, "parameters": 1}.items()):
@@ -118,8 +118,8 @@ def cut(rank, forget):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel(pool, ranks):
-    for found in pool.run(cut, ranks, False):
+def test_tensor_parallel(run_on_ranks, ranks):
+    for found in run_on_ranks(cut, ranks, False):
         assert set(found) == {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_cut", "loss_cut"}
         assert max(value for two in found.values() for value in two) < 1e-12
 
@@ -142,8 +142,8 @@ def shown(rank):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives(pool, ranks):
-    got = pool.run(shown, ranks)
+def test_collectives(run_on_ranks, ranks):
+    got = run_on_ranks(shown, ranks)
     whole = [[10 * rank + place for place in range(ranks)] for rank in range(ranks)]
     total = [sum(column) for column in zip(*whole, strict=True)]
     for rank in range(ranks):

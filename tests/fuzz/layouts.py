@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from fuzz.flags import Flags, Value, flags_of
-from mmm.parallel.pipeline.pipeline import SCHEDULES
+from mmm.parallel.pipeline.schedules import SCHEDULES
 
 RANKS = (1, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 5, 6, 7, 8)
 

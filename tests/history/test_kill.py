@@ -221,7 +221,7 @@ def test_a_really_full_file_system(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_failed_fold_keeps_the_journal(tmp_path, monkeypatch):
+def test_a_failed_finalize_keeps_the_journal(tmp_path, monkeypatch):
     history = History(tmp_path, ranks=RANKS, flush_every=1)
     history.update({"iter": 0})
     with monkeypatch.context() as patch:

@@ -92,7 +92,7 @@ def expected(rows):
     return [1.0 / (step + 1) for step in range(rows)]
 
 
-def test_a_running_run_is_not_folded(writer):
+def test_a_running_run_is_not_finalized(writer):
     assert writer(5) == 5
     assert mmm.history.state(writer.folder) == "running"  # this process has locks, and nobody holds one
     done = fold_elsewhere(writer.folder)
@@ -113,7 +113,7 @@ def test_a_running_run_is_not_folded(writer):
 
 
 @pytest.mark.long
-def test_a_killed_run_is_folded_once_it_is_old(writer):
+def test_a_killed_run_is_finalized_once_it_is_old(writer):
     assert writer(5) == 5
     writer.process.kill()
     writer.process.wait()
@@ -124,7 +124,7 @@ def test_a_killed_run_is_folded_once_it_is_old(writer):
     assert losses(writer.folder) == expected(5)
 
 
-def test_a_run_that_was_folded_under_its_feet_keeps_every_row(writer):
+def test_a_run_that_was_finalized_under_its_feet_keeps_every_row(writer):
     """Another host finalizes a run that has paused for long: no process to ask, no lock."""
     assert writer(5) == 5
     age(writer.folder, alive.RECENT + 5)
@@ -156,7 +156,7 @@ def test_state_without_locks(tmp_path, no_locks):
     assert mmm.history.state(tmp_path) == "killed"
 
 
-def test_a_journal_that_grows_while_it_is_folded_stays(tmp_path, monkeypatch):
+def test_a_journal_that_grows_while_it_is_finalized_stays(tmp_path, monkeypatch):
     History(tmp_path, ranks=[{}], flush_every=1).update({"loss": 1.0})
     real = reading.write_dataset
 

@@ -145,7 +145,7 @@ def test_the_straggler_is_named(run, capsys):
     assert "rank 2 (host node1, local_rank 0, tp 0): dt 0.350000 s, 15.9 % over the median rank" in out
 
 
-def test_the_command_folds_and_plots(tmp_path, capsys):
+def test_the_command_finalizes_and_plots(tmp_path, capsys):
     history = History(tmp_path, ranks=[{}], flush_every=1)
     history.update({"loss": 1.5})
     assert command.main([str(tmp_path)]) == 0

@@ -20,6 +20,7 @@ from mmm.launch.control.link import Link, Lost
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, scheduler, walltime
 from mmm.launch.job.scheduler import Job
+from mmm.launch.job.sites import Site
 from support.launcher import START
 
 
@@ -216,7 +217,7 @@ def agent(index, host, cpus="0-7", local_rank=None):
 
 
 class Plan:
-    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, None
+    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, Site("")
 
     def __init__(self):
         self.shared = {"WORLD_SIZE": "3"}
@@ -252,11 +253,11 @@ def test_ranks_of_a_host_follow_each_other():
         ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None)),
     ],
 )
-def test_a_place_is_what_its_own_starter_says(launcher, environ, expected):
+def test_a_place_is_what_its_own_launcher_backend_says(launcher, environ, expected):
     assert numbers(launcher, environ, 8) == expected
 
 
-def test_a_starter_that_says_nothing():
+def test_a_launcher_backend_that_says_nothing():
     with pytest.raises(LaunchError, match="hydra has given its process no rank: PMI_RANK is not set"):
         numbers("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
 

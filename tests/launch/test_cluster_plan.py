@@ -86,7 +86,7 @@ def test_frontier():
     assert made.shared["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
     assert made.site.device_order == []  # one device is visible to a task: its index is 0
     own = plan(environ | {"NCCL_SOCKET_IFNAME": "eth0"})
-    assert "NCCL_SOCKET_IFNAME" not in own.shared  # the user's, which srun hands on
+    assert "NCCL_SOCKET_IFNAME" not in own.shared  # the user's, which srun passes on
     assert own.why["NCCL_SOCKET_IFNAME"] == "set in the environment"
 
 
@@ -117,6 +117,7 @@ def test_a_list_of_hosts_and_a_host_file(tmp_path):
         plan({}, hosts="a", hostfile=str(path))
     with pytest.raises(LaunchError, match="different numbers of slots"):
         plan({}, hosts="a:2,b:4")
+    assert plan({}, hosts="a:2,b:4", per_host=2).ranks == 4
 
 
 def test_nothing_of_the_kind_is_this_host_alone():

@@ -60,7 +60,7 @@ def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, wa
 
 @pytest.mark.parametrize("by", ["host", "rank"])
 def test_ctrl_c_where_only_the_hosts_ignore_it(launcher, by):
-    """A starter may ignore what launch does not: the ranks there still end in order."""
+    """A launcher backend may ignore what launch does not: the ranks there still end in order."""
     options = launcher.on_hosts(by)
     text = (launcher.folder / "mpiexec").read_text()
     launcher.write("mpiexec", text.replace("words =", "import signal; signal.signal(2, signal.SIG_IGN)\nwords =", 1))
@@ -95,7 +95,7 @@ def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
 
 
 def test_a_signal_for_the_program(launcher, how):
-    """USR1 that launch ignores does not end ranks that do not expect it, also where the fork server has started anew."""
+    """USR1 that launch ignores does not end ranks that do not expect it, nor after the fork server started anew."""
     launcher.write("site-packages/broken.py", "raise ValueError")
     launcher.write("t.py", "try: import broken\nexcept ValueError: pass\n" + LOOK)
     process = launcher.start(

@@ -12,7 +12,7 @@ from mmm.models.vit import PRESETS, ViTConfig
 from mmm.parallel import Layout
 from mmm.parallel.advice import nearest, smaller
 from mmm.parallel.data.apply import check_data_parallel
-from mmm.parallel.pipeline.pipeline import check_pipeline
+from mmm.parallel.pipeline.schedules import check_pipeline
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.parallel.plans.transformer import check_transformer
 from mmm.parallel.plans.vit import check_vit
@@ -37,9 +37,9 @@ def advice_in(message):
         text = sentence.partition(": use ")[2] or sentence
         ways = []
         for way in text.split(", or "):
-            if way.startswith("--no-dropout"):
+            if way == "fc_dropout 0":
                 ways.append(("fc_dropout", 0.0))
-            elif way == "--cp_style ring":
+            elif way == "cp_style ring":
                 ways.append(("style", "ring"))
             else:
                 flag, *numbers = way.replace(" or ", " ").split()

@@ -7,10 +7,12 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision
@@ -48,7 +50,7 @@ def train(rank, model: str, layout: Layout, techniques: Techniques):
     """Losses of each step, the gradients of the first that are here, and the loss of an evaluation before step 1."""
     whole, plan, partition = divided(model, layout, techniques)
     mesh = build_mesh(layout, "cpu", 30)
-    made = ParallelModel(whole, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=reference.SEED)
+    made = ParallelModel(whole, plan, mesh, FP64, techniques, partition, device=CPU, seed=reference.SEED)
     rate = (reference.RATE if model == "transformer" else vision.RATE)["sgd"]
     optimizer = torch.optim.SGD(made.parameters(), lr=rate)
     losses, first, evaluated = [], {}, 0.0
@@ -104,12 +106,12 @@ def _case_id(value):
 
 
 @pytest.mark.parametrize(("model", "layout", "techniques"), CASES, ids=_case_id)
-def test_products_of_axes(pool, model, layout, techniques):
+def test_products_of_axes(run_on_ranks, model, layout, techniques):
     if model == "transformer":
         losses, gradients = reference.train("sgd", torch.float64, 10)
     else:
         losses, _, gradients = vision.train(model, "sgd")
-    ranks = pool.run(train, layout.ranks, model, layout, techniques)
+    ranks = run_on_ranks(train, layout.ranks, model, layout, techniques)
     assert set().union(*(first for _, first in ranks)) == gradients.keys()
     for got, first in ranks:
         assert got == pytest.approx(losses[:STEPS], rel=1e-9)
@@ -121,7 +123,7 @@ def test_products_of_axes(pool, model, layout, techniques):
 @pytest.mark.parametrize(
     ("model", "layout", "techniques", "message"),
     [
-        ("cnn", Layout(cp=2, dp_shard=1), Techniques(), "cp 2: an image has no sequence to cut; use cp 1"),
+        ("cnn", Layout(cp=2, dp_shard=1), Techniques(), "cp 2: an image has no sequence to shard; use cp 1"),
         ("vit", Layout(cp=2, dp_shard=1), Techniques(), "use cp 1"),
         ("cnn", Layout(dp_shard=2), Techniques(microbatches=7), "a batch of 6 .* into 1 to 6 parts"),
         ("cnn", Layout(pp=2, dp_shard=2), Techniques(data_parallel="ddp"), "use fsdp, or pp 1"),
@@ -147,7 +149,7 @@ def uneven_loads(rank, measured):
         model, sample = Transformer(config), torch.zeros(4, reference.SEQ, dtype=torch.int64)
     partition = partition_model(model, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", 30, experts=True)
-    made = ParallelModel(model, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
     for stage in made.modules.values():
         for number, layer in stage.layers.items():
             layer.moe.tokens_per_expert = torch.tensor([[5, 1, 1], [3, 2, 2]][int(number)])
@@ -160,7 +162,7 @@ def uneven_loads(rank, measured):
         torch.distributed.all_reduce = original
 
 
-def test_the_imbalance_is_as_on_one_device(pool):
+def test_the_imbalance_is_as_on_one_device(run_on_ranks):
     """To the last bit also through a pipeline, and worked out only where it is wanted."""
-    assert pool.run(uneven_loads, 2, True) == [(15 / 7, 2)] * 2  # over dp, and over pp
-    assert pool.run(uneven_loads, 2, False) == [(None, 1)] * 2
+    assert run_on_ranks(uneven_loads, 2, True) == [(15 / 7, 2)] * 2  # over dp, and over pp
+    assert run_on_ranks(uneven_loads, 2, False) == [(None, 1)] * 2

@@ -8,9 +8,10 @@ import torch
 from mmm.analysis.bubble import action_lists, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, stages_of
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Action, Recorder
-from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
+from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from support import reference
@@ -106,7 +107,7 @@ def run_schedules(rank, names, microbatches):
         with torch.device("meta"):
             model = Transformer(DEEP)
         parts, each = parts_of(model, plan), SCHEDULES[name].least
-        cuts = cut([1.0] * len(parts), layout.pp * each)
+        cuts = balance_stages([1.0] * len(parts), layout.pp * each)
         mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
         for stage in mine.values():
             apply(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))
@@ -151,11 +152,11 @@ def check_recorded(everyone, ranks, microbatches):
         assert 0 < replay(recorded.lists, recorded.seconds).bubble < 1
 
 
-def test_two_real_ranks(pool):
+def test_two_real_ranks(run_on_ranks):
     """Every action once, in the order of PyTorch's list; recording changes nothing, and ends."""
-    check_recorded(pool.run(run_schedules, 2, ["1F1B", "ZBVZeroBubble"], 4), 2, 4)
+    check_recorded(run_on_ranks(run_schedules, 2, ["1F1B", "ZBVZeroBubble"], 4), 2, 4)
 
 
 @pytest.mark.long
-def test_all_schedules_on_four_ranks(pool):
-    check_recorded(pool.run(run_schedules, 4, list(SCHEDULES), 8), 4, 8)
+def test_all_schedules_on_four_ranks(run_on_ranks):
+    check_recorded(run_on_ranks(run_schedules, 4, list(SCHEDULES), 8), 4, 8)

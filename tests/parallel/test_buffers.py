@@ -11,9 +11,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.weights import Init
 from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.fsdp import is_offloaded
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.runtime.device import Precision
 
@@ -87,7 +89,7 @@ def buffers(rank, layout, techniques):
     techniques = Techniques(**techniques)
     partition = partition_model(net, plan(), layout, techniques, torch.empty(4, 8, device="meta"))
     mesh = build_mesh(layout, "cpu", 30)
-    made = ParallelModel(net, plan(), layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(net, plan(), mesh, FP64, techniques, partition, device=CPU, seed=0)
     made.step(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4)
     found, ids = {}, {}
     for module in made.modules.values():
@@ -110,10 +112,10 @@ def buffers(rank, layout, techniques):
     ],
     ids=str,
 )
-def test_they_are_what_the_model_made_them(pool, layout, techniques):
+def test_they_are_what_the_model_made_them(run_on_ranks, layout, techniques):
     plain = Net()
     expected = dict(plain.named_buffers(remove_duplicate=False))
-    ranks = pool.run(buffers, layout.ranks, layout, techniques)
+    ranks = run_on_ranks(buffers, layout.ranks, layout, techniques)
     assert set().union(*(found for found, _ in ranks)) == expected.keys()
     for found, ids in ranks:
         for name, got in found.items():
@@ -138,8 +140,8 @@ def offloaded(rank):
     return [{tensor.device.type for _, tensor in named} for named in (net.named_parameters(), net.named_buffers())]
 
 
-def test_offload_leaves_them_on_the_device(pool):
-    assert pool.run(offloaded, 1) == [[{"cpu"}, {"meta"}]]
+def test_offload_leaves_them_on_the_device(run_on_ranks):
+    assert run_on_ranks(offloaded, 1) == [[{"cpu"}, {"meta"}]]
 
 
 # ---- what is refused, before there is a process group

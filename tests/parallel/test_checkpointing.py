@@ -101,9 +101,9 @@ def on_a_mesh(rank, layout, mode):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, tp=2), Layout(dp_shard=2)], ids=str)
-def test_gradients_on_meshes(pool, layout, mode):
+def test_gradients_on_meshes(run_on_ranks, layout, mode):
     _, _, expected = vision.train("vit", "sgd")
-    got = pool.run(on_a_mesh, layout.ranks, layout, mode)[-1]
+    got = run_on_ranks(on_a_mesh, layout.ranks, layout, mode)[-1]
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (got[name] - gradient).abs().max() <= 1e-8 * gradient.abs().max(), name

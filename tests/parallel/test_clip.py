@@ -42,10 +42,10 @@ def clip_mixed(rank, max_norm):
 
 
 @pytest.mark.parametrize("max_norm", [0.7, 1e3, math.inf])
-def test_mixed_kinds(pool, max_norm):
+def test_mixed_kinds(run_on_ranks, max_norm):
     parameters = whole_parameters()
     expected = nn.utils.clip_grad_norm_(parameters, max_norm)
-    for norm, gradients in pool.run(clip_mixed, 4, max_norm):
+    for norm, gradients in run_on_ranks(clip_mixed, 4, max_norm):
         assert type(norm) is torch.Tensor
         assert norm.item() == pytest.approx(expected.item(), rel=1e-13)
         for gradient, parameter in zip(gradients, parameters, strict=True):
@@ -67,9 +67,9 @@ def clip_not_finite(rank, value):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_so_on_every_rank(pool, value):
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(run_on_ranks, value):
     """A run that ends by it, or a loss scaler that skips the step, does so on all ranks."""
-    assert [repr(norm) for norm in pool.run(clip_not_finite, 4, value)] == [repr(value)] * 4
+    assert [repr(norm) for norm in run_on_ranks(clip_not_finite, 4, value)] == [repr(value)] * 4
 
 
 def over_stages(rank):
@@ -79,10 +79,10 @@ def over_stages(rank):
     return clip_grad_norm([mine], 0.5, stages=mesh["pp"]).item(), mine.grad
 
 
-def test_pipeline_stages(pool):
+def test_pipeline_stages(run_on_ranks):
     parameters = whole_parameters()[:2]
     expected = nn.utils.clip_grad_norm_(parameters, 0.5).item()
-    for (norm, gradient), parameter in zip(pool.run(over_stages, 2), parameters, strict=True):
+    for (norm, gradient), parameter in zip(run_on_ranks(over_stages, 2), parameters, strict=True):
         assert norm == pytest.approx(expected, rel=1e-13)
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=0)
 

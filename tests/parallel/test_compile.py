@@ -15,10 +15,12 @@ from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
-from mmm.parallel.compiled import CompileReport
+from mmm.parallel.compile import CompileReport
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 from mmm.runtime.process_group import gather_floats
@@ -49,10 +51,10 @@ def gradients(rank, layout, backend):
 
 
 @pytest.mark.long
-def test_gradients(pool):
+def test_gradients(run_on_ranks):
     """Whole blocks over dp. aot_eager is inductor without its C++: half a minute less."""
     _, expected = reference.train("sgd", torch.float64, 1, CONFIG)
-    compiled, grads, graphs = pool.run(gradients, 2, Layout(dp_shard=2), "aot_eager", timeout=200)[0]
+    compiled, grads, graphs = run_on_ranks(gradients, 2, Layout(dp_shard=2), "aot_eager", timeout=200)[0]
     assert compiled == ["TransformerBlock"] * 2
     assert graphs >= 1
     for name, gradient in expected.items():
@@ -61,7 +63,7 @@ def test_gradients(pool):
 
 
 def test_refused_with_tp():
-    with pytest.raises(LayoutError, match=r"--compile with tp 2: .* silently wrong gradients"):
+    with pytest.raises(LayoutError, match=r"compile with tp 2: .* silently wrong gradients"):
         check_compile(transformer_plan(), Layout(dp_shard=1, tp=2))
     check_compile(transformer_plan(), Layout(dp_shard=2))
     check_compile(vit_plan(), Layout(dp_shard=1, tp=2))
@@ -93,7 +95,6 @@ def losses_and_graphs(rank, model, layout, techniques):
         made = ParallelModel(
             whole,
             plan,
-            layout,
             mesh,
             Precision("fp64", torch.float64, torch.float64),
             techniques,
@@ -161,9 +162,9 @@ MORE = [
     [*COMPILED, *(pytest.param(*more, marks=pytest.mark.long) for more in MORE)],
     ids=str,
 )
-def test_what_is_to_be_compiled_is(pool, model, layout, techniques):
+def test_what_is_to_be_compiled_is(run_on_ranks, model, layout, techniques):
     """A graph was made, whatever goes with it, it is said, and the losses are those without."""
-    for losses, (graphs, operators), said in pool.run(losses_and_graphs, layout.ranks, model, layout, techniques):
+    for losses, (graphs, operators), said in run_on_ranks(losses_and_graphs, layout.ranks, model, layout, techniques):
         assert losses == pytest.approx(uncompiled(model), rel=1e-9)
         assert graphs >= 1
         assert operators >= 1
@@ -176,7 +177,7 @@ def test_checkpointed_experts_are_refused(mode):
     with torch.device("meta"):
         model, sample = Transformer(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
     for layout in (ONE, Layout(pp=2, dp_shard=1)):
-        with pytest.raises(ConfigError, match=rf"--compile .* '{mode}' of layers with experts: .* compile nothing"):
+        with pytest.raises(ConfigError, match=rf"compile .* '{mode}' of layers with experts: .* nothing would be"):
             partition_model(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)
 
 
@@ -189,5 +190,5 @@ def test_nothing_compiled_is_said(caplog):
     report = CompileReport([module])
     module(torch.zeros(1, 2))
     with caplog.at_level("WARNING", logger=get_logger().name):
-        report.say()
+        report.log()
     assert "compiled none of the 1 modules" in caplog.text

@@ -23,8 +23,8 @@ from mmm.parallel import (
     local_value,
     materialize,
 )
-from mmm.parallel.context.apply import STYLES, apply_context_parallel, cut_batch, positions_of
-from mmm.parallel.context.block_attention import block_backward, block_forward, merge, written_out, written_out_backward
+from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of, shard_batch
+from mmm.parallel.context.block_attention import block_backward, block_forward, math_backward, math_forward, merge
 from mmm.parallel.context.ring import RingAttention
 from mmm.parallel.context.ulysses import UlyssesAttention
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
@@ -53,7 +53,7 @@ def test_every_token_once_and_the_same_work(cp):
 def test_inputs_and_targets_are_cut_alike():
     rows = torch.arange(2 * 17).view(2, 17)
     batch = Batch(rows[:, :-1], rows[:, 1:], count=32)
-    part, positions = cut_batch(batch, coordinate=1, cp=2)
+    part, positions = shard_batch(batch, coordinate=1, cp=2)
     assert positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert part.inputs[0].tolist() == positions.tolist()
     assert torch.equal(part.targets, part.inputs + 1)
@@ -87,7 +87,7 @@ def test_blocks_put_together(dtype):
     expected = torch.autograd.grad(whole, inputs, gradient[:, :, 8:])
     q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, 8:], k, v, gradient[:, :, 8:]))
     blocks = [(slice(0, 8), False), (slice(8, 16), True)]
-    for forward, backward in ((block_forward, block_backward), (written_out, written_out_backward)):
+    for forward, backward in ((block_forward, block_backward), (math_forward, math_backward)):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
         out, lse = merge(*parts[0], *parts[1])
         assert (out - whole).abs().max() <= bound
@@ -114,24 +114,24 @@ def attend(rank, cp, style, heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2), (4, 8, 1)])
-def test_attention(pool, style, cp, heads, kv_heads):
+def test_attention(run_on_ranks, style, cp, heads, kv_heads):
     *inputs, gradient = qkv(heads, kv_heads)
     inputs = [t.requires_grad_() for t in inputs]
     out = causal_attention(*inputs)
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    for coordinate, got in enumerate(pool.run(attend, cp, cp, style, heads, kv_heads, torch.float64)):
+    for coordinate, got in enumerate(run_on_ranks(attend, cp, cp, style, heads, kv_heads, torch.float64)):
         for mine, whole in zip(got, expected, strict=True):
             assert (mine - whole[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_attention_in_half_precision(pool, style):
+def test_attention_in_half_precision(run_on_ranks, style):
     """Put together in float32: as close to the truth as bfloat16 is."""
     *inputs, gradient = qkv(8, 2)
     inputs = [t.requires_grad_() for t in inputs]
     out = causal_attention(*inputs)
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    for coordinate, got in enumerate(pool.run(attend, 2, 2, style, 8, 2, torch.bfloat16)):
+    for coordinate, got in enumerate(run_on_ranks(attend, 2, 2, style, 8, 2, torch.bfloat16)):
         for mine, whole in zip(got, expected, strict=True):
             assert mine.dtype == torch.bfloat16
             assert (mine - whole[:, :, positions_of(coordinate, 2, 16)]).abs().max() <= 3e-2 * whole.abs().max()
@@ -154,7 +154,7 @@ def train(rank, layout, style, steps=STEPS, checkpointing="none"):
     for step in range(steps):
         first_sample = layout.dp_coordinate(rank.rank) * size
         batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, first_sample, size)
-        part, positions = cut_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
+        part, positions = shard_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
         with loss_parallel():
             loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
             loss.backward()
@@ -197,17 +197,17 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("style", "steps"), [("ring", STEPS), pytest.param("ulysses", 4, marks=pytest.mark.long)])
-def test_same_as_whole(pool, layout, style, steps):
+def test_same_as_whole(run_on_ranks, layout, style, steps):
     check_transformer(reference.CONFIG, layout, reference.SEQ, style)
-    for got in pool.run(train, layout.ranks, layout, style, steps):
+    for got in run_on_ranks(train, layout.ranks, layout, style, steps):
         assert_same(got, steps)
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_with_activation_checkpointing(pool, checkpointing, style):
-    for got in pool.run(train, 2, Layout(dp_shard=1, cp=2), style, 1, checkpointing):
+def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
+    for got in run_on_ranks(train, 2, Layout(dp_shard=1, cp=2), style, 1, checkpointing):
         assert_same(got, 1)
 
 
@@ -223,17 +223,17 @@ def over_dp_alone(rank, layout):
 
 def equal_stretches(rank, layout):
     """A planted bug: positions that do not say where the tokens stand."""
-    original = globals()["cut_batch"]
-    globals()["cut_batch"] = lambda *args: (original(*args)[0], torch.arange(reference.SEQ // layout.cp))
+    original = globals()["shard_batch"]
+    globals()["shard_batch"] = lambda *args: (original(*args)[0], torch.arange(reference.SEQ // layout.cp))
     try:
         return train(rank, layout, "ulysses", 1)
     finally:
-        globals()["cut_batch"] = original
+        globals()["shard_batch"] = original
 
 
 @pytest.mark.parametrize("planted", [over_dp_alone, equal_stretches])
-def test_planted_bugs_are_caught(pool, planted):
-    got = pool.run(planted, 2, Layout(dp_shard=1, cp=2))[0]
+def test_planted_bugs_are_caught(run_on_ranks, planted):
+    got = run_on_ranks(planted, 2, Layout(dp_shard=1, cp=2))[0]
     with pytest.raises(AssertionError, match="differ"):
         assert_same(got, 1)
 
@@ -246,7 +246,7 @@ def test_planted_bugs_are_caught(pool, planted):
     [
         ({}, Layout(dp_shard=1, cp=4), 36, "ring", r"seq_length 36 .* 2 · cp 4 = 8 .* seq_length 32 or 40, or cp 2$"),
         ({}, Layout(dp_shard=1, cp=2, tp=2), 4, "ring", r"seq_length 4 .* cp 2 · tp 2 = 8 .* seq_length 8, or cp 1$"),
-        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(.* use cp 1, or --cp_style ring$"),
+        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(.* use cp 1, or cp_style ring$"),
         ({}, Layout(dp_shard=1, cp=16, tp=4), 512, "ulysses", r"n_heads 32 .* = 64 .* use n_heads 64, or cp 8, or "),
     ],
 )
@@ -260,7 +260,7 @@ def test_refused():
     check_transformer(TransformerConfig(), Layout(dp_shard=1, cp=3), 96, "ring")
     with pytest.raises(ConfigError, match="cp_style 'rings' is not one of ring, ulysses"):
         check_transformer(TransformerConfig(), layout, 64, "rings")
-    with pytest.raises(LayoutError, match=r"--compile with cp 2: .* use cp 1"):
+    with pytest.raises(LayoutError, match=r"compile with cp 2: .* use cp 1"):
         check_compile(transformer_plan(), layout)
     with pytest.raises(LayoutError, match="cp 2: the ViT"):
         check_vit(ViTConfig(), layout)
@@ -268,8 +268,8 @@ def test_refused():
         check_cnn(CNNConfig(), layout)
 
 
-def test_a_plan_without_attention_is_refused(pool):
-    pool.run(refused_plan, 2)
+def test_a_plan_without_attention_is_refused(run_on_ranks):
+    run_on_ranks(refused_plan, 2)
 
 
 def refused_plan(rank):

@@ -59,10 +59,10 @@ def held(rank, techniques):
 
 
 @pytest.mark.long
-def test_what_each_rank_holds(pool):
+def test_what_each_rank_holds(run_on_ranks):
     """The net's one large matrix is cut as well: by whole parameters, one rank would keep 98 % of the state."""
     whole, ranks = 1_199_882, 4
-    got = pool.run(held, ranks, [*TECHNIQUES, "hsdp"])
+    got = run_on_ranks(held, ranks, [*TECHNIQUES, "hsdp"])
     for technique in TECHNIQUES:
         state = [rank[technique]["optimizer_state"] for rank in got]
         assert sum(state) == 2 * whole * (ranks if technique == "ddp" else 1)
@@ -109,7 +109,7 @@ def accumulate(rank, technique, at_the_end: bool):
 
 @pytest.mark.parametrize("at_the_end", [True, False], ids=["summed at the end", "summed every time"])
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_micro_batches_add_up(pool, technique, at_the_end):
+def test_micro_batches_add_up(run_on_ranks, technique, at_the_end):
     net = vision.build("cnn").double()
     net.load_state_dict(initial())
     images, classes = vision.batch("cnn", 0)
@@ -121,7 +121,7 @@ def test_micro_batches_add_up(pool, technique, at_the_end):
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter -= 0.3 * parameter.grad
-    for norms in pool.run(accumulate, 2, technique, at_the_end):
+    for norms in run_on_ranks(accumulate, 2, technique, at_the_end):
         assert norms == pytest.approx(expected, rel=1e-12)
 
 
@@ -154,11 +154,11 @@ def plain(tensor):
 
 
 @pytest.mark.long
-def test_checkpoints_are_alike(pool):
+def test_checkpoints_are_alike(run_on_ranks):
     """Every technique saves the same whole weights and the same whole moments, under the same names."""
-    expected, expected_moments = pool.run(states, 1, Layout(dp_shard=1), "fsdp")[0]
+    expected, expected_moments = run_on_ranks(states, 1, Layout(dp_shard=1), "fsdp")[0]
     for technique in TECHNIQUES:
-        weights, moments = pool.run(states, 3, Layout(dp_shard=3), technique)[0]
+        weights, moments = run_on_ranks(states, 3, Layout(dp_shard=3), technique)[0]
         assert weights.keys() == expected.keys() == moments.keys()
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
@@ -186,8 +186,8 @@ def mixed(rank, technique):
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_mixed_precision(pool, technique):
-    for off in pool.run(mixed, 2, technique):
+def test_mixed_precision(run_on_ranks, technique):
+    for off in run_on_ranks(mixed, 2, technique):
         assert 0 < off < 0.02
 
 
@@ -205,14 +205,14 @@ def too_soon_and_too_late(rank):
     return "said so"
 
 
-def test_order_matters_and_is_said(pool):
-    assert pool.run(too_soon_and_too_late, 1) == ["said so"]
+def test_order_matters_and_is_said(run_on_ranks):
+    assert run_on_ranks(too_soon_and_too_late, 1) == ["said so"]
 
 
 @pytest.mark.parametrize(
     ("technique", "layout", "words"),
     [
-        ("ddp", Layout(dp_shard=2, tp=2), "ddp keeps the whole model on every rank, .* tp 2: use fsdp, or tp 1"),
+        ("ddp", Layout(dp_shard=2, tp=2), "ddp keeps the full model on every rank, .* tp 2: use fsdp, or tp 1"),
         ("zero2", Layout(dp_shard=2, pp=2), "zero2 .* pp 2: use fsdp, or pp 1"),
         ("zero1", Layout(dp_replicate=2, dp_shard=2), "dp_replicate 2 and dp_shard 2: use hsdp, or leave"),
         ("hsdp", Layout(dp_shard=4), "the layout dp4 has one copy: give dp_replicate 2, or use fsdp"),

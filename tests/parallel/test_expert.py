@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import mmm.models.experts
 import mmm.parallel.expert.apply
+import mmm.parallel.expert.balance
 import mmm.parallel.mesh
 from mmm.errors import LayoutError
 from mmm.models import weights
@@ -30,12 +31,12 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context.apply import cut_batch
+from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.expert.apply import apply_expert_parallel
-from mmm.parallel.mesh import expert_mesh, layout_of
-from mmm.parallel.pipeline.pipeline import Pipeline, stages_of
-from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
+from mmm.parallel.pipeline.pipeline import Pipeline
+from mmm.parallel.pipeline.schedules import stages_of
+from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
@@ -95,7 +96,7 @@ def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
 def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, accumulate=1, **techniques):
     """Losses of each step, whole gradients of the first and their norm, loads of each step, biases at the end."""
     mesh = build_mesh(layout, "cpu", 30, experts=True)
-    assert layout_of(mesh) == layout
+    assert mesh.layout == layout
     with torch.device("meta"):
         model = Transformer(config)
     model = apply(model, mesh, transformer_plan(), FP64, **techniques)
@@ -107,7 +108,7 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
     losses, first, norm, loads = [], {}, math.nan, []
     for step in range(steps):
         samples = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
-        part, positions = cut_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
+        part, positions = shard_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
         share = 0.0
         for i in range(accumulate):
             sync_gradients(model, i == accumulate - 1)
@@ -135,7 +136,7 @@ def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
         model, sample = Transformer(CONFIG), torch.zeros(2, reference.SEQ, dtype=torch.int64)
     plan, each = transformer_plan(), 2 if schedule == "ZBVZeroBubble" else 1
     parts = parts_of(model, plan)
-    cuts = cut(part_costs(model, parts, sample), layout.pp * each)
+    cuts = balance_stages(part_costs(model, parts, sample), layout.pp * each)
     mine = {}
     for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
         mine[number] = apply(take_stage(model, parts, cuts[number]), mesh, plan, FP64)
@@ -213,15 +214,15 @@ MANY = [  # in `make test-long`
     ],
     ids=str,
 )
-def test_same_as_whole(pool, layout, steps):
+def test_same_as_whole(run_on_ranks, layout, steps):
     check_transformer(CONFIG, layout, reference.SEQ)
-    expected = check(pool, layout, steps)
+    expected = check(run_on_ranks, layout, steps)
     assert len({tuple(load) for step in expected[2] for load in step}) > steps  # routing does change
 
 
-def check(pool, layout, steps, optimizer="sgd", biases=(), config=CONFIG, **more):
+def check(run_on_ranks, layout, steps, optimizer="sgd", biases=(), config=CONFIG, **more):
     expected = reference_run(optimizer, steps, biases, config)
-    for got in pool.run(with_keywords, layout.ranks, (layout, optimizer, steps, biases, config), more):
+    for got in run_on_ranks(with_keywords, layout.ranks, (layout, optimizer, steps, biases, config), more):
         assert_same(got, expected)
     return expected
 
@@ -231,37 +232,39 @@ def with_keywords(rank, arguments, keywords):
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.long)])
-def test_adamw_with_micro_batches_and_checkpointing(pool, steps):
-    check(pool, Layout(dp_shard=4, ep=2), steps, "adamw", accumulate=2, checkpointing="full")
+def test_adamw_with_micro_batches_and_checkpointing(run_on_ranks, steps):
+    check(run_on_ranks, Layout(dp_shard=4, ep=2), steps, "adamw", accumulate=2, checkpointing="full")
 
 
 @pytest.mark.long
-def test_selective_checkpointing(pool):
-    check(pool, Layout(dp_shard=4, ep=2), 2, accumulate=2, checkpointing="selective")
-    check(pool, Layout(dp_shard=2, ep=2), 2, accumulate=2, checkpointing="selective")  # nothing left for FSDP to cut
+def test_selective_checkpointing(run_on_ranks):
+    check(run_on_ranks, Layout(dp_shard=4, ep=2), 2, accumulate=2, checkpointing="selective")
+    check(
+        run_on_ranks, Layout(dp_shard=2, ep=2), 2, accumulate=2, checkpointing="selective"
+    )  # nothing left for FSDP to cut
 
 
 @pytest.mark.long
-def test_ulysses(pool):
-    check(pool, Layout(dp_shard=2, cp=2, ep=2), 3, cp_style="ulysses")
+def test_ulysses(run_on_ranks):
+    check(run_on_ranks, Layout(dp_shard=2, cp=2, ep=2), 3, cp_style="ulysses")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
-def test_whole_copies(pool, technique):
-    check(pool, Layout(dp_shard=2), 3, data_parallel=technique)
+def test_whole_copies(run_on_ranks, technique):
+    check(run_on_ranks, Layout(dp_shard=2), 3, data_parallel=technique)
 
 
-def test_a_rank_whose_experts_get_no_token(pool):
-    expected = check(pool, Layout(dp_shard=4, ep=4), 3, biases=tuple(NOBODY.items()))
+def test_a_rank_whose_experts_get_no_token(run_on_ranks):
+    expected = check(run_on_ranks, Layout(dp_shard=4, ep=4), 3, biases=tuple(NOBODY.items()))
     assert all(load[6:] == [0, 0] for step in expected[2] for load in step)
 
 
 @pytest.mark.parametrize("n_experts", [6, pytest.param(2, marks=pytest.mark.long)])
-def test_experts_that_their_ranks_do_not_divide(pool, n_experts):
+def test_experts_that_their_ranks_do_not_divide(run_on_ranks, n_experts):
     """3 experts, or 1, a rank, which 2 ranks cut: w2 by its rows; w1 and w3 have 23, and go by the expert."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": n_experts, "expert_dim": 23})
-    check(pool, Layout(dp_shard=4, ep=2), 2, config=config)
+    check(run_on_ranks, Layout(dp_shard=4, ep=2), 2, config=config)
 
 
 def saved(rank, layout, config):
@@ -273,12 +276,12 @@ def saved(rank, layout, config):
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4, ep=2), Layout(dp_shard=2, tp=2, ep=2)], ids=str)
-def test_initial_weights_and_what_is_saved(pool, layout):
+def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
     """Drawn by part, put together again: the very numbers of the model on one process, and its biases."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": 6, "expert_dim": 23})
     expected = Transformer(config).double()
     weights.initialize(expected, reference.SEED)
-    got = pool.run(saved, 4, layout, config)[0]
+    got = run_on_ranks(saved, 4, layout, config)[0]
     assert got.keys() == expected.state_dict().keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.state_dict().items())
 
@@ -293,9 +296,9 @@ def test_initial_weights_and_what_is_saved(pool, layout):
     ],
     ids=str,
 )
-def test_pipeline(pool, layout, schedule, steps):
+def test_pipeline(run_on_ranks, layout, schedule, steps):
     expected = reference_run("sgd", steps)
-    ranks = pool.run(train_stages, layout.ranks, layout, schedule, steps)
+    ranks = run_on_ranks(train_stages, layout.ranks, layout, schedule, steps)
     for got in ranks:
         assert_same(got, expected)
     assert set().union(*(got[1] for got in ranks)) == expected[1].keys()
@@ -303,9 +306,9 @@ def test_pipeline(pool, layout, schedule, steps):
 
 
 @pytest.mark.long
-def test_compiled(pool):
+def test_compiled(run_on_ranks):
     """The attention of a block, and what surrounds its experts."""
-    check(pool, Layout(dp_shard=2, ep=2), 2, compile=True)
+    check(run_on_ranks, Layout(dp_shard=2, ep=2), 2, compile=True)
 
 
 # ---- planted bugs
@@ -342,12 +345,12 @@ def over_dp_alone(rank, layout):
 
 def counted_on_dp_alone(rank, layout):
     """Loads are not added up over cp."""
-    original = mmm.parallel.expert.apply.has_axis
-    mmm.parallel.expert.apply.has_axis = lambda mesh, axis: axis != "cp" and original(mesh, axis)
+    original = mmm.parallel.expert.balance.TOKEN_AXES
+    mmm.parallel.expert.balance.TOKEN_AXES = tuple(axis for axis in original if axis != "cp")
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.apply.has_axis = original
+        mmm.parallel.expert.balance.TOKEN_AXES = original
 
 
 def not_back_in_order(rank, layout):
@@ -369,8 +372,8 @@ def not_back_in_order(rank, layout):
         (not_back_in_order, Layout(dp_shard=2, ep=2), "losses differ"),
     ],
 )
-def test_planted_bugs_are_caught(pool, planted, layout, words):
-    got = pool.run(planted, layout.ranks, layout)[0]
+def test_planted_bugs_are_caught(run_on_ranks, planted, layout, words):
+    got = run_on_ranks(planted, layout.ranks, layout)[0]
     with pytest.raises(AssertionError, match=words):
         assert_same(got, reference_run("sgd", 1))
 
@@ -379,7 +382,7 @@ def test_planted_bugs_are_caught(pool, planted, layout, words):
 
 
 def groups(rank, layout):
-    mesh = expert_mesh(build_mesh(layout, "cpu", 30, experts=True))
+    mesh = build_mesh(layout, "cpu", 30, experts=True).experts
     return {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in mesh.mesh_dim_names}
 
 
@@ -393,8 +396,8 @@ def groups(rank, layout):
     ],
     ids=str,
 )
-def test_groups(pool, layout, ep, expert_dp):
-    got = pool.run(groups, 4, layout)
+def test_groups(run_on_ranks, layout, ep, expert_dp):
+    got = run_on_ranks(groups, 4, layout)
     assert [at["expert_dp"] for at in got] == expert_dp
     assert [at.get("ep") for at in got] == (ep or [None] * 4)
 
@@ -416,7 +419,7 @@ def test_layouts():
 @pytest.mark.parametrize(
     ("changes", "layout", "words"),
     [
-        ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "ep 2: the model has no experts to cut: give it n_experts"),
+        ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "ep 2: the model has no experts to shard: give it n_experts"),
         ({"n_experts": 6}, Layout(dp_shard=4, ep=4), "n_experts 6 is not divisible by ep 4 .*: use n_experts 4 or 8"),
         ({"top_k": 9}, Layout(dp_shard=1), "top_k is 9"),
     ],
@@ -445,8 +448,8 @@ def refused(rank):
         apply_expert_parallel(model, build_mesh(Layout(dp_shard=2, ep=2), "cpu", 30), cnn_plan())
 
 
-def test_refused_on_a_mesh(pool):
-    pool.run(refused, 2)
+def test_refused_on_a_mesh(run_on_ranks):
+    run_on_ranks(refused, 2)
 
 
 def test_a_dense_model_has_nothing_to_balance():

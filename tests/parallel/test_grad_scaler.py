@@ -11,12 +11,14 @@ from torch import nn
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
-from mmm.parallel.apply import local_box, local_part
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.local import local_box, to_local
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision
@@ -48,7 +50,7 @@ def plant(parameter: nn.Parameter) -> None:
     """Make the last element of a gradient infinite, on the ranks that hold it."""
     box = local_box(parameter)
     if all(first + n == whole for first, n, whole in zip(box.start, box.length, box.whole, strict=True)):
-        local_part(parameter.grad).view(-1)[-1] = math.inf
+        to_local(parameter.grad).view(-1)[-1] = math.inf
 
 
 @lru_cache
@@ -80,7 +82,7 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     sample = batch(model, 0)[0][:size].to("meta", None if model == "experts" else torch.float32)
     partition = partition_model(whole, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", 30, experts=model == "experts")
-    made = ParallelModel(whole, plan, layout, mesh, precision, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(whole, plan, mesh, precision, techniques, partition, device=CPU, seed=0)
     optimizer, scaler = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False), GradScaler("cpu", scale)
     (planted,) = (p for name, p in made.named_parameters() if name == PLANTED[model])
     losses, scales, skipped, norms = [], [], [], []
@@ -122,9 +124,9 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("clipped", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "clipped"])
-def test_all_ranks_skip_the_same_steps(pool, model, layout, data_parallel, clipped):
+def test_all_ranks_skip_the_same_steps(run_on_ranks, model, layout, data_parallel, clipped):
     halved = [SCALE / 2 ** sum(at <= step for at in SKIPPED) for step in range(STEPS)]
-    for losses, scales, skipped, norms in pool.run(train, layout.ranks, model, layout, data_parallel, clipped):
+    for losses, scales, skipped, norms in run_on_ranks(train, layout.ranks, model, layout, data_parallel, clipped):
         assert skipped == [step in SKIPPED for step in range(STEPS)]
         assert scales == halved
         assert losses == pytest.approx(expected(model), rel=1e-9)
@@ -132,11 +134,11 @@ def test_all_ranks_skip_the_same_steps(pool, model, layout, data_parallel, clipp
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=1, tp=4), Layout(dp_shard=2, tp=2)], ids=str)
-def test_overflows_of_fp16(pool, layout):
+def test_overflows_of_fp16(run_on_ranks, layout):
     """At a scale at which some steps overflow fp16 and others do not, all ranks skip those that one rank skips."""
-    ((alone, scales, skipped, _),) = pool.run(train, 1, "cnn", Layout(dp_shard=1), "fsdp", False, FP16, 2.0**20)
+    ((alone, scales, skipped, _),) = run_on_ranks(train, 1, "cnn", Layout(dp_shard=1), "fsdp", False, FP16, 2.0**20)
     assert 0 < sum(skipped) < STEPS
-    for got in pool.run(train, 4, "cnn", layout, "fsdp", False, FP16, 2.0**20):
+    for got in run_on_ranks(train, 4, "cnn", layout, "fsdp", False, FP16, 2.0**20):
         assert got[0] == pytest.approx(alone, rel=2e-3)
         assert got[1:3] == (scales, skipped)
 
@@ -153,8 +155,8 @@ def nothing_here(rank):
     return scaler.skipped, scaler.get_scale(), parameter.tolist()
 
 
-def test_a_rank_without_gradients(pool):
-    assert pool.run(nothing_here, 2) == [(True, 4.0, [0.0, 0.0])] * 2
+def test_a_rank_without_gradients(run_on_ranks):
+    assert run_on_ranks(nothing_here, 2) == [(True, 4.0, [0.0, 0.0])] * 2
 
 
 def test_alone_as_pytorch():

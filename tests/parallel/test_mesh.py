@@ -70,11 +70,11 @@ def test_batch_sizes(batch, whole, dp, sizes):
 @pytest.mark.parametrize(
     ("batch", "whole", "dp", "words"),
     [
-        (2, 16, 4, "is 8 samples a step, not --global_batch_size 16"),
+        (2, 16, 4, "is 8 samples a step, not global_batch_size 16"),
         (None, 10, 4, "does not divide over 4 .* use 8 or 12"),
         (None, 3, 4, "coordinates: use 4$"),
-        (0, None, 4, "--batch_size 0"),
-        (None, -8, 4, "--global_batch_size -8"),
+        (0, None, 4, "batch_size 0"),
+        (None, -8, 4, "global_batch_size -8"),
     ],
 )
 def test_batches_that_do_not_fit(batch, whole, dp, words):
@@ -89,7 +89,7 @@ def test_batches_that_do_not_fit(batch, whole, dp, words):
         ({"n_kv_heads": 32}, 64, 192, "n_heads 32 < tp 64"),
         ({"ffn_dim": 81}, 2, 96, "ffn_dim 81"),
         ({}, 4, 30, "seq_length 30 is not divisible by tp 4 .* use seq_length 28 or 32"),
-        ({"vocab_size": 5}, 4, 32, "vocab_size 5 cut over tp 4 leaves a rank without any"),
+        ({"vocab_size": 5}, 4, 32, "vocab_size 5 sharded over tp 4 leaves a rank without any"),
         ({"n_heads": 3}, 1, 32, "dim 256 is not divisible by n_heads 3"),
         ({}, 1, 0, "seq_length is 0"),
     ],

@@ -36,10 +36,10 @@ def train(rank, layout, pieces, techniques):
     ],
     ids=str,
 )
-def test_same_as_without(pool, layout, pieces):
+def test_same_as_without(run_on_ranks, layout, pieces):
     batch = 6 if layout.ranks == 3 else 8
     techniques = {"accumulate": 2, "steps": 3, "optimizer": "adamw", "global_batch": batch}
-    ranks = pool.run(train, layout.ranks, layout, {**pieces, "offload": True}, techniques)
+    ranks = run_on_ranks(train, layout.ranks, layout, {**pieces, "offload": True}, techniques)
     anywhere.assert_same(ranks, reference.train("adamw", F64, 3, reference.CONFIG, batch))
 
 
@@ -55,18 +55,18 @@ def kept(rank, technique):
     loss_of(model)(model(batch.inputs), batch.targets, batch.count).backward()
     optimizer.step()
     if technique == "zero2":  # loading reaches the host as well
-        part = model.parts["layers.0.attention.wq.weight"]
+        one = model.sharded["layers.0.attention.wq.weight"]
         model.module.load_state_dict({name: p.detach() * 2 for name, p in model.module.state_dict().items()})
-        assert torch.equal(part.host, part.memory[part.rows])
-        assert part.host.data_ptr() != part.memory[part.rows].data_ptr()
+        assert torch.equal(one.host, one.memory[one.rows])
+        assert one.host.data_ptr() != one.memory[one.rows].data_ptr()
     return moved(model, optimizer), moved_text(model, optimizer, CPU)
 
 
 @pytest.mark.parametrize(("technique", "times"), [("fsdp", 2), ("zero2", 1)])
-def test_what_is_kept_and_moved(pool, technique, times):
+def test_what_is_kept_and_moved(run_on_ranks, technique, times):
     """Half of all parameters on each of two ranks, in float64; AdamW's state is twice that."""
     half = parameter_count(Transformer(reference.CONFIG)) * 8 / 2
-    for numbers, text in pool.run(kept, 2, technique):
+    for numbers, text in run_on_ranks(kept, 2, technique):
         expected = {"host_parameters": 1, "host_state": 2, "down": 1, "up": times}
         assert numbers == {name: share * half for name, share in expected.items()}
         assert f"on the host {half / 1e6:.2f} MB of parameters" in text
@@ -75,21 +75,21 @@ def test_what_is_kept_and_moved(pool, technique, times):
 
 def forgotten(rank):
     """A planted bug: what was updated on the host never reaches the device."""
-    original = mmm.parallel.data.zero.Part.gather
+    original = mmm.parallel.data.zero.ShardedParameter.gather
 
     def gather(self):
         self.host = None
         return original(self)
 
-    mmm.parallel.data.zero.Part.gather = gather
+    mmm.parallel.data.zero.ShardedParameter.gather = gather
     try:
         return anywhere.train(rank, Layout(dp_shard=2), {"data_parallel": "zero2", "offload": True})
     finally:
-        mmm.parallel.data.zero.Part.gather = original
+        mmm.parallel.data.zero.ShardedParameter.gather = original
 
 
-def test_a_planted_bug_is_caught(pool):
-    ranks = pool.run(forgotten, 2)
+def test_a_planted_bug_is_caught(run_on_ranks):
+    ranks = run_on_ranks(forgotten, 2)
     with pytest.raises(AssertionError, match="losses differ"):
         anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
@@ -103,7 +103,7 @@ def test_the_example(tmp_path, capsys):
 
 
 def test_refused():
-    with pytest.raises(ConfigError, match=r"--offload with ddp: .* use zero1, zero2 or fsdp"):
+    with pytest.raises(ConfigError, match=r"offload with ddp: .* use zero1, zero2 or fsdp"):
         check_offload("ddp")
-    with pytest.raises(ConfigError, match=r"--offload with --dtype fp16: .* use bf16 or fp32"):
+    with pytest.raises(ConfigError, match=r"offload with dtype fp16: .* use bf16 or fp32"):
         check_offload("fsdp", "fp16")

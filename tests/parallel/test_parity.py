@@ -70,10 +70,10 @@ REST = [*LAYOUTS[2:5], LAYOUTS[6]]
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS[:2], LAYOUTS[5], *(pytest.param(layout, marks=pytest.mark.long) for layout in REST)], ids=str
 )
-def test_ten_steps(pool, layout):
+def test_ten_steps(run_on_ranks, layout):
     """AdamW hides a gradient of the wrong size, SGD shows it."""
     runs = [("sgd", torch.float64), ("adamw", torch.float64)]
-    for results in pool.run(train, layout.ranks, layout, runs, reference.CONFIG):
+    for results in run_on_ranks(train, layout.ranks, layout, runs, reference.CONFIG):
         for (optimizer, dtype), got in zip(runs, results, strict=True):
             assert_same(got, reference.train(optimizer, dtype, STEPS), 1e-9, 1e-8)
 
@@ -81,10 +81,10 @@ def test_ten_steps(pool, layout):
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[1], *(pytest.param(layout, marks=pytest.mark.long) for layout in LAYOUTS[2:6])], ids=str
 )
-def test_ten_steps_in_float32(pool, layout):
+def test_ten_steps_in_float32(run_on_ranks, layout):
     runs = [("sgd", torch.float32), ("adamw", torch.float32)]
     for (optimizer, dtype), got in zip(
-        runs, pool.run(train, layout.ranks, layout, runs, reference.CONFIG)[0], strict=True
+        runs, run_on_ranks(train, layout.ranks, layout, runs, reference.CONFIG)[0], strict=True
     ):
         assert_same(got, reference.train(optimizer, dtype, STEPS), 1e-4, 1e-3)
 
@@ -95,10 +95,10 @@ def test_ten_steps_in_float32(pool, layout):
     [LAYOUTS[5], LAYOUTS[2], LAYOUTS[4]],
     ids=str,
 )
-def test_vocabulary_that_no_rank_count_divides(pool, layout):
+def test_vocabulary_that_no_rank_count_divides(run_on_ranks, layout):
     config = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=259)
     expected = reference.train("sgd", torch.float64, STEPS, config)
-    got = pool.run(train, layout.ranks, layout, [("sgd", torch.float64)], config)[0][0]
+    got = run_on_ranks(train, layout.ranks, layout, [("sgd", torch.float64)], config)[0][0]
     assert_same(got, expected, 1e-9, 1e-8)
 
 
@@ -123,7 +123,7 @@ def same_data(rank, layout):
 
 
 @pytest.mark.parametrize(("planted", "optimizer"), [(lost_reduction, "adamw"), (same_data, "sgd")])
-def test_planted_bugs_are_caught(pool, planted, optimizer):
-    got = pool.run(planted, 2, Layout(dp_shard=2))[0]
+def test_planted_bugs_are_caught(run_on_ranks, planted, optimizer):
+    got = run_on_ranks(planted, 2, Layout(dp_shard=2))[0]
     with pytest.raises(AssertionError, match="differ"):
         assert_same(got, reference.train(optimizer, torch.float64, STEPS), 1e-9, 1e-8)

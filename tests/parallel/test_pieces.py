@@ -13,9 +13,10 @@ from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
-from mmm.parallel.apply import apply, materialize
+from mmm.parallel.apply import apply
+from mmm.parallel.materialize import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
-from mmm.parallel.memory.tiling import apply_tiles
+from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
@@ -49,7 +50,7 @@ class Largest(TorchDispatchMode):
 def large_model(chunks: int, tiles: int):
     model = Transformer(LARGE).double()
     weights.initialize(model, reference.SEED)
-    apply_tiles(model, apply_chunked_loss(model, transformer_plan(), chunks, F64), tiles)
+    apply_tiling(model, apply_chunked_loss(model, transformer_plan(), chunks, F64), tiles)
     numbers = torch.Generator().manual_seed(1)
     rows = torch.randint(VOCAB, (2, SEQ + 1), generator=numbers)
     return model, rows[:, :-1], rows[:, 1:]
@@ -106,8 +107,8 @@ LONG = [
 @pytest.mark.parametrize(
     ("layout", "techniques"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
 )
-def test_same_as_whole(pool, layout, techniques):
-    ranks = pool.run(train, layout.ranks, layout, {"loss_chunks": 3, "tile": 3}, techniques)
+def test_same_as_whole(run_on_ranks, layout, techniques):
+    ranks = run_on_ranks(train, layout.ranks, layout, {"loss_chunks": 3, "tile": 3}, techniques)
     anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
 
@@ -118,38 +119,38 @@ def train(rank, layout, pieces, techniques):
 @pytest.mark.long
 @pytest.mark.parametrize("pieces", [{"loss_chunks": 5}, {"tile": 5}], ids=str)
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
-def test_each_alone_for_ten_steps(pool, layout, pieces):
-    ranks = pool.run(train, 2, layout, pieces, {"steps": 10, "optimizer": "adamw"})
+def test_each_alone_for_ten_steps(run_on_ranks, layout, pieces):
+    ranks = run_on_ranks(train, 2, layout, pieces, {"steps": 10, "optimizer": "adamw"})
     anywhere.assert_same(ranks, reference.train("adamw", F64, 10))
 
 
 @pytest.mark.parametrize("technique", ["ddp", pytest.param("zero1", marks=pytest.mark.long), "zero2"])
-def test_copies(pool, technique):
+def test_copies(run_on_ranks, technique):
     pieces = {"loss_chunks": 3, "tile": 3, "data_parallel": technique}
-    ranks = pool.run(train, 2, Layout(dp_shard=2), pieces, {"accumulate": 2})
+    ranks = run_on_ranks(train, 2, Layout(dp_shard=2), pieces, {"accumulate": 2})
     anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
-def test_with_activation_checkpointing(pool, layout):
+def test_with_activation_checkpointing(run_on_ranks, layout):
     pieces = {"loss_chunks": 2, "tile": 2, "checkpointing": "full"}
-    anywhere.assert_same(pool.run(train, 2, layout, pieces, {}), reference.train("sgd", F64, 2))
+    anywhere.assert_same(run_on_ranks(train, 2, layout, pieces, {}), reference.train("sgd", F64, 2))
 
 
-def test_a_vocabulary_that_tp_does_not_divide(pool):
+def test_a_vocabulary_that_tp_does_not_divide(run_on_ranks):
     config = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=259)
-    ranks = pool.run(train, 4, Layout(dp_shard=1, tp=4), {"loss_chunks": 3}, {"config": config})
+    ranks = run_on_ranks(train, 4, Layout(dp_shard=1, tp=4), {"loss_chunks": 3}, {"config": config})
     anywhere.assert_same(ranks, reference.train("sgd", F64, 2, config))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("technique", ["fsdp", "zero2"])
-def test_half_precision(pool, technique):
+def test_half_precision(run_on_ranks, technique):
     """bf16 products, as close to float64 as without pieces."""
     techniques = {"dtype": torch.float32, "compute": torch.bfloat16, "steps": 1}
-    whole = pool.run(train, 2, Layout(dp_shard=2), {"data_parallel": technique}, techniques)[0]
-    pieces = pool.run(
+    whole = run_on_ranks(train, 2, Layout(dp_shard=2), {"data_parallel": technique}, techniques)[0]
+    pieces = run_on_ranks(
         train, 2, Layout(dp_shard=2), {"data_parallel": technique, "loss_chunks": 3, "tile": 3}, techniques
     )[0]
     (loss,), gradients = reference.train("sgd", F64, 1)
@@ -182,17 +183,17 @@ def gathers(rank, pieces):
     return calls
 
 
-def test_fsdp_gathers_and_reduces_as_often_as_without(pool):
-    whole, pieces = (pool.run(gathers, 2, p)[0] for p in ({}, {"loss_chunks": 4, "tile": 4}))
+def test_fsdp_gathers_and_reduces_as_often_as_without(run_on_ranks):
+    whole, pieces = (run_on_ranks(gathers, 2, p)[0] for p in ({}, {"loss_chunks": 4, "tile": 4}))
     assert whole.count("reduce") == 4  # embedding, two layers, output
     assert pieces.count("reduce") == whole.count("reduce")
     assert 4 <= pieces.count("all_ga") <= whole.count("all_ga")
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_vit(pool, tp):
+def test_vit(run_on_ranks, tp):
     _, _, expected = vision.train("vit", "sgd")
-    got = pool.run(vit_gradients, 2, Layout(dp_shard=2 // tp, tp=tp), 4)
+    got = run_on_ranks(vit_gradients, 2, Layout(dp_shard=2 // tp, tp=tp), 4)
     for gradients in got:
         for name, gradient in expected.items():
             assert (gradients[name] - gradient).abs().max() <= 1e-8 * gradient.abs().max(), name
@@ -260,8 +261,8 @@ def stretches_of_the_whole(rank, layout):
         (stretches_of_the_whole, Layout(dp_shard=1, tp=2)),
     ],
 )
-def test_planted_bugs_are_caught(pool, planted, layout):
-    ranks = pool.run(planted, 2, layout)
+def test_planted_bugs_are_caught(run_on_ranks, planted, layout):
+    ranks = run_on_ranks(planted, 2, layout)
     with pytest.raises(AssertionError, match="differ"):
         anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
@@ -272,14 +273,14 @@ def test_planted_bugs_are_caught(pool, planted, layout):
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (lambda: apply_tiles(Transformer(LARGE), cnn_plan(), 2), "tile 2: the plan of this model names no MLP"),
-        (lambda: apply_tiles(Transformer(LARGE), transformer_plan(), 0), "tile 0: it must be at least 1"),
+        (lambda: apply_tiling(Transformer(LARGE), cnn_plan(), 2), "tile 2: the plan of this model names no MLP"),
+        (lambda: apply_tiling(Transformer(LARGE), transformer_plan(), 0), "tile 0: it must be at least 1"),
         (lambda: apply_chunked_loss(ViT(vision.CONFIGS["vit"]), vit_plan(), 2, F64), "2: .* names no output matrix"),
         (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0: it must be"),
         (lambda: MemoryOptions(tile=65).check_memory(64, "fp32"), "--tile 65: .* at most the 64 tokens of a sequence"),
         (lambda: MemoryOptions(loss_chunks=0).check_memory(64, "fp32"), "--loss_chunks 0: it must be at least 1"),
-        (lambda: MemoryOptions(offload=True).check_memory(64, "fp16"), "--offload with --dtype fp16"),
-        (lambda: mmm.parallel.memory.tiling.check_tiles(2, "selective"), "use 'full' or 'none'"),
+        (lambda: MemoryOptions(offload=True).check_memory(64, "fp16"), "offload with dtype fp16"),
+        (lambda: mmm.parallel.memory.tiling.check_tiling(2, "selective"), "use 'full' or 'none'"),
     ],
 )
 def test_refused(refused, words):

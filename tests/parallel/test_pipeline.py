@@ -12,8 +12,9 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import SCHEDULES, Pipeline, check_pipeline, stages_of
-from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
+from mmm.parallel.pipeline.pipeline import Pipeline
+from mmm.parallel.pipeline.schedules import SCHEDULES, check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
@@ -49,7 +50,7 @@ def pipeline_of(rank, model: str, layout: Layout, schedule: str, microbatches: i
     inputs, _, count, _ = batch(model, 0, 0, 2)
     each = check_pipeline(layout, schedule, microbatches, size_of(model, layout), len(parts))
     inputs = inputs.to("meta", torch.int64 if model in TEXT else torch.float32)
-    cuts = cut(part_costs(whole, parts, inputs), layout.pp * each)
+    cuts = balance_stages(part_costs(whole, parts, inputs), layout.pp * each)
     mesh = build_mesh(layout, "cpu", 30)
     mine = {}
     for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
@@ -120,8 +121,8 @@ def assert_same(model: str, ranks: list, steps: int) -> None:
         assert norms[0] == pytest.approx(whole, rel=1e-12)
 
 
-def check(pool, model: str, layout: Layout, runs: list[tuple]) -> None:
-    ranks = pool.run(train, layout.ranks, model, layout, runs)
+def check(run_on_ranks, model: str, layout: Layout, runs: list[tuple]) -> None:
+    ranks = run_on_ranks(train, layout.ranks, model, layout, runs)
     for i, (_, _, steps) in enumerate(runs):
         assert_same(model, [results[i] for results in ranks], steps)
 
@@ -139,31 +140,31 @@ EVERY = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(("pp", "model"), [(2, "text"), (4, "deep")])
-def test_every_schedule(pool, pp, model):
+def test_every_schedule(run_on_ranks, pp, model):
     assert EVERY.keys() == SCHEDULES.keys()
     steps = {"1F1B": 10, "ZBVZeroBubble": 10} if pp == 2 else {}
     runs = [(schedule, count, steps.get(schedule, 2)) for schedule, count in EVERY.items()]
-    check(pool, model, Layout(pp=pp, dp_shard=1), runs)
+    check(run_on_ranks, model, Layout(pp=pp, dp_shard=1), runs)
 
 
 WITH_TP = pytest.param(Layout(pp=2, dp_shard=1, tp=2), marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, dp_shard=2), WITH_TP], ids=str)
-def test_with_data_and_tensor_parallel(pool, layout):
-    check(pool, "text", layout, [("1F1B", 2, 10), ("ZBVZeroBubble", 4, 2)])
+def test_with_data_and_tensor_parallel(run_on_ranks, layout):
+    check(run_on_ranks, "text", layout, [("1F1B", 2, 10), ("ZBVZeroBubble", 4, 2)])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["cnn", "vit"])
-def test_images(pool, model):
-    check(pool, model, Layout(pp=2, dp_shard=1), [("1F1B", 4, 10), ("ZBVZeroBubble", 3, 2)])
-    check(pool, model, Layout(pp=2, dp_shard=1, tp=2), [("1F1B", 2, 2)])
+def test_images(run_on_ranks, model):
+    check(run_on_ranks, model, Layout(pp=2, dp_shard=1), [("1F1B", 4, 10), ("ZBVZeroBubble", 3, 2)])
+    check(run_on_ranks, model, Layout(pp=2, dp_shard=1, tp=2), [("1F1B", 2, 2)])
 
 
-def test_planted_bugs_are_caught(pool):
+def test_planted_bugs_are_caught(run_on_ranks):
     bugs = ["divided by the micro-batches", "mean of each micro-batch"]
-    ranks = pool.run(train, 2, "text", Layout(pp=2, dp_shard=1), [("1F1B", 4, 2, bug) for bug in bugs])
+    ranks = run_on_ranks(train, 2, "text", Layout(pp=2, dp_shard=1), [("1F1B", 4, 2, bug) for bug in bugs])
     for i in range(len(bugs)):
         with pytest.raises(AssertionError, match="differ"):
             assert_same("text", [results[i] for results in ranks], 2)
@@ -172,7 +173,7 @@ def test_planted_bugs_are_caught(pool):
 @pytest.mark.parametrize("costs", [[0, 4, 4, 4, 4, 6], [1, 1, 1, 9], [5, 1, 1, 1, 5, 2, 2], [3]])
 def test_cuts_are_the_best_there_are(costs):
     for stages in range(1, len(costs) + 1):
-        got = cut(costs, stages)
+        got = balance_stages(costs, stages)
         assert [i for held in got for i in held] == list(range(len(costs)))
         ends = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), stages - 1)]
         sums = [[sum(costs[a:b]) for a, b in pairwise(e)] for e in ends]
@@ -193,10 +194,13 @@ def test_costs_are_counted():
     assert costs[0] == 0
     assert costs[-1] == 2 * 32 * 32 * 2048
     assert costs[1] == 2 * 32 * matrices + 2 * 2 * (2 * 4 * 16 * 16 * 8)  # q kᵀ and its product with v
-    assert cut(costs, 2) == [range(7), range(7, 8)]
+    assert balance_stages(costs, 2) == [range(7), range(7, 8)]
     with torch.device("meta"):
         costs = part_costs(Transformer(replace(DEEP, vocab_size=512)), parts, tokens)
-    assert cut(costs, 2) == [range(5), range(5, 8)]  # embedding and 4 layers; 2 layers and the output, which is as 2
+    assert balance_stages(costs, 2) == [
+        range(5),
+        range(5, 8),
+    ]  # embedding and 4 layers; 2 layers and the output, which is as 2
 
 
 @pytest.mark.parametrize("model", PLANS)
@@ -204,13 +208,13 @@ def test_stages_are_the_model(model):
     """Every parameter is in one stage, under its own name; one after the other they give what the model gives."""
     whole, plan = build(model), PLANS[model]()
     parts = parts_of(whole, plan)
-    stages = [take_stage(whole, parts, held) for held in cut([1] * len(parts), len(parts))]
+    stages = [take_stage(whole, parts, held) for held in balance_stages([1] * len(parts), len(parts))]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
     inputs = batch(model, 0, 0, 2)[0]
     real = (Transformer(TEXT[model]) if model in TEXT else vision.build(model)).double()
     x = inputs
-    for held in cut([1] * len(parts), len(parts)):
+    for held in balance_stages([1] * len(parts), len(parts)):
         x = take_stage(real, parts, held)(x)
     torch.testing.assert_close(x, real(inputs), rtol=0, atol=0)
 
@@ -229,19 +233,19 @@ def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None,
 def test_refusals():
     assert "one of GPipe, 1F1B" in refusal("1f1b")
     assert "pp 1: a pipeline has at least 2 ranks" in refusal(pp=1)
-    assert "--stages_per_rank 3: ZBVZeroBubble takes exactly 2" in refusal("ZBVZeroBubble", each=3)
-    assert "--stages_per_rank 1: LoopedBFS takes at least 2" in refusal("LoopedBFS", each=1)
+    assert "stages_per_rank 3: ZBVZeroBubble takes exactly 2" in refusal("ZBVZeroBubble", each=3)
+    assert "stages_per_rank 1: LoopedBFS takes at least 2" in refusal("LoopedBFS", each=1)
     text = refusal("Interleaved1F1B", pp=4)
     assert "4 with 2 stages a rank is 8 stages, and the model has 6 parts" in text
     assert "use pp 2, a model with more layers" in text
-    assert "needs at least 4; use --microbatches 4 or 8 or 16" in refusal(pp=4, microbatches=2)
-    assert "16 a data-parallel coordinate cannot be cut into 5 equal parts" in refusal(microbatches=5)
+    assert "needs at least 4; use microbatches 4 or 8 or 16" in refusal(pp=4, microbatches=2)
+    assert "16 a data-parallel coordinate cannot be split into 5 equal parts" in refusal(microbatches=5)
     text = refusal("Interleaved1F1B", microbatches=3, batch=12)
-    assert "needs a multiple of pp 2; use --microbatches 2 or 4 or 6 or 12" in text
+    assert "needs a multiple of pp 2; use microbatches 2 or 4 or 6 or 12" in text
     assert "DualPipeV with pp 2 needs at least 4" in refusal("DualPipeV", microbatches=2)
     assert "use a batch that is a multiple of 4" in refusal("DualPipeV", microbatches=2, batch=2)
     assert "it must be at least 1" in refusal("GPipe", microbatches=0)
-    assert "leave --compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=transformer_plan())
+    assert "leave compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=transformer_plan())
     assert "use bf16 or fp32" in refusal(dtype="fp16")
     assert check_pipeline(Layout(pp=2, dp_shard=1), "Interleaved1F1B", 4, 16, 6) == 2
     assert check_pipeline(Layout(pp=2, dp_shard=1), "Interleaved1F1B", 4, 16, 6, 3) == 3

@@ -6,11 +6,13 @@ import torch
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
-from mmm.parallel.expert.apply import balance_experts
-from mmm.parallel.pipeline.pipeline import SCHEDULES
+from mmm.parallel.expert.balance import balance_experts
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
+from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from support import reference, vision
 
@@ -43,7 +45,6 @@ def train_one(rank, config, techniques):
     made = ParallelModel(
         model,
         plan,
-        LAYOUT,
         mesh,
         FP64,
         techniques,
@@ -73,9 +74,9 @@ def train_one(rank, config, techniques):
     ],
     ids=str,
 )
-def test_schedules_that_split_backward(pool, model, memory):
+def test_schedules_that_split_backward(run_on_ranks, model, memory):
     losses, gradients = reference.train("sgd", torch.float64, 3, MODELS[model])
-    ranks = pool.run(train, 2, model, memory, timeout=120)
+    ranks = run_on_ranks(train, 2, model, memory, timeout=120)
     for schedule in SPLIT:
         names = set()
         for of_rank in ranks:
@@ -102,9 +103,9 @@ def test_selective_checkpointing_is_refused_where_backward_is_split(schedule):
     "schedule",
     ["1F1B", *(pytest.param(name, marks=pytest.mark.long) for name in SCHEDULES if name not in (*SPLIT, "1F1B"))],
 )
-def test_selective_checkpointing(pool, schedule):
+def test_selective_checkpointing(run_on_ranks, schedule):
     losses, _ = reference.train("sgd", torch.float64, 3, MODELS["dense"])
-    for got, _, _ in pool.run(train_one, 2, MODELS["dense"], techniques(schedule, checkpointing="selective")):
+    for got, _, _ in run_on_ranks(train_one, 2, MODELS["dense"], techniques(schedule, checkpointing="selective")):
         assert got == pytest.approx(losses, rel=1e-9)
 
 
@@ -120,16 +121,16 @@ def first_gradients(rank, schedule):
         model = vision.build("vit")
     partition = partition_model(model, plan, layout, techniques, images.to("meta"))
     made = ParallelModel(
-        model, plan, layout, build_mesh(layout, "cpu", 30), BF16, techniques, partition, device=CPU, seed=vision.SEED
+        model, plan, build_mesh(layout, "cpu", 30), BF16, techniques, partition, device=CPU, seed=vision.SEED
     )
     made.step(images, classes, vision.GLOBAL_BATCH)
     return {name: parameter.grad.full_tensor() for name, parameter in made.named_parameters()}
 
 
-def test_gradients_of_a_split_backward_are_summed_in_one_dtype(pool):
+def test_gradients_of_a_split_backward_are_summed_in_one_dtype(run_on_ranks):
     """In mixed precision over dp, whichever of a unit's gradients come with the input's and which come later."""
     _, _, gradients = vision.train("vit", "sgd")
-    ranks = pool.run(first_gradients, 4, "ZBVZeroBubble")
+    ranks = run_on_ranks(first_gradients, 4, "ZBVZeroBubble")
     assert {name for of_rank in ranks for name in of_rank} == gradients.keys()
     largest = max(gradient.norm() for gradient in gradients.values())
     for name, gradient in ((name, each) for of_rank in ranks for name, each in of_rank.items()):

@@ -12,9 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import NAMING, Plan, unmatched
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.parity import models
 from mmm.runtime.device import Precision
@@ -88,7 +90,7 @@ def warnings(rank, layout, plan, directly):
             apply(net, mesh, plan, FP64)
         else:
             partition = partition_model(net, plan, layout, Techniques(), torch.empty(4, 4, device="meta"))
-            ParallelModel(net, plan, layout, mesh, FP64, Techniques(), partition, device=CPU, seed=0)
+            ParallelModel(net, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=0)
     finally:
         logger.removeHandler(handler)
     return [text for text in records if text.startswith("the plan names")]
@@ -99,9 +101,9 @@ def warnings(rank, layout, plan, directly):
     [(Layout(dp_shard=2), True), (Layout(dp_shard=1, tp=2), False), (Layout(pp=2, dp_shard=1), False)],
     ids=["apply, dp2", "tp2", "pp2"],
 )
-def test_said_once_on_rank_0(pool, layout, directly):
-    assert pool.run(warnings, 2, layout, WRONG, directly) == [WORDS, []]
-    assert pool.run(warnings, 2, layout, RIGHT, directly) == [[], []]
+def test_said_once_on_rank_0(run_on_ranks, layout, directly):
+    assert run_on_ranks(warnings, 2, layout, WRONG, directly) == [WORDS, []]
+    assert run_on_ranks(warnings, 2, layout, RIGHT, directly) == [[], []]
 
 
 def notes(rank):
@@ -126,5 +128,5 @@ def notes(rank):
     return json.dumps(kept["notes"])
 
 
-def test_kept_in_the_runs_notes(pool):
-    assert json.loads(pool.run(notes, 1)[0]) == ["a", *WORDS]
+def test_kept_in_the_runs_notes(run_on_ranks):
+    assert json.loads(run_on_ranks(notes, 1)[0]) == ["a", *WORDS]

@@ -10,10 +10,12 @@ from mmm.data.image_batches import ImageBatches
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
-from mmm.parallel.pipeline.strides import in_order
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
+from mmm.parallel.pipeline.strides import to_contiguous
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")
@@ -87,7 +89,6 @@ def train(rank, model, layout, schedules):
         made = ParallelModel(
             whole,
             plan,
-            layout,
             mesh,
             FP64,
             techniques,
@@ -113,9 +114,9 @@ def train(rank, model, layout, schedules):
 @pytest.mark.parametrize(
     ("pp", "schedules"), [(4, ("1F1B",)), (2, ("GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"))]
 )
-def test_pipelines_of_images(pool, model, pp, schedules):
+def test_pipelines_of_images(run_on_ranks, model, pp, schedules):
     wanted = expected(model)
-    for losses in pool.run(train, pp, model, Layout(pp=pp, dp_shard=1), schedules):
+    for losses in run_on_ranks(train, pp, model, Layout(pp=pp, dp_shard=1), schedules):
         for of_one in losses:
             assert of_one == pytest.approx(wanted, rel=1e-9)
 
@@ -125,7 +126,7 @@ def test_pipelines_of_images(pool, model, pp, schedules):
 )
 def test_in_order(shape, strides):
     odd = torch.empty_strided(shape, strides).fill_(1.5)
-    assert in_order(odd).stride() == torch.empty(shape).stride()
-    assert torch.equal(in_order(odd), odd)
+    assert to_contiguous(odd).stride() == torch.empty(shape).stride()
+    assert torch.equal(to_contiguous(odd), odd)
     usual = torch.ones(shape)
-    assert in_order(usual) is usual
+    assert to_contiguous(usual) is usual

@@ -12,9 +12,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from mmm.errors import LayoutError
 from mmm.models import weights
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
 from mmm.parity.fixtures import gpt
@@ -58,7 +60,7 @@ def train(rank, layout, techniques, gradients, tied=True):
     inputs, _ = batch(gpt, Training(), 0)
     partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
     mesh = build_mesh(layout, "cpu", 60)
-    made = ParallelModel(model, plan, layout, mesh, FP64, techniques, partition, device=CPU, seed=0)
+    made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
     (module,) = made.modules.values()
     inner = module.module if isinstance(module, Replicas) else module
     losses, norms, differences = [], [], {}
@@ -108,9 +110,9 @@ LONG = [
 @pytest.mark.parametrize(
     ("layout", "techniques"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
 )
-def test_one_weight(pool, layout, techniques):
+def test_one_weight(run_on_ranks, layout, techniques):
     losses, gradients, norms, state = plain()
-    for got in pool.run(train, layout.ranks, layout, techniques, gradients, timeout=200):
+    for got in run_on_ranks(train, layout.ranks, layout, techniques, gradients, timeout=200):
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert max(got[1].values()) <= 1e-8, max(got[1], key=got[1].get)
         assert got[2] == pytest.approx(norms, rel=1e-9)  # counted once
@@ -122,7 +124,7 @@ def test_one_weight(pool, layout, techniques):
 
 def untied(rank, gradients):
     """A planted bug: nothing ties again what has been given memory."""
-    module = importlib.import_module("mmm.parallel.apply")
+    module = importlib.import_module("mmm.parallel.materialize")
     original, module.tie_again = module.tie_again, lambda *given: None
     try:
         return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=False)[1]
@@ -130,8 +132,8 @@ def untied(rank, gradients):
         module.tie_again = original
 
 
-def test_a_planted_bug_is_caught(pool):
-    for differences in pool.run(untied, 2, plain()[1]):
+def test_a_planted_bug_is_caught(run_on_ranks):
+    for differences in run_on_ranks(untied, 2, plain()[1]):
         assert differences["tokens.weight"] > 1e-3
 
 
@@ -179,12 +181,12 @@ def others(rank, layout, expected):
 
 
 @pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
-def test_a_module_in_two_places_and_a_weight_of_the_root(pool, layout):
+def test_a_module_in_two_places_and_a_weight_of_the_root(run_on_ranks, layout):
     model = Ties().double()
     weights.initialize(model, 0)
     for factor in range(1, 1 + layout.dp):
         model(torch.ones(2, 8, dtype=torch.float64) * factor).square().sum().backward()
-    for gradients in pool.run(others, 2, layout, None):
+    for gradients in run_on_ranks(others, 2, layout, None):
         assert gradients.keys() == dict(model.named_parameters()).keys()
         for name, parameter in model.named_parameters():
             assert torch.allclose(gradients[name], parameter.grad, rtol=1e-10), name
@@ -225,7 +227,7 @@ def unlike(rank, styles):
     ],
     ids=["columns", "whole", "not named"],
 )
-def test_a_tie_whose_names_are_cut_otherwise_is_refused(pool, styles, words):
-    for message in pool.run(unlike, 2, styles):
+def test_a_tie_whose_names_are_cut_otherwise_is_refused(run_on_ranks, styles, words):
+    for message in run_on_ranks(unlike, 2, styles):
         assert "tokens.weight and head.weight are one tied weight, and tp 2 makes of " + words in message
         assert "or untie them" in message

@@ -17,10 +17,10 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.context.apply import cut_batch
-from mmm.parallel.mesh import dp_shard_cp
-from mmm.parallel.pipeline.pipeline import Pipeline, check_pipeline, stages_of
-from mmm.parallel.pipeline.stages import cut, parts_of, take_stage
+from mmm.parallel.context.apply import shard_batch
+from mmm.parallel.pipeline.pipeline import Pipeline
+from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
+from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
@@ -49,7 +49,7 @@ def sample(kind: str, layout: Layout, rank: int):
         return images.float(), classes, vision.GLOBAL_BATCH, ()
     size = reference.GLOBAL_BATCH // layout.dp
     whole = reference.tokens().batch(0, reference.GLOBAL_BATCH, first * size, size)
-    part, positions = cut_batch(whole, layout.coordinates(rank)["cp"], layout.cp)
+    part, positions = shard_batch(whole, layout.coordinates(rank)["cp"], layout.cp)
     return part.inputs, part.targets, part.count, (positions,)
 
 
@@ -134,17 +134,17 @@ QUICK = ("ddp", "fsdp", "hsdp", "tp with the sequence cut", "cp, ring", "cp, uly
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.long) for c in LAYOUTS])
-def test_counted_is_the_formula(pool, case):
-    for by_axis, expected, sent, wire in pool.run(one_step, 4, *LAYOUTS[case]):
+def test_counted_is_the_formula(run_on_ranks, case):
+    for by_axis, expected, sent, wire in run_on_ranks(one_step, 4, *LAYOUTS[case]):
         close(by_axis, expected)
         assert sent == pytest.approx(sum(expected.values()), rel=0.005)
         assert wire > sent
 
 
-def test_one_more_all_gather_is_seen(pool):
+def test_one_more_all_gather_is_seen(run_on_ranks):
     kind, layout, technique = LAYOUTS["fsdp"]
     bug = "one more all-gather"
-    for by_axis, expected, _, _ in pool.run(one_step, 4, kind, layout, technique, "ring", FP32, 1, bug):
+    for by_axis, expected, _, _ in run_on_ranks(one_step, 4, kind, layout, technique, "ring", FP32, 1, bug):
         with pytest.raises(AssertionError, match="dp_shard"):
             close(by_axis, expected)
         weight = 4 * TEXT.vocab_size * TEXT.dim
@@ -158,7 +158,7 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     parts = parts_of(whole, plan)
     inputs, targets, count, (positions,) = sample("text", layout, rank.rank)
     each = check_pipeline(layout, schedule, microbatches, len(inputs), len(parts))
-    cuts = cut([1.0] * len(parts), layout.pp * each)
+    cuts = balance_stages([1.0] * len(parts), layout.pp * each)
     numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
     mine = {number: take_stage(whole, parts, cuts[number]) for number in numbers}
     expected = expected_traffic(
@@ -217,8 +217,8 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("layout", "schedule", "microbatches"), PIPELINES, ids=str)
-def test_pipelines(pool, layout, schedule, microbatches):
-    for by_axis, expected in pool.run(pipeline_steps, 4, layout, schedule, microbatches):
+def test_pipelines(run_on_ranks, layout, schedule, microbatches):
+    for by_axis, expected in run_on_ranks(pipeline_steps, 4, layout, schedule, microbatches):
         close(by_axis, expected)
 
 
@@ -229,8 +229,8 @@ def single_calls(rank):
     before = _get_current_dispatch_mode_stack()
     patched = {name: getattr(dist, name) for name in dir(dist)}
     with count_traffic(mesh) as traffic:
-        dist.all_reduce(x, group=mesh.get_group("tp"))
-        dist.broadcast(x, src=rank.rank % 2, group=mesh.get_group("dp_shard"))
+        dist.all_reduce(x, group=mesh["tp"].get_group())
+        dist.broadcast(x, src=rank.rank % 2, group=mesh["dp_shard"].get_group())
         DTensor.from_local(x, mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).to_local().sum()
         dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [2] * 4, [2] * 4)
         works = dist.batch_isend_irecv(
@@ -245,8 +245,8 @@ def single_calls(rank):
     return {key: (entry.calls, entry.payload, entry.sent) for key, entry in traffic.entries.items()}
 
 
-def test_known_tensors(pool):
-    for rank, entries in enumerate(pool.run(single_calls, 4)):
+def test_known_tensors(run_on_ranks):
+    for rank, entries in enumerate(run_on_ranks(single_calls, 4)):
         root_of_dp = rank < 2
         assert entries == {
             ("tp", "all_reduce"): (1, 2400, 2400.0),  # 2 (n-1)/n = 1
@@ -262,12 +262,12 @@ def test_known_tensors(pool):
 def meshes(rank):
     mesh = build_mesh(Layout(cp=2, dp_shard=2), "cpu", 30)
     with count_traffic(mesh) as traffic:
-        dist.all_reduce(torch.zeros(4), group=dp_shard_cp(mesh).get_group())
+        dist.all_reduce(torch.zeros(4), group=mesh["dp_shard_cp"].get_group())
     return traffic.by_axis, traffic.table()
 
 
-def test_joined_axes_have_their_own_name(pool):
-    by_axis, table = pool.run(meshes, 4)[0]
+def test_joined_axes_have_their_own_name(run_on_ranks):
+    by_axis, table = run_on_ranks(meshes, 4)[0]
     assert by_axis == {"dp_shard_cp": 24}
     assert table.splitlines()[1].split() == ["dp_shard_cp", "all_reduce", "1", "16", "24", "1,752"]
 
@@ -282,12 +282,12 @@ def compiled(rank):
 
 
 @pytest.mark.long
-def test_what_a_compiled_function_sends(pool):
-    assert pool.run(compiled, 2, timeout=200) == [({"dp_shard": 400}, 200.0)] * 2
+def test_what_a_compiled_function_sends(run_on_ranks):
+    assert run_on_ranks(compiled, 2, timeout=200) == [({"dp_shard": 400}, 200.0)] * 2
 
 
-def test_an_unknown_operator_is_an_error(pool):
-    pool.run(unknown, 2)
+def test_an_unknown_operator_is_an_error(run_on_ranks):
+    run_on_ranks(unknown, 2)
 
 
 def unknown(rank):

@@ -22,9 +22,9 @@ def train(rank, layout, pieces, techniques):
     return anywhere.train(rank, layout, pieces, **techniques)
 
 
-def check(pool, layout, config, techniques=None, pieces=None):
+def check(run_on_ranks, layout, config, techniques=None, pieces=None):
     techniques = {"config": config, "steps": 2, **(techniques or {})}
-    ranks = pool.run(train, layout.ranks, layout, pieces or {}, techniques)
+    ranks = run_on_ranks(train, layout.ranks, layout, pieces or {}, techniques)
     sizes = (techniques.get("global_batch", reference.GLOBAL_BATCH), techniques.get("seq", reference.SEQ))
     anywhere.assert_same(ranks, reference.train("sgd", F64, techniques["steps"], config, *sizes))
 
@@ -49,14 +49,14 @@ MORE = [
 @pytest.mark.parametrize(
     ("layout", "techniques"), [*ODD, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)], ids=str
 )
-def test_odd_ranks(pool, layout, techniques):
+def test_odd_ranks(run_on_ranks, layout, techniques):
     techniques = {"global_batch": 6, "seq": 30, **techniques}
-    check(pool, layout, techniques.pop("config", THREE), techniques)
+    check(run_on_ranks, layout, techniques.pop("config", THREE), techniques)
 
 
 @pytest.mark.long
-def test_five_layers_on_two_stages(pool):
-    check(pool, Layout(pp=2, dp_shard=1), replace(SMALL, n_layers=5), {"accumulate": 2, "steps": 1})
+def test_five_layers_on_two_stages(run_on_ranks):
+    check(run_on_ranks, Layout(pp=2, dp_shard=1), replace(SMALL, n_layers=5), {"accumulate": 2, "steps": 1})
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_five_layers_on_two_stages(pool):
     ],
     ids=str,
 )
-def test_key_value_heads_that_ranks_share(pool, layout, kv_heads, pieces):
+def test_key_value_heads_that_ranks_share(run_on_ranks, layout, kv_heads, pieces):
     config = replace(SMALL, n_layers=2 if layout.pp > 1 else 1, n_kv_heads=kv_heads)
-    check(pool, layout, config, {"accumulate": layout.pp}, pieces)
+    check(run_on_ranks, layout, config, {"accumulate": layout.pp}, pieces)
 
 
 def wrong_head(rank, layout, techniques):
@@ -107,9 +107,9 @@ def not_summed(rank, layout, techniques):
 
 @pytest.mark.long
 @pytest.mark.parametrize("planted", [wrong_head, not_summed])
-def test_planted_bugs_are_caught(pool, planted):
+def test_planted_bugs_are_caught(run_on_ranks, planted):
     config = replace(SMALL, n_kv_heads=2)
-    ranks = pool.run(planted, 4, Layout(dp_shard=1, tp=4), {"config": config, "steps": 1})
+    ranks = run_on_ranks(planted, 4, Layout(dp_shard=1, tp=4), {"config": config, "steps": 1})
     with pytest.raises(AssertionError, match="differ"):
         anywhere.assert_same(ranks, reference.train("sgd", F64, 1, config))
 

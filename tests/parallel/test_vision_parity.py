@@ -98,16 +98,16 @@ MORE = [
 
 @pytest.mark.parametrize("model", ["cnn", "vit"])
 @pytest.mark.parametrize(("layout", "technique"), CASES, ids=str)
-def test_float64(pool, model, layout, technique):
-    assert_same(model, pool.run(train, layout.ranks, model, layout, technique, {"sgd": vision.STEPS, "adamw": 5}))
+def test_float64(run_on_ranks, model, layout, technique):
+    assert_same(model, run_on_ranks(train, layout.ranks, model, layout, technique, {"sgd": vision.STEPS, "adamw": 5}))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["cnn", "vit"])
 @pytest.mark.parametrize(("layout", "technique"), MORE, ids=str)
-def test_float64_on_more_meshes(pool, model, layout, technique):
+def test_float64_on_more_meshes(run_on_ranks, model, layout, technique):
     """Fewer steps, and SGD alone; 3 ranks divide hardly any dim of a parameter."""
-    assert_same(model, pool.run(train, layout.ranks, model, layout, technique, {"sgd": 3}))
+    assert_same(model, run_on_ranks(train, layout.ranks, model, layout, technique, {"sgd": 3}))
 
 
 def planted(rank, where: str, wrong, model: str, layout: Layout, technique: str):
@@ -127,7 +127,7 @@ def planted(rank, where: str, wrong, model: str, layout: Layout, technique: str)
 WRONG = {
     "mean instead of sum": lambda self, *inputs: self.ddp[0](*inputs),
     "no all-gather": lambda self: None,
-    "no sum over ranks": lambda self, keep_whole: (Done(), self.whole.grad[self.rows]),
+    "no sum over ranks": lambda self, keep_full: (Done(), self.full.grad[self.rows]),
     "summed over tp": lambda module, output, mesh: output.to_local(grad_placements=[Partial()]),
 }
 
@@ -143,12 +143,12 @@ class Done:
         ("mean instead of sum", "mmm.parallel.data.ddp DDP _run", Layout(dp_shard=2), "ddp"),
         ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero1"),
         ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero2"),
-        ("no sum over ranks", "mmm.parallel.data.zero Part reduce", Layout(dp_shard=2), "zero2"),
+        ("no sum over ranks", "mmm.parallel.data.zero ShardedParameter reduce", Layout(dp_shard=2), "zero2"),
         ("summed over tp", "mmm.parallel.tensor.replicated _leave", Layout(dp_shard=1, tp=2), "fsdp"),
     ],
 )
-def test_planted_bugs_are_caught(pool, wrong, where, layout, technique):
-    results = pool.run(planted, layout.ranks, where, wrong, "vit", layout, technique)
+def test_planted_bugs_are_caught(run_on_ranks, wrong, where, layout, technique):
+    results = run_on_ranks(planted, layout.ranks, where, wrong, "vit", layout, technique)
     with pytest.raises(AssertionError, match="differ"):
         assert_same("vit", results)
 
@@ -172,10 +172,10 @@ def compiled_gradients(rank, layout: Layout):
 
 
 @pytest.mark.long
-def test_compiled_with_tp(pool):
+def test_compiled_with_tp(run_on_ranks):
     """What is compiled takes and gives plain tensors: a `DTensor` there has silently wrong gradients."""
     _, _, expected = vision.train("vit", "sgd")
-    for found, graphs in pool.run(compiled_gradients, 2, Layout(dp_shard=1, tp=2)):
+    for found, graphs in run_on_ranks(compiled_gradients, 2, Layout(dp_shard=1, tp=2)):
         assert graphs >= 1
         for got in found:
             for name, gradient in expected.items():

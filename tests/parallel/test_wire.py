@@ -48,11 +48,11 @@ def calls(n: int, rank: int, part: int):
     }
 
 
-def measured(work, *meshes) -> tuple[int, int]:
-    """(worked out, sent by the sockets): of `work`, and of a barrier after which nothing is on its way."""
+def measured(work, mesh=None) -> tuple[int, int]:
+    """(computed, sent by the sockets): of `work`, and of a barrier after which nothing is on its way."""
     dist.barrier()
     before = socket_bytes()
-    with count_traffic(*meshes) as traffic:
+    with count_traffic(mesh) as traffic:
         work()
         dist.barrier()
     sent = sent_since(before)
@@ -70,10 +70,10 @@ def each_call(rank, part: int, times: int):
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("part", "times"), [(60, 50), (1 << 16, 1)], ids=["headers", "payload"])
-def test_gloo_sends_what_is_worked_out(pool, ranks, part, times):
+def test_gloo_sends_what_is_worked_out(run_on_ranks, ranks, part, times):
     """Many small messages, mostly headers, and few large ones. gloo's own thread may send the last headers of what was
     before only after the sockets have been read: a few are allowed for."""
-    for rank, found in enumerate(pool.run(each_call, ranks, part, times)):
+    for rank, found in enumerate(run_on_ranks(each_call, ranks, part, times)):
         for name, (worked_out, sent) in found.items():
             assert worked_out == pytest.approx(sent, rel=0.01, abs=4 * TAKE), (name, rank)
 
@@ -96,8 +96,8 @@ def a_step(rank):
 
 
 @pytest.mark.long
-def test_a_step_of_fsdp_and_tp(pool):
-    for worked_out, sent in pool.run(a_step, 4):
+def test_a_step_of_fsdp_and_tp(run_on_ranks):
+    for worked_out, sent in run_on_ranks(a_step, 4):
         assert worked_out == pytest.approx(sent, rel=0.01)
 
 

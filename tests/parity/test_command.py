@@ -215,7 +215,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
         (("--model", "cnn", "--layout", "dp3"), "use --global_batch_size 15 or 18, or a dp that divides 16"),
         (("--global_batch_size", "0"), "--global_batch_size 0: it must be at least 1"),
         (("--model", "gpt", "--layout", "pp2"), "tokens.weight and head.weight are one tied weight, and the pipeline"),
-        (("--model", "cnn", "--layout", "cp2"), "--model cnn: cp 2: an image has no sequence to cut; use cp 1"),
+        (("--model", "cnn", "--layout", "cp2"), "--model cnn: cp 2: an image has no sequence to shard; use cp 1"),
         (("--model", "cnn", "--layout", "dp4.ep2"), "--model cnn: ep 2: the CNN has no experts; use ep 1"),
         (("--model", "moe", "--layout", "dp4.ep3"), "ep 3 does not divide dp_shard 4"),
         (("--model", "moe", "--layout", "ep2"), "ep 2 does not divide dp_shard 1"),
@@ -245,7 +245,7 @@ def test_without_a_model_those_that_go_are_trained(parity):
     done = parity("--layout", "dp2.ep2", "--steps", 2, "--optimizer", "sgd", "--no_plots")
     assert done.code == 0, done.out + done.err
     assert "left out: cnn: ep 2: the CNN has no experts; use ep 1\n" in done.out
-    assert "left out: transformer: ep 2: the model has no experts to cut" in done.out
+    assert "left out: transformer: ep 2: the model has no experts to shard" in done.out
     assert "1 of 1 trainings" in done.out
 
 

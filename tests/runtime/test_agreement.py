@@ -70,19 +70,21 @@ def meet(rank, differing, refusing):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_all_go_on(pool, ranks):
-    assert pool.run(meet, ranks, False, False) == [([None, None], [0, 0] if rank == 0 else []) for rank in range(ranks)]
+def test_all_go_on(run_on_ranks, ranks):
+    assert run_on_ranks(meet, ranks, False, False) == [
+        ([None, None], [0, 0] if rank == 0 else []) for rank in range(ranks)
+    ]
 
 
-def test_a_difference_is_every_ranks_error(pool):
-    (outcome, done), *others = pool.run(meet, 3, True, False)
+def test_a_difference_is_every_ranks_error(run_on_ranks):
+    (outcome, done), *others = run_on_ranks(meet, 3, True, False)
     name, text, everywhere = outcome[0]
     assert (name, everywhere, done) == ("ConfigError", True, [])  # nothing is prepared for a run that is refused
     assert "dtype: fp32 on ranks 0-1" in text
     assert all(other == (outcome, []) for other in others)
 
 
-def test_what_rank_0_cannot_do_is_every_ranks_error(pool):
-    (outcome, _), *others = pool.run(meet, 3, False, True)
+def test_what_rank_0_cannot_do_is_every_ranks_error(run_on_ranks):
+    (outcome, _), *others = run_on_ranks(meet, 3, False, True)
     assert outcome == [("RecordError", "the folder is a file", True)] * 2
     assert all(other == (outcome, []) for other in others)

@@ -22,8 +22,8 @@ def gathered(rank):
     return gather_floats([float(rank.rank), 0.1], CPU)
 
 
-def test_gather(pool):
-    assert pool.run(gathered, 3) == [[[0.0, 0.1], [1.0, 0.1], [2.0, 0.1]]] * 3
+def test_gather(run_on_ranks):
+    assert run_on_ranks(gathered, 3) == [[[0.0, 0.1], [1.0, 0.1], [2.0, 0.1]]] * 3
 
 
 def waits_for_nobody(rank):
@@ -37,9 +37,9 @@ def waits_for_nobody(rank):
     return None
 
 
-def test_groups_of_the_mesh_time_out(pool):
+def test_groups_of_the_mesh_time_out(run_on_ranks):
     """By default they would wait half an hour, whatever the timeout of the default group."""
-    assert pool.run(waits_for_nobody, 4)[0] < 2.5
+    assert run_on_ranks(waits_for_nobody, 4)[0] < 2.5
 
 
 RECORDS = """

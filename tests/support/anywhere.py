@@ -21,9 +21,10 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context.apply import cut_batch
-from mmm.parallel.pipeline.pipeline import Pipeline, stages_of
-from mmm.parallel.pipeline.stages import cut, part_costs, parts_of, take_stage
+from mmm.parallel.context.apply import shard_batch
+from mmm.parallel.pipeline.pipeline import Pipeline
+from mmm.parallel.pipeline.schedules import stages_of
+from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
@@ -66,7 +67,7 @@ def train(
     if layout.pp > 1:
         parts = parts_of(model, plan)
         each = 2 if schedule == "ZBVZeroBubble" else 1
-        cuts = cut(part_costs(model, parts, sample), layout.pp * each)
+        cuts = balance_stages(part_costs(model, parts, sample), layout.pp * each)
         numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
         stages = {number: take_stage(model, parts, cuts[number]) for number in numbers}
     for number, stage in stages.items():
@@ -91,7 +92,7 @@ def train(
     losses, first, norm, evaluated, bound = [], {}, math.nan, math.nan, 1e-12 if dtype == torch.float64 else 1e-3
     for step in range(steps):
         mine = reference.tokens(seq).batch(step, global_batch, layout.dp_coordinate(rank.rank) * size, size)
-        part, positions = cut_batch(mine, layout.coordinates(rank.rank)["cp"], layout.cp)
+        part, positions = shard_batch(mine, layout.coordinates(rank.rank)["cp"], layout.cp)
         share = 0.0
         with loss_parallel():
             if pipeline is not None:

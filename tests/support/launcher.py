@@ -41,6 +41,7 @@ class Launcher:
     folder: Path
     prefix: list[str] = field(default_factory=list)  # what launch is started by: on another host, say
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: subprocess.Popen | None = None  # the last that `start` has started
 
     def write(self, name: str, text: str) -> Path:
         path = self.folder / name
@@ -63,7 +64,7 @@ class Launcher:
         self.write("typed", "for launch's own stdin, not the ranks'")
         start = [*START[:1], "-c", WITH_CLOCKS.format(clocks=clocks)] if clocks else START
         with (self.folder / "typed").open() as stdin:
-            return subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*self.prefix, *start, *words],
                 cwd=self.folder,
                 env=self.environment(**variables),
@@ -73,6 +74,7 @@ class Launcher:
                 stderr=subprocess.PIPE,
                 preexec_fn=as_from_a_terminal(*ignored),
             )
+        return self.process
 
     def run(
         self,
@@ -100,8 +102,15 @@ class Launcher:
         """Wait until the programs have made these files."""
         deadline = time.monotonic() + timeout
         while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < deadline, f"none of {names} after {timeout} s: {os.listdir(self.folder)}"
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{names} after {timeout} s: {os.listdir(self.folder)}; launch {self._state()}")
             time.sleep(0.01)
+
+    def _state(self) -> str:
+        """How the last launch ended and what it said; or that it runs."""
+        if self.process is None or self.process.poll() is None:
+            return f"runs: {self.alive()}"
+        return f"ended: {self.process.returncode} {self.process.communicate()}"
 
     def alive(self) -> list[int]:
         """Living processes that have the mark."""

@@ -3,7 +3,7 @@
 import os
 import signal
 
-import mmm.parallel.assemble
+import mmm.parallel.parallel_model
 import mmm.parallel.pipeline.pipeline
 import mmm.parallel.plans.transformer
 from mmm.parallel.mesh import Layout
@@ -11,8 +11,8 @@ from mmm.parallel.mesh import Layout
 
 def gradients_not_summed_over_dp():
     """Each data-parallel rank goes on with the gradients of its own samples."""
-    sync = mmm.parallel.assemble.sync_gradients
-    mmm.parallel.assemble.sync_gradients = lambda model, now: sync(model, False)
+    sync = mmm.parallel.parallel_model.sync_gradients
+    mmm.parallel.parallel_model.sync_gradients = lambda model, now: sync(model, False)
 
 
 def gradients_averaged_over_dp():
@@ -25,12 +25,12 @@ def gradients_averaged_over_dp():
 
 def mean_of_each_microbatch():
     """The loss is divided by the targets of a micro-batch, not of the global batch."""
-    right = mmm.parallel.assemble.ParallelModel.step
+    right = mmm.parallel.parallel_model.ParallelModel.step
 
     def step(self, inputs, targets, count):
         return right(self, inputs, targets, targets.numel() // self.microbatches)
 
-    mmm.parallel.assemble.ParallelModel.step = step
+    mmm.parallel.parallel_model.ParallelModel.step = step
 
 
 def gradients_divided_by_microbatches():
@@ -82,12 +82,12 @@ def optimizer_gets_whole_parameters():
         for module in self.modules.values():
             yield from module.module.named_parameters()
 
-    mmm.parallel.assemble.ParallelModel.named_parameters = named_parameters
+    mmm.parallel.parallel_model.ParallelModel.named_parameters = named_parameters
 
 
 def keys_bias_gets_a_gradient():
     """The gradient of a key's bias, which is 0, is that of the query's."""
-    right = mmm.parallel.assemble.ParallelModel.step
+    right = mmm.parallel.parallel_model.ParallelModel.step
 
     def step(self, *given, **named):
         loss = right(self, *given, **named)
@@ -97,12 +97,12 @@ def keys_bias_gets_a_gradient():
                 parameter.grad = parameters[name.replace("key", "query")].grad
         return loss
 
-    mmm.parallel.assemble.ParallelModel.step = step
+    mmm.parallel.parallel_model.ParallelModel.step = step
 
 
 def _buffers_of_ranks(named, spoil):
     """`spoil` each buffer of that name when a rank has given its model memory; the reference keeps its own."""
-    right = mmm.parallel.assemble.materialize
+    right = mmm.parallel.parallel_model.materialize
 
     def materialize(model, *given):
         right(model, *given)
@@ -110,7 +110,7 @@ def _buffers_of_ranks(named, spoil):
             if name.endswith(named):
                 spoil(buffer)
 
-    mmm.parallel.assemble.materialize = materialize
+    mmm.parallel.parallel_model.materialize = materialize
 
 
 def mask_buffers_of_ranks_are_spoiled():

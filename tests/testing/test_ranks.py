@@ -2,13 +2,18 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import mmm
 from mmm.errors import LayoutError
 from mmm.testing import RanksFailed, fork_ranks
+from support.processes import running, wait_for, wait_for_ends
+from support.signals import as_from_a_terminal
 
 
 def place(rank, word):
@@ -70,5 +75,40 @@ def hang(rank, folder):
 def test_ranks_that_hang_are_ended(tmp_path):
     with pytest.raises(RanksFailed, match=r"no answer in 1 s from ranks 1, 2 of 3"):
         fork_ranks(hang, 3, tmp_path, timeout=1)
-    for path in tmp_path.iterdir():
-        assert not Path("/proc", path.read_text()).exists()
+    assert not running(tmp_path)
+
+
+PROGRAM = """
+import os, time
+from pathlib import Path
+from mmm.testing import fork_ranks
+
+def hang(rank):
+    pid = os.fork()
+    Path(f"{rank.rank}{'' if pid else ' forked'}").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+fork_ranks(hang, 2, timeout=1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_nothing_outlives_the_program(tmp_path, number):
+    """Nor what its ranks have forked themselves."""
+    env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=as_from_a_terminal(),
+    )
+    try:
+        wait_for(tmp_path, 4)
+        os.killpg(process.pid, number)
+        assert process.communicate(timeout=60)[1].count("Traceback") == (number == signal.SIGINT)
+        wait_for_ends(tmp_path)
+    finally:
+        process.kill()

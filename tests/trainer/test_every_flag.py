@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmm.cli.examples import runnable_modules
 from mmm.examples import moe
+from mmm.examples.__main__ import runnable_modules
 from support.flags import flags, reads
 
 SAME = {"mmm.examples.vit": "mmm.trainer.vit"}  # one program under two names

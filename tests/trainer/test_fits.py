@@ -72,13 +72,13 @@ def held(rank, technique: str, layout: Layout, optimizer: str) -> int:
 
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_the_bound_is_below_what_ranks_hold_and_close(pool, technique, optimizer):
+def test_the_bound_is_below_what_ranks_hold_and_close(run_on_ranks, technique, optimizer):
     layout = Layout(dp_replicate=2 if technique == "hsdp" else 1).fit(4)
     with torch.device("meta"):
         model = Transformer(TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4))
     count = sum(p.numel() for p in model.parameters())
     (bound,) = Footprint((count,), technique, fits.STATE[optimizer]).elements(layout)
-    real = pool.run(held, 4, technique, layout, optimizer)
+    real = run_on_ranks(held, 4, technique, layout, optimizer)
     assert 0.9 * max(real) < bound <= min(real)
 
 

@@ -77,8 +77,8 @@ def alone(tmp_path_factory):
     ],
     ids=str,
 )
-def test_every_layout_trains_the_same_model(pool, alone, tmp_path, flags):
-    pool.run(run, 2 if "dp_shard" in flags else 4, tmp_path, flags)
+def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags):
+    run_on_ranks(run, 2 if "dp_shard" in flags else 4, tmp_path, flags)
     one, many = (mmm.history.load(folder) for folder in (alone, tmp_path))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
     np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
@@ -103,11 +103,11 @@ EXPERTS = {"n_experts": 4, "balance_rate": 0.05}
     ],
     ids=str,
 )
-def test_experts_on_every_layout(pool, tmp_path, flags):
+def test_experts_on_every_layout(run_on_ranks, tmp_path, flags):
     """Loads and biases as on one rank: they decide which experts later tokens choose."""
     experts = EXPERTS | {name: value for name, value in flags.items() if name == "top_k"}
     lm.train(lm.Config(**SMALL, **experts, device="cpu", outdir=tmp_path / "one"))
-    pool.run(run, 4, tmp_path / "many", EXPERTS | flags)
+    run_on_ranks(run, 4, tmp_path / "many", EXPERTS | flags)
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
     np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
@@ -135,7 +135,7 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
     ("flags", "words"),
     [
         ({"tile": 4, "activation_checkpointing": "selective"}, "tile 4 with activation checkpointing 'selective'"),
-        ({"parallel": "ddp", "offload": True}, "--offload with ddp"),
+        ({"parallel": "ddp", "offload": True}, "offload with ddp"),
         ({"n_experts": 4, "tile": 4}, "feed-forward layers of this model are experts"),
         ({"top_k": 3}, "--top_k 3 without --n_experts"),
         ({"n_experts": 4, "balance_rate": float("inf")}, "--balance_rate inf"),

@@ -14,10 +14,12 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
-from mmm.parallel.assemble import ParallelModel, Techniques, partition_model
 from mmm.parallel.data.ddp import ScaleGradient
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
@@ -55,9 +57,7 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
         model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta")
     )
     record, clock = Rows([]), StepClock(CPU)
-    model = ParallelModel(
-        model, cnn_plan(), layout, mesh, precision, techniques, partition, device=CPU, seed=0, lap=clock.lap
-    )
+    model = ParallelModel(model, cnn_plan(), mesh, precision, techniques, partition, device=CPU, seed=0, lap=clock.lap)
     run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], record)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = load_images("digits", image_size=8)
@@ -95,12 +95,12 @@ def halving(step):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "zero1", "zero2"])
-def test_micro_batches_clipping_and_schedule(pool, kind):
+def test_micro_batches_clipping_and_schedule(run_on_ranks, kind):
     """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
     ranks = 4 if kind == "hsdp" else 2
     accumulate = 2 if kind == "hsdp" else 4
     techniques = {"max_norm": 0.05, "schedule": halving, "eval_every": 3}
-    rows, evaluated = pool.run(train, ranks, kind, accumulate, techniques)[0]
+    rows, evaluated = run_on_ranks(train, ranks, kind, accumulate, techniques)[0]
     assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
     assert [row["iter"] for row in rows] == list(range(STEPS))
     assert ["test_acc" in row for row in rows] == [False, False, True] * 2
@@ -108,8 +108,8 @@ def test_micro_batches_clipping_and_schedule(pool, kind):
     assert all(row["dt"] == row["dtd"] + row["dtf"] + row["dtb"] + row["dto"] for row in rows)
 
 
-def test_one_row_an_epoch(pool):
-    rows, _ = pool.run(train, 2, "fsdp", None, {}, True)[0]
+def test_one_row_an_epoch(run_on_ranks):
+    rows, _ = run_on_ranks(train, 2, "fsdp", None, {}, True)[0]
     losses = reference()
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[0]["train_loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-9)
@@ -138,7 +138,6 @@ def biases_by_step(rank, max_norm):
     model = ParallelModel(
         model,
         transformer_plan(),
-        layout,
         mesh,
         precision,
         Techniques(),
@@ -163,8 +162,8 @@ def biases_by_step(rank, max_norm):
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_a_skipped_step_moves_no_biases(pool, max_norm):
-    for seen in pool.run(biases_by_step, 2, max_norm):
+def test_a_skipped_step_moves_no_biases(run_on_ranks, max_norm):
+    for seen in run_on_ranks(biases_by_step, 2, max_norm):
         (first, before), (second, after), (third, later) = seen
         assert torch.equal(before, after)  # it was skipped
         assert any(bias for layer in first for bias in layer)

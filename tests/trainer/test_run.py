@@ -40,8 +40,8 @@ def diverge(rank):
     return raised.value.on_every_rank, str(raised.value)
 
 
-def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(pool):
-    for everywhere, text in pool.run(diverge, 2):
+def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(run_on_ranks):
+    for everywhere, text in run_on_ranks(diverge, 2):
         assert everywhere
         assert text.startswith("the loss is nan at step 3, from rank 1 on node1: lower --lr")
 
@@ -81,10 +81,10 @@ def start(rank, outdir, options, differs):
         (("mmm.trainer.facts.source_digest", "0123"), r"mmm: .*\(files 0123\) on rank 1 "),
     ],
 )
-def test_hosts_that_differ_are_refused(pool, tmp_path, differs, words):
+def test_hosts_that_differ_are_refused(run_on_ranks, tmp_path, differs, words):
     if differs[0].endswith("bf16") and _computes_bf16(CPU):
         differs, words = (differs[0], False), r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
-    first, second = pool.run(start_as_one_a_host, 2, tmp_path / "run", [{}, {}], differs)
+    first, second = run_on_ranks(start_as_one_a_host, 2, tmp_path / "run", [{}, {}], differs)
     assert first == second
     assert (first[0], first[2]) == ("ConfigError", True)
     assert re.search(words, first[1]), first[1]
@@ -95,17 +95,17 @@ def start_as_one_a_host(rank, *given):
     return start(replace(rank, local_rank=0, local_world_size=1), *given)
 
 
-def test_data_and_options_that_differ_are_refused_and_paths_are_not(pool, tmp_path):
+def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks, tmp_path):
     files = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"]
     for file, text in zip(files, ("x" * 9000, "x" * 9000, "x" * 8999 + "y"), strict=True):
         file.write_text(text)
     same, other = [{"text": (file,)} for file in files[:2]], [{"text": (file,)} for file in files[1:]]
-    assert pool.run(start, 2, tmp_path / "same", same, None) == [None, None]
+    assert run_on_ranks(start, 2, tmp_path / "same", same, None) == [None, None]
     for options, words in (
         (other, r"data: text \(sha256 \w{12}\) on rank 0 .*\n.*--text"),
         ([{"seed": 1}, {"seed": 2}], r"--seed: 1 on rank 0 \(.*\); 2 on rank 1 \(.*\)\nStart every rank with the same"),
     ):
-        first, second = pool.run(start, 2, tmp_path / "run", options, None)
+        first, second = run_on_ranks(start, 2, tmp_path / "run", options, None)
         assert first == second
         assert re.search(words, first[1]), first[1]
         assert not (tmp_path / "run").exists()

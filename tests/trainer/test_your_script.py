@@ -74,8 +74,8 @@ def same(one, many):
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-7, atol=1e-9)
 
 
-def test_the_same_losses_on_a_mesh(pool, script, alone, tmp_path):
-    pool.run(on_a_rank, 4, script, tmp_path)
+def test_the_same_losses_on_a_mesh(run_on_ranks, script, alone, tmp_path):
+    run_on_ranks(on_a_rank, 4, script, tmp_path)
     same(alone, tmp_path)
 
 

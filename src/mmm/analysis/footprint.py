@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from mmm.models.weights import parameter_count
-from mmm.parallel.data.apply import WHOLE
+from mmm.parallel.data.apply import UNSHARDED
 from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline.pipeline import stages_of
+from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.pipeline.stages import Part
 
 STATE = {"adamw": 2, "sgd": 0}
@@ -46,7 +46,7 @@ class Footprint:
     def elements(self, layout: Layout) -> list[int]:
         """Of parameters, gradients and optimizer state, on a rank of each pp coordinate, at the least."""
         parameters, gradients, state = 1.0, 1.0, float(self.state)
-        if self.data_parallel in WHOLE:
+        if self.data_parallel in UNSHARDED:
             state /= layout.dp if self.data_parallel != "ddp" else 1
             gradients /= layout.dp if self.data_parallel == "zero2" else 1
         else:

@@ -11,20 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mmm import contract
 from mmm.errors import LaunchError
+from mmm.launch.job import mpi
 
 WAYS = ("forked", "spawned", "torchrun", "mpiexec")
 # Of another launcher: a program started here is no rank of it.
 FOREIGN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MMM_STARTED_AT",
-    "MMM_LAUNCH_BEGAN",
-    "MMM_LAUNCH_ID",
+    *(name for names in contract.NUMBERINGS["torchrun"] for name in names),
+    *("MASTER_ADDR", "MASTER_PORT", contract.STARTED_VARIABLE, contract.BEGAN_VARIABLE, contract.MARKER_VARIABLE),
 )
 
 
@@ -80,11 +75,7 @@ def mpi_flavour(mpiexec: str = "mpiexec") -> str | None:
     if shutil.which(mpiexec) is None:
         return None
     try:
-        done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        kind, says = mpi.flavour(mpiexec)
+    except LaunchError:
         return None
-    says = done.stdout + done.stderr
-    for mark, name in (("HYDRA", "MPICH"), ("Open MPI", "Open MPI"), ("OpenRTE", "Open MPI"), ("PALS", "PALS")):
-        if mark in says:
-            return name
-    return says.strip()[:40] or "unknown"
+    return {"hydra": "MPICH", "openmpi": "Open MPI", "pals": "PALS"}.get(kind or "", says[:40])

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.analysis.collective_bytes import Call
-from mmm.parallel.mesh import dp_shard_cp, has_axis
+from mmm.parallel.mesh import Mesh
 
 
 @dataclass
@@ -90,23 +90,20 @@ class Traffic:
 
 
 @contextmanager
-def count_traffic(*meshes: DeviceMesh) -> Iterator[Traffic]:
-    """Count what this rank hands to process groups in the ``with`` block.
+def count_traffic(mesh: Mesh | DeviceMesh | None = None) -> Iterator[Traffic]:
+    """Count what this rank passes to process groups in the ``with`` block.
 
     Args:
-        meshes: their axes name the groups, by the ranks that are in them. dp_shard × cp together is ``dp_shard_cp``
-            (with dp_shard 1: ``cp``, whose ranks they are). Any other group is ``world``, or called after its ranks.
+        mesh: its axes, and those of its experts, name the groups by their ranks. dp_shard × cp together is
+            ``dp_shard_cp`` (with dp_shard 1: ``cp``, which has the same ranks). Any other group is ``world``, or has
+            its ranks for a name.
 
     Raises:
         RuntimeError: an operator on a process group that is not known here.
     """
     names: dict[tuple[int, ...], str] = {}
-    for mesh in meshes:
-        groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-        if has_axis(mesh, "cp") and has_axis(mesh, "dp_shard"):
-            groups["dp_shard_cp"] = dp_shard_cp(mesh).get_group()
-        for axis, group in groups.items():
-            names.setdefault(_ranks(group), axis)
+    for axis, group in Mesh.of(mesh).groups().items() if mesh is not None else ():
+        names.setdefault(_ranks(group), axis)
     traffic = Traffic()
     with _Count(traffic, names):
         yield traffic

@@ -44,10 +44,11 @@ from mmm.analysis.collective_bytes import factor
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
-from mmm.parallel.assemble import Partition, Techniques
 from mmm.parallel.mesh import Layout
+from mmm.parallel.partition import Partition
 from mmm.parallel.pipeline.stages import take_stage
 from mmm.parallel.plan import Plan, matches
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 
 LOSS = 8  # bytes of the number that a pipeline's ranks share

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mmm.cli import show
+
 if TYPE_CHECKING:
     import xarray
 
 
 def main(argv: list[str]) -> int:
-    """Print a run's summary and one metric's plot. Returns 0; what the user can mend is raised as a UserError."""
+    """Print a run's summary and one metric's plot. Returns 0. Raises UserError where the user can fix it."""
     parser = argparse.ArgumentParser(
-        prog="mmm history", description="Show what is on record of a run, whatever became of it, also while it runs."
+        prog="mmm history",
+        description="Show the record of a run that has finished, failed or been killed, or that runs.",
     )
     parser.add_argument("outdir", help="the run's folder, e.g. outputs/<module>/<timestamp>")
     parser.add_argument("--metric", help="what to plot here (default: loss, or else the first there is)")
@@ -33,13 +36,13 @@ def main(argv: list[str]) -> int:
         print(f"finalized: {finalize(args.outdir)}")
     ds = load(args.outdir)
     ended = str(read_ending(ds.attrs) or Ending(FINISHED))
-    _print("\n".join([args.outdir, *(f"  {name:<11}{text}" for name, text in summary(ds, ended))]) + "\n")
+    show("\n".join([args.outdir, *(f"  {name:<11}{text}" for name, text in summary(ds, ended))]) + "\n")
     names = metrics(ds)
     metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
     if metric and ds.sizes["draw"]:
         width, height = shutil.get_terminal_size((100, 30))
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        _print("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
+        show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
     if args.plot:
         written = plot_all(ds, args.outdir)
         print(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else ""))
@@ -79,10 +82,10 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:
-    """The rank that takes longest, by its median over the rows, and where it is; None if the record is not by rank.
+    """The slowest rank, by its median over the rows, and where it is; None if the record is not by rank.
 
-    In a synchronous step every rank waits for the slowest, so dt is alike on all: the time it does not wait (dt − dtw)
-    says more where dtw was kept. Above `full_ranks` ranks it is the rank that was the slowest in most rows.
+    In a synchronous step every rank waits for the slowest, so dt is alike on all: dt − dtw is compared where dtw was
+    kept. Above `full_ranks` ranks it is the rank that was the slowest in most rows.
     """
     from mmm.history.series import median_by_rank
 
@@ -109,11 +112,6 @@ def _place(ds: "xarray.Dataset", rank: int) -> str:
     names = ["host", "local_rank", *sorted(str(name) for name in ds.coords if str(name).startswith("axis_"))]
     at = [f"{name.removeprefix('axis_')} {ds[name].values[rank]}" for name in names if name in ds.coords]
     return ", ".join(at) or "place unknown"
-
-
-def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end="")  # an ASCII terminal gets question marks, no crash
 
 
 if __name__ == "__main__":

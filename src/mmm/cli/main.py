@@ -13,7 +13,7 @@ from mmm.errors import UserError
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
-    "examples": ("mmm.cli.examples", "list the runnable examples and trainers"),
+    "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
 }
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand.
 
     Returns:
-        The exit code: 2 for what the user can mend, said in one message.
+        The exit code: 2 for a user's error, printed as one message.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and arguments[0] in ("-V", "--version"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmm.analysis.startup_logs import Start, read_log
+from mmm.cli import show
 from mmm.errors import ConfigError, RecordError, UserError
 from mmm.runtime import startup
 
@@ -22,7 +23,7 @@ and a later line with a time and `iter` or `step` and its number. A log may hold
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, the parts of a single run, and the plot. Returns 0; a UserError where no path has a start."""
+    """Print the table, the parts of a single run, and the plot. Returns 0. Raises UserError without any start."""
     parser = argparse.ArgumentParser(
         prog="mmm startup", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     for path in args.paths:
         try:
             found, parts = _read(path, args.model, args.ranks)
-        except UserError as error:  # of one of many: the others have their start all the same
+        except UserError as error:  # of one of many: the others are still shown
             without.append(error)
             continue
         starts += found
@@ -63,9 +64,7 @@ def main(argv: list[str]) -> int:
     if len(starts) > 1:
         from mmm.history.curves import fitting_width, terminal_curves
 
-        drawn = terminal_curves(curves, "start-up: seconds against ranks", "ranks", fitting_width())
-        encoding = sys.stdout.encoding or "utf-8"
-        print("\n" + drawn.encode(encoding, "replace").decode(encoding), end="")
+        show("\n" + terminal_curves(curves, "start-up: seconds against ranks", "ranks", fitting_width()))
     if args.png:
         from mmm.history.curves import save_curves
 
@@ -94,10 +93,10 @@ def table(starts: Sequence[Start]) -> str:
     width = max(5, *(len(each.model) for each in starts))
     lines = [f"{'model':<{width}}{'ranks':>7}  {'start':<19}  {'stop':<19}{'seconds':>10}"]
     for each in starts:
-        whole = not each.start.microsecond and not each.stop.microsecond
+        full_seconds = not each.start.microsecond and not each.stop.microsecond
         lines.append(
             f"{each.model:<{width}}{each.ranks:>7}  {each.start:%Y-%m-%d %H:%M:%S}  "
-            f"{each.stop:%Y-%m-%d %H:%M:%S}{each.seconds:>10.{0 if whole else 2}f}"
+            f"{each.stop:%Y-%m-%d %H:%M:%S}{each.seconds:>10.{0 if full_seconds else 2}f}"
         )
     return "\n".join(lines)
 

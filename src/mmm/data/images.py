@@ -1,4 +1,4 @@
-"""Labelled images: a set is indexed in any order and gives normalised float batches. Where it came from is kept.
+"""Labelled images: sets that are indexed in any order and return normalised float batches.
 
 In use::
 
@@ -55,9 +55,6 @@ class ImageSet(ABC):
     def digest(self) -> str:
         """sha256 in hexadecimal of what decides every pixel and label of the set."""
 
-    def __len__(self) -> int:
-        return self.samples
-
     def images(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Any samples in any order: (n, channels, height, width) float32, normalised, and (n,) int64.
 
@@ -67,10 +64,10 @@ class ImageSet(ABC):
         return self.normalise(self.pixels(indices)), self.labels(indices)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 → float32: (pixels / 255 − mean) / std, channel by channel, in memory in the order of the dims.
+        """uint8 → float32: (pixels / 255 − mean) / std by channel, with contiguous strides.
 
-        Pixels need not be: resized grey images come with the channel's stride 1, which PyTorch calls contiguous, and of
-        which convolutions make channels-last activations.
+        Resized grey images have stride 1 for the channel, which PyTorch calls contiguous, and which makes convolutions
+        return channels-last activations.
         """
         mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (self.mean, self.std))
         own = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -78,16 +75,16 @@ class ImageSet(ABC):
 
 
 class ImagesInMemory(ImageSet):
-    """Images kept as uint8, each brought to the shape asked for when it is read.
+    """Images in memory as uint8, converted to the requested shape when they are read.
 
     Args:
-        pixels: (samples, channels, height, width) uint8. labels: (samples,) whole numbers.
+        pixels: (samples, channels, height, width) uint8. labels: (samples,) integers.
         mean, std: one value a channel of `pixels`.
-        image_size: height and width to give, None for those of `pixels`. channels: 1 or 3, None likewise.
+        image_size: height and width to return, None for those of `pixels`. channels: 1 or 3, None likewise.
 
     Raises:
         DataError: images and labels differ in number, a label is out of range, there are no images, or the channels
-            cannot be had.
+            cannot be converted.
     """
 
     def __init__(
@@ -132,10 +129,10 @@ class ImageData:
     """A set to train on and one to test on.
 
     Attributes:
-        name: the data set in use. asked: the one asked for; another only where `note` says why.
+        name: the data set in use. asked: the requested one; another only where `note` says why.
         source: the folder or the maker it was read from, for people.
-        note: what a user has to know, such as that another data set stands in; empty if nothing. To be logged, and
-            kept in the run's record.
+        note: what a user has to know, such as that another data set replaces the requested one; empty if nothing. It is
+            logged and kept in the run's record.
     """
 
     train: ImageSet
@@ -156,7 +153,7 @@ class ImageData:
 
     @cached_property
     def sha256(self) -> str:
-        """Of both sets: equal exactly where two runs, or two ranks, read the same images and labels."""
+        """Of both sets: equal where two runs, or two ranks, read the same images and labels."""
         return hashlib.sha256(f"{self.train.digest()} {self.test.digest()} {self.shape}".encode()).hexdigest()
 
     def describe(self) -> dict[str, object]:
@@ -180,7 +177,7 @@ _LUMA = (299, 587, 114)  # thousandths, ITU-R BT.601: how much red, green and bl
 
 
 def convert_channels(pixels: Tensor, channels: int) -> Tensor:
-    """(n, 1 or 3, height, width) uint8 with that many channels: grey is repeated, colour is weighed into grey."""
+    """(n, 1 or 3, height, width) uint8 to that many channels: grey is repeated, colour is averaged by luma weights."""
     if pixels.shape[1] == channels:
         return pixels
     if pixels.shape[1] == 1:
@@ -208,7 +205,7 @@ def convert_statistics(mean: Values, std: Values, channels: int) -> tuple[Values
 def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     """(n, channels, height, width) uint8 at another height and width, bilinear with antialiasing.
 
-    PyTorch computes this in whole numbers, so that an image comes out the same whatever batch it is in.
+    PyTorch computes this in integers, so the result does not depend on the batch that an image is in.
     """
     if tuple(pixels.shape[-2:]) == tuple(size):
         return pixels

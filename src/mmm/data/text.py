@@ -17,11 +17,11 @@ BYTES = 256  # the vocabulary: one token a byte
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text cut into a part to train on and a part to validate on.
+    """A text, split for training and validation.
 
     Attributes:
         train, validation: (bytes,) uint8.
-        source: what it was read from, for people. files: how many. sha256: of all bytes in order, training part first.
+        source: where it was read from, for people. files: how many. sha256: of all bytes, training first.
     """
 
     train: np.ndarray
@@ -42,16 +42,15 @@ class Corpus:
 
 
 def _corpus(train: Iterable[bytes], validation: Iterable[bytes], source: str, files: int) -> Corpus:
-    parts = [np.frombuffer(b"\n".join(pieces), dtype=np.uint8) for pieces in (train, validation)]
-    digest = hashlib.sha256(parts[0].tobytes() + parts[1].tobytes()).hexdigest()
-    return Corpus(parts[0], parts[1], source, files, digest)
+    first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
+    return Corpus(first, second, source, files, hashlib.sha256(first.tobytes() + second.tobytes()).hexdigest())
 
 
 def standard_library(root: Path | None = None) -> Corpus:
     """The top-level modules of this Python's standard library: about 170 files, 4.7 MB.
 
-    Every tenth file, in the order of a hash of its name, is for validation: the split does not move when a Python
-    version adds a module.
+    A tenth of the files, chosen by a hash of the name, is for validation: a module that a Python version adds does not
+    change the split.
 
     Raises:
         DataError: this Python keeps no sources on disk.
@@ -71,7 +70,7 @@ def standard_library(root: Path | None = None) -> Corpus:
 
 
 def read_text_files(paths: Sequence[Path]) -> Corpus:
-    """Any files as text. The last tenth of each is for validation.
+    """Any files as text; the last tenth of each for validation.
 
     Raises:
         DataError: a file is missing, is a folder, cannot be read, or is empty.
@@ -84,7 +83,7 @@ def read_text_files(paths: Sequence[Path]) -> Corpus:
             raise DataError(f"--text {path}: {error.strerror or error}") from None
         if not text:
             raise DataError(f"--text {path}: the file is empty")
-        cut = len(text) - max(len(text) // 10, 1)
-        train.append(text[:cut])
-        validation.append(text[cut:])
+        end = len(text) - max(len(text) // 10, 1)
+        train.append(text[:end])
+        validation.append(text[end:])
     return _corpus(train, validation, ", ".join(str(path) for path in paths), len(paths))

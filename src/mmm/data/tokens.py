@@ -15,11 +15,11 @@ from mmm.errors import DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """Part of a global batch.
+    """A local batch.
 
     Attributes:
         inputs, targets: (batch, seq) int64; a target is the token after its input.
-        count: targets in the whole global batch: what a sum of losses is divided by.
+        count: targets in the global batch: the divisor of a sum of losses.
     """
 
     inputs: Tensor
@@ -31,7 +31,7 @@ class Batch:
 
 
 class Tokens(ABC):
-    """Sequences of ``seq_length + 1`` tokens, numbered from 0, in an order that a seed decides.
+    """Sequences of ``seq_length + 1`` tokens, in an order that depends on a seed.
 
     Attributes:
         samples: sequences in one epoch.
@@ -44,10 +44,10 @@ class Tokens(ABC):
 
     @abstractmethod
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        """Sequence number `place` of an epoch: (seq_length + 1,) int64."""
+        """Sequence number `place` of an epoch, from 0: (seq_length + 1,) int64."""
 
     def steps_per_epoch(self, global_batch: int) -> int:
-        """Steps of `global_batch` samples in an epoch; what is left over at its end is dropped.
+        """Steps of `global_batch` samples in an epoch; a remainder at its end is dropped.
 
         Raises:
             DataError: there are fewer samples than one global batch.
@@ -59,21 +59,21 @@ class Tokens(ABC):
             )
         return self.samples // global_batch
 
-    def batch(self, step: int, global_batch: int, first: int, size: int) -> Batch:
-        """Samples first … first + size - 1 of the global batch of a step.
+    def batch(self, step: int, global_batch: int, first_sample: int, size: int) -> Batch:
+        """Samples first_sample … first_sample + size - 1 of the global batch of a step.
 
         Args:
             step: from 0, over all epochs.
-            first, size: in samples; the part of data-parallel coordinate c is ``first = c * size``.
+            first_sample, size: the local batch of data-parallel coordinate c starts at ``c * size``.
         """
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
-        begin = step_of_epoch * global_batch + first
-        rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))
+        begin = step_of_epoch * global_batch + first_sample
+        rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))  # (size, seq + 1)
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), global_batch * self.seq_length)
 
 
 class TextTokens(Tokens):
-    """The bytes of a text, in stretches that do not overlap; every epoch has each stretch once, in an order of its own.
+    """The bytes of a text as sequences that do not overlap; every epoch has each of them once, in an order of its own.
 
     Args:
         text: (bytes,) uint8. seq_length: tokens a sample. shuffle: False reads in order.
@@ -98,10 +98,10 @@ class TextTokens(Tokens):
 
 
 def stream(seed: int, *place: int) -> list[int]:
-    """What ``RandomState`` is seeded with, 32-bit words: the seed's lower half, `place`, the upper half if it is not 0.
+    """The 32-bit words that seed ``RandomState``: the seed's lower half, `place`, the upper half if it is not 0.
 
     Args:
-        seed: of 64 bits, all of which count. place: which numbers of that seed.
+        seed: of 64 bits. place: which stream of that seed.
     """
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     return [low, *place, high] if high else [low, *place]
@@ -114,15 +114,13 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
 
 
 class RandomTokens(Tokens):
-    """Uniform random tokens: nothing to learn, ln(vocab_size) is the best loss. For measuring speed.
+    """Uniform random tokens in 0 … vocab_size - 1: ln(vocab_size) is the best loss. For measuring speed."""
 
-    Args:
-        vocab_size: tokens are 0 … vocab_size - 1. samples: sequences that make an epoch.
-    """
+    samples = 16_384
 
-    def __init__(self, vocab_size: int, seq_length: int, seed: int, samples: int = 16_384) -> None:
+    def __init__(self, vocab_size: int, seq_length: int, seed: int) -> None:
         super().__init__(seq_length, seed)
-        self.vocab_size, self.samples = vocab_size, samples
+        self.vocab_size = vocab_size
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         state = np.random.RandomState(stream(self.seed, epoch, place))

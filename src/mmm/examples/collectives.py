@@ -37,9 +37,9 @@ from mmm.errors import ConfigError
 from mmm.parallel import Layout
 from mmm.parallel.data.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
-from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
+from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import start_run
 

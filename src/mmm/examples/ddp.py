@@ -37,12 +37,12 @@ from torch import nn
 from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once

@@ -28,14 +28,14 @@ from torch import nn
 from mmm.data.image_batches import ImageBatch, ImageBatches, evaluation
 from mmm.models.cnn import CNN
 from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.plans.cnn import cnn_plan
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.runtime.seed import seed_step
 from mmm.trainer.cnn import CNNOptions, resolve
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions, parse

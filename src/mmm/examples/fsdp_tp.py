@@ -44,9 +44,9 @@ from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model

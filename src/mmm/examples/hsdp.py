@@ -37,13 +37,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.apply import local_part
-from mmm.parallel.assemble import Techniques
+from mmm.parallel import Layout, Mesh, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.local import to_local
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once, sharded_model
@@ -78,7 +78,7 @@ def train(config: Config) -> None:
         run.describe(**resolved.describe())
         mesh = build_mesh(layout, run.device.type, config.timeout)  # ("dp_replicate", "dp_shard")
         everyone: list[Any] = [None] * run.rank.world_size
-        dist.all_gather_object(everyone, groups_of(mesh))
+        dist.all_gather_object(everyone, groups_of(mesh.device_mesh))
         rows, columns = (sorted({groups[axis] for groups in everyone}) for axis in ("dp_shard", "dp_replicate"))
         run.describe(groups={"dp_shard": rows, "dp_replicate": columns})
         run.log.info("all-gather and reduce-scatter (dp_shard) in: %s", " ".join(str(list(row)) for row in rows))
@@ -128,12 +128,12 @@ def groups_of(mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def copies_spread(model: nn.Module, mesh: DeviceMesh) -> float:
+def copies_spread(model: nn.Module, mesh: Mesh) -> float:
     """The largest difference of a parameter between two copies. A collective."""
-    numbers = torch.cat([local_part(p).flatten() for p in model.parameters()])
+    numbers = torch.cat([to_local(p).flatten() for p in model.parameters()])
     highest, lowest = numbers.clone(), numbers.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group("dp_replicate"))
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group("dp_replicate"))
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh["dp_replicate"].get_group())
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh["dp_replicate"].get_group())
     apart = (highest - lowest).max() if len(numbers) else numbers.new_zeros(())
     dist.all_reduce(apart, dist.ReduceOp.MAX)
     return float(apart)

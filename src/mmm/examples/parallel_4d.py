@@ -45,30 +45,21 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import convert
-from mmm.parallel import Layout, clip_grad_norm, cross_entropy, local_value, materialize
-from mmm.parallel.assemble import Techniques, partition_model
+from mmm.parallel import Layout, Techniques, clip_grad_norm, cross_entropy, materialize, partition_model
 from mmm.runtime.device import Precision
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.needs import PIPELINE, Need, check_needs
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, Preset, parse
-from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer import example
 from mmm.trainer.timeline import PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BreakOptions, TextProgramOptions, ValidationOptions):
+class Config(example.TextExampleOptions):
     """A small Transformer on four axes. Where no axis is given, each in turn gets 2 ranks, as long as they divide."""
 
     BREAKS: ClassVar[dict[str, str]] = {
         "samples": "every dp rank trains on the samples of the first: the others are never seen, and those count twice",
         "init": "each rank draws what it holds from a generator of its own: the model depends on the mesh",
     }
-    NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "microbatches": PIPELINE}
+    NEEDS: ClassVar[dict[str, example.Need]] = {"schedule": example.PIPELINE, "microbatches": example.PIPELINE}
     model: Annotated[str, tyro.conf.Suppress] = "transformer"
     pp: int = 1
     dp_shard: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = -1
@@ -77,14 +68,13 @@ class Config(BreakOptions, TextProgramOptions, ValidationOptions):
     schedule: Literal["GPipe", "1F1B"] | None = None
     microbatches: int | None = None
     """Parts that a batch goes through the stages in. Default: pp."""
-    preset: Preset = "debug"
+    preset: example.Preset = "debug"
     n_layers: int | None = 4
     n_heads: int | None = 8
     n_kv_heads: int | None = 4
     ffn_dim: int | None = 192
     eval_every: int = 0
     default_max_iters = 20
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
     def layout(self, ranks: int) -> Layout:
         """The mesh for that many ranks."""
@@ -96,7 +86,7 @@ class Config(BreakOptions, TextProgramOptions, ValidationOptions):
                 if axis != "dp_shard" and ranks % 2 ** (at + 1) == 0:
                     sizes[axis] = 2
         layout = Layout(**sizes).fit(ranks)
-        check_needs(self, layout)
+        example.check_needs(self, layout)
         return layout
 
 
@@ -145,20 +135,20 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    layout = config.layout(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=8)
+    layout = config.layout(example.whoami().world_size)
+    resolved = example.resolve(config, layout, default_batch=8)
     if resolved.sizes.n_kv_heads % layout.tp:
         raise LayoutError(f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}")
     microbatches = config.microbatches or layout.pp
     techniques = Techniques(schedule=config.schedule or "1F1B", microbatches=microbatches)
     partition = partition_model(resolved.model, resolved.plan, layout, techniques, resolved.sample, config.dtype)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
     names = partition.names() or [[name for name, _ in resolved.model.named_modules()]]
-    with start_run("parallel_4d", config, layout, resolved.about_data) as run:
-        run.describe(**resolved.describe(), stages=names)
+    with example.text_run("parallel_4d", config, resolved, techniques, partition) as run:
+        run.describe(stages=names)
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
         model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)
@@ -167,7 +157,7 @@ def train(config: Config) -> None:
             torch.manual_seed(config.seed + run.rank.rank)
             for parameter in model.parameters():
                 parameter.data.to_local().normal_(std=0.02)
-        run.log.info("%s\n%s", mesh, sharded_model(model))
+        run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
         tokens = resolved.global_batch * config.seq_length
         positions = positions_of(at["cp"], layout.cp, config.seq_length).to(run.device)
@@ -178,19 +168,19 @@ def train(config: Config) -> None:
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
         schedule = kind(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
-        PipelineTimes(run, schedule, [stage])  # dtf, dtb, dtw
+        times = PipelineTimes(run, schedule, [stage])  # dtf, dtb, dtw
 
         def through(go: Callable[..., Any], batch: Batch) -> Tensor:
             losses: list[Tensor] = []
             inputs = [batch.inputs[:, positions]] if stage.is_first else []
             targets = batch.targets[:, positions] if stage.is_last else None
             go(*inputs, target=targets, losses=losses, return_outputs=False)
-            return torch.tensor(sum(map(local_value, losses)), dtype=torch.float64)
+            return times.local_loss(losses)
 
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
         samples_of = 0 if config.break_ == "samples" else at["dp_shard"]
         evaluate = partial(through, schedule.eval)
-        for step in text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
+        for step in example.text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
             with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 step.log(through(schedule.step, step.batch))
             if config.break_ is None:
@@ -199,9 +189,5 @@ def train(config: Config) -> None:
             optimizer.zero_grad()
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

@@ -16,9 +16,8 @@ What passes between two ranks: of each micro-batch the activations (samples, seq
 many, back. By default 2 samples of 128 tokens of 256 float32: 0.26 MB, 8 times a step each way. That is less than any
 other axis sends, so pp is the outermost: between hosts. ``dtw`` is what a rank waits, and --timeline draws it.
 
-The split makes the slowest stage as fast as can be. --tpsize shards each layer's matrices within a stage, and the ranks
-that are left are data parallel (FSDP within a stage). 30 steps. Same seed and same global batch give the losses of
-``mmm.examples.fsdp_tp``.
+The split makes the slowest stage as fast as can be. Within a stage --tpsize shards matrices, and the ranks that are
+left are data parallel (FSDP). 30 steps. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
 """
 
 from __future__ import annotations
@@ -37,28 +36,19 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
-from mmm.parallel.assemble import Techniques, partition_model
-from mmm.parallel.pipeline.pipeline import ScheduleName
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, parse
-from mmm.trainer.report import print_once, sharded_model, stage_table
-from mmm.trainer.run import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
+from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize, partition_model
+from mmm.parallel.techniques import ScheduleName
+from mmm.trainer import example
 from mmm.trainer.timeline import PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BreakOptions, TextProgramOptions, ValidationOptions):
+class Config(example.TextExampleOptions):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
-    BREAKS: ClassVar[dict[str, str]] = {
+    BREAKS: ClassVar = {
         "scale": "PyTorch's schedule divides gradients by the number of micro-batches (its default, for losses that "
-        "are means), but each loss is its sum over the tokens of the global batch, and they add up already",
+        "are means). Each loss here is its sum over the tokens of the global batch: they just add up."
     }
     pp: int = 2
     """Ranks along pp: over how many the layers are split."""
@@ -88,46 +78,39 @@ def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
 
 
 def train(config: Config) -> None:
-    # Does it fit? Everything here is checked before any rank talks to another.
-    layout = Layout(pp=config.pp, tp=config.tpsize).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=16)
+    layout = Layout(pp=config.pp, tp=config.tpsize).fit(example.whoami().world_size)
+    resolved = example.resolve(config, layout, default_batch=16)
     if layout.pp < 2:
         raise LayoutError(f"pp {layout.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
     if config.timeline and resolved.steps < 2:
-        raise ConfigError(
-            f"--timeline with {resolved.steps} step: the first is left out, because PyTorch finds the shapes in it; "
-            f"use --max_iters 2 or more"
-        )
-    split = {"microbatches": config.microbatches, "stages_per_rank": config.stages_per_rank}
-    techniques = Techniques(schedule=config.schedule, **split)
+        why = "the first is left out, because PyTorch finds the shapes in it"
+        raise ConfigError(f"--timeline with {resolved.steps} step: {why}; use --max_iters 2 or more")
+    each = {"microbatches": config.microbatches, "stages_per_rank": config.stages_per_rank}
+    techniques = Techniques(schedule=config.schedule, **each)
     partition = partition_model(resolved.model, resolved.plan, layout, techniques, resolved.sample, config.dtype)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    names, positions = partition.names(), torch.arange(config.seq_length)
-    holds = footprint(resolved.model, config.optimizer, techniques, partition, layout.pp)
-    with start_run("pipeline", config, layout, resolved.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe(), stages=names)
-        run.log.info("the stages\n%s", stage_table(names, partition.shares()))
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        tokens = resolved.global_batch * config.seq_length
-        whole = {"positions": positions.to(run.device)}  # the same for all micro-batches: not split with the batch
-
-        stages: list[PipelineStage] = []
+    names = partition.names()  # of the modules of each stage
+    with example.text_run("pipeline", config, resolved, techniques, partition) as run:
+        run.describe(stages=names)
+        run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
+        mesh, tokens = build_mesh(layout, run.device.type, config.timeout), resolved.global_batch * config.seq_length
         at, there_and_back = mesh["pp"].get_local_rank(), config.schedule in ("ZBVZeroBubble", "DualPipeV")
         numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
+        every = {"positions": torch.arange(config.seq_length, device=run.device)}  # not split into micro-batches
+
+        stages: list[PipelineStage] = []
         for number in numbers:
             module = make_stage(resolved.sizes, names[number])
-            apply(module, mesh, resolved.plan, run.precision)  # tp and FSDP within the stage
+            apply(module, mesh, resolved.plan, run.precision)  # tp and FSDP, within the stage
             materialize(module, run.device, config.seed)
-            module.register_forward_pre_hook(lambda _, x, named: (x, named | whole), with_kwargs=True)
+            module.register_forward_pre_hook(lambda _, x, named: (x, named | every), with_kwargs=True)
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
                 unit.set_reshard_after_forward(False)  # gathered once a step, not once a micro-batch
             stages.append(PipelineStage(module, number, len(names), run.device, group=mesh["pp"].get_group()))
-            run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(module))
-
+            run.log.info("%s, stage %d\n%s", mesh, number, example.sharded_model(module))
         kind = getattr(schedules, f"Schedule{config.schedule}")
         schedule = kind(
             stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0],
@@ -138,28 +121,24 @@ def train(config: Config) -> None:
         times = PipelineTimes(run, schedule, stages)  # dtf, dtb, dtw
 
         def through(go: Callable[..., Any], batch: Batch) -> Tensor:
-            losses: list[Tensor] = []  # of the micro-batches, on the last stage; none elsewhere
-            inputs = [batch.inputs] if 0 in numbers else []  # the other stages take what the stage before sends
-            targets = batch.targets if len(names) - 1 in numbers else None
-            go(*inputs, target=targets, losses=losses, return_outputs=False)
-            return torch.tensor(sum(map(local_value, losses)), dtype=torch.float64)
+            losses: list[Tensor] = []  # of the micro-batches, on the last stage
+            inputs = [batch.inputs] if 0 in numbers else []  # other stages take what the stage before sends
+            go(*inputs, target=batch.targets if len(names) - 1 in numbers else None, losses=losses)
+            return times.local_loss(losses)
 
         modules = [stage.submod for stage in stages]
-        optimizer = make_optimizer(config.optimizer, [p for module in modules for p in module.parameters()], config.lr)
-        for step in text_steps(run, resolved, modules, optimizer, lambda batch: through(schedule.eval, batch)):
+        optimizer = example.make_optimizer(config.optimizer, [p for m in modules for p in m.parameters()], config.lr)
+        evaluate = lambda batch: through(schedule.eval, batch)  # noqa: E731
+        for step in example.text_steps(run, resolved, modules, optimizer, evaluate):
             if config.timeline and step.number > 0:
                 times.record()
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
-                step.log(through(schedule.step, step.batch))  # forward and backward of all micro-batches
+                step.log(through(schedule.step, step.batch))  # forward, loss and backward of all micro-batches
             optimizer.step()
             optimizer.zero_grad()
         if config.timeline:
             times.report(config.schedule, config.microbatches)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

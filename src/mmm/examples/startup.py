@@ -31,8 +31,8 @@ from mmm.analysis import startup_cost as measure
 from mmm.errors import ConfigError, LaunchError
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
 from mmm.parallel import Layout
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
+from mmm.trainer.flags import run_main
 from mmm.trainer.needs import Need, check_needs
 from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run import Run, start_run

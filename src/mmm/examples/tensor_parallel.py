@@ -50,9 +50,9 @@ from torch.distributed.tensor.parallel import (
 
 from mmm.errors import LayoutError
 from mmm.parallel import Layout
-from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
+from mmm.trainer.flags import run_main
 from mmm.trainer.options import BreakOptions, parse
 from mmm.trainer.run import start_run
 
@@ -193,7 +193,11 @@ def train(config: Config) -> bool:
             lines.append(f"--break {config.break_}, on purpose: {config.BREAKS[config.break_]}")
         run.log.info("sharded over %d ranks, differs from the full computation by\n%s", ranks, "\n".join(lines))
         if run.record is not None:
-            row = {f"{name}_{what}": n for name, two in found.items() for what, n in zip(("output", "gradient"), two, strict=False)}
+            row = {
+                f"{name}_{what}": n
+                for name, two in found.items()
+                for what, n in zip(("output", "gradient"), two, strict=False)
+            }
             run.record.update({**row, "allowed": limit})
     return all(value <= limit for two in found.values() for value in two)  # NaN is wrong as well
 

@@ -29,16 +29,15 @@ from typing import Annotated, Literal
 import torch
 import tyro
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, build_mesh, local_value, loss_of, materialize
-from mmm.runtime.failure import run_main
+from mmm.parallel import Layout, Mesh, apply, build_mesh, local_value, loss_of, materialize
 from mmm.runtime.peak import Peak
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import MemoryOptions, Preset, Unused, parse
 from mmm.trainer.report import print_once
@@ -95,7 +94,7 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(run: Run, mesh: DeviceMesh, resolved: ResolvedText, way: int) -> tuple[int, list[float]]:
+def train_way(run: Run, mesh: Mesh, resolved: ResolvedText, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.options
     assert isinstance(config, Config)

@@ -27,11 +27,13 @@ from mmm.data import Tokens
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes, build_mesh
-from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, TextOptions, TransformerOptions, parse
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.traffic import Sent, apart, count_step, table
@@ -89,7 +91,6 @@ def measure(
     model = ParallelModel(
         on_meta(sizes),
         plan,
-        layout,
         mesh,
         run.precision,
         case.techniques,

@@ -3,7 +3,7 @@
 launch python3 -m mmm.examples.vit --max_iters 10
 """
 
-from mmm.runtime.failure import run_main
+from mmm.trainer.flags import run_main
 from mmm.trainer.vit import main
 
 if __name__ == "__main__":

@@ -27,19 +27,18 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.analysis.local_elements import local_elements
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
-from mmm.parallel.assemble import Techniques
+from mmm.parallel import Layout, Mesh, apply, build_mesh, cross_entropy, local_value, materialize
 from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.failure import run_main
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import parse
 from mmm.trainer.report import print_once
@@ -89,7 +88,7 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_stage(run: Run, mesh: DeviceMesh, resolved: ResolvedText, stage: int) -> tuple[dict[str, int], list[float]]:
+def train_stage(run: Run, mesh: Mesh, resolved: ResolvedText, stage: int) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
         model: nn.Module = Transformer(resolved.sizes)

@@ -1,5 +1,5 @@
-"""Whether the run that writes a journal still goes on: by the file's lock; where the file system has no locks, by the
-file's age and by the process itself."""
+"""Whether the run that writes a journal is still alive: by the file's lock; without locks, by the file's age and the
+process."""
 
 import enum
 import os
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-RECENT = 15 * 60.0  # s without a write after which a run that no lock and no process speaks for counts as over
+RECENT = 15 * 60.0  # s without a write after which a run without lock and process counts as over
 
 
 class Lock(enum.Enum):
-    """What asking for a file's lock has shown."""
+    """The result of asking for a file's lock."""
 
     HELD = "held by us"
     TAKEN = "held by another"
@@ -21,25 +21,25 @@ class Lock(enum.Enum):
 
 
 def lock(fd: int) -> Lock:
-    """Take the file's advisory lock, if it is free. It is held until `fd` is closed."""
+    """Take the file's advisory lock, if it is free. Closing `fd` releases it."""
     try:
         import fcntl
 
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return Lock.TAKEN
-    except (ImportError, OSError):  # ENOLCK, ENOSYS, EOPNOTSUPP, …: whatever it says, nothing is known
+    except (ImportError, OSError):  # ENOLCK, ENOSYS, EOPNOTSUPP, …
         return Lock.NONE
     return Lock.HELD
 
 
 def this_process() -> dict[str, Any]:
-    """By what a journal's header says who writes it."""
+    """What a journal's header says of its writer."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "began": process_began(os.getpid())}
 
 
 def process_began(pid: int) -> str | None:
-    """When a process of this host began, as text that no other process with that pid has. None: there is none.
+    """When a process of this host began, as text that identifies it among processes with that pid; None without one.
 
     Empty where the system has no /proc: then only the pid is known.
     """
@@ -73,13 +73,13 @@ def lives_here(writer: Mapping[str, Any]) -> bool:
 
 
 def why_going_on(fd: int, writer: Mapping[str, Any]) -> str | None:
-    """Why the run whose journal is open as `fd` has to be taken for a running one; None: it is over.
+    """Why the run whose journal is open as `fd` counts as running; None: it is over.
 
-    Takes the lock where it is free: close `fd` to give it back.
+    Takes the lock where it is free: close `fd` to release it.
 
     Args:
-        writer: what the journal's header says of its process, and whether it found locks (``locks``) where it runs;
-            empty where it says nothing.
+        writer: what the journal's header says of its process, and whether that process found locks (``locks``); may be
+            empty.
     """
     found = lock(fd)
     if found is Lock.TAKEN:

@@ -1,7 +1,7 @@
 """Room for the next attempt of a launch: `launch --retries` starts a program again, in the same --outdir.
 
-The record of an attempt that failed goes into a folder ``attempt-1``, ``attempt-2``, … of that --outdir, whole and
-readable by itself. A record of anything else stays where it is, and is refused as ever.
+The record of an attempt that failed moves into a folder ``attempt-1``, ``attempt-2``, … of that --outdir. Any other
+record stays where it is, and `prepare` refuses it.
 """
 
 import contextlib
@@ -30,11 +30,8 @@ def this_attempt(environ: Mapping[str, str] = os.environ) -> Attempt | None:
     return Attempt(of, int(number)) if of and number.isdigit() else None
 
 
-def make_room(outdir: Path | str, this: Attempt | None = None) -> str | None:
-    """Set aside the record in `outdir`, if an earlier attempt of the same launch has left it. Call it before `prepare`.
-
-    Args:
-        this: None for what the environment says.
+def make_room(outdir: Path | str, this: Attempt | None) -> str | None:
+    """Move the record in `outdir` away, if an earlier attempt of the same launch left it. Call it before `prepare`.
 
     Returns:
         What was done, for the log and the new record; None if there was nothing to do.
@@ -42,16 +39,16 @@ def make_room(outdir: Path | str, this: Attempt | None = None) -> str | None:
     Raises:
         RecordError: a file cannot be moved.
     """
-    folder, this = Path(outdir).expanduser().absolute(), this or this_attempt()
+    folder = Path(outdir).expanduser().absolute()
     config = read_config(folder)
     earlier = _attempt_of(config)
     if this is None or earlier is None or earlier.of != this.of or earlier.number >= this.number:
         return None
     target = _free(folder, f"attempt-{earlier.number + 1}")
-    for path in sorted(own_files(folder), key=lambda path: path.name == CONFIG):  # that is last: it says whose they are
+    for path in sorted(own_files(folder), key=lambda path: path.name == CONFIG):  # last: it says whose they are
         _move(path, target / path.relative_to(folder))
     for emptied in ("plots/mplot/pngs", "plots/mplot/svgs", "plots/mplot", "plots/tplot", "plots"):
-        with contextlib.suppress(OSError):  # it is not there, or holds what is not ours
+        with contextlib.suppress(OSError):  # it is missing, or holds other files
             (folder / emptied).rmdir()
     ending = config_ending(config)
     if ending is None or ending.state not in ENDED:
@@ -65,11 +62,11 @@ def _attempt_of(config: str) -> Attempt | None:
         kept = json.loads(config or "{}").get("attempt")
         return Attempt(str(kept["of"]), int(kept["number"]))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return None  # config.json is anyone's to write
+        return None  # a user may edit config.json
 
 
 def _free(folder: Path, name: str) -> Path:
-    """A folder for one attempt's record: another launch may have left one of that name."""
+    """A free folder for one attempt's record: another launch may have used that name."""
     names = (name if count == 1 else f"{name}-{count}" for count in range(1, 1_000_000))
     return next(folder / name for name in names if not (folder / name / CONFIG).exists())
 
@@ -88,7 +85,7 @@ def _move(path: Path, to: Path) -> None:
 
 
 def _finalize(target: Path, ending: Ending) -> str:
-    """Make the dataset of an attempt that was killed: launch has ended its ranks. A few words if that fails."""
+    """Make the dataset of an attempt that was killed: launch has ended its ranks. Returns a note if that fails."""
     from mmm.history.reader import finalize_now
 
     if not (target / JOURNAL).exists():

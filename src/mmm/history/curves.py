@@ -18,7 +18,7 @@ COLORS = ("#2563b8", "#d9730d", "#2f855a", "#8b5cb8", "#c8553d", "#7b8794")
 
 
 def terminal_curves(curves: Curves, title: str, x_name: str, width: int) -> str:
-    """The curves' points as letters, with what each letter means below; where points coincide, the last is seen."""
+    """The curves' points as letters, with a legend below; of points that coincide the last is shown."""
     points = [point for curve in curves.values() for point in curve]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
     left, right, top = min(0.0, xs[0]), max(*xs, xs[0] + 1), max(*ys, 1e-9) * 1.05
@@ -58,10 +58,10 @@ def curves_figure(panels: Mapping[str, Curves], x_name: str) -> "Figure":
 
 
 def save_curves(panels: Mapping[str, Curves], x_name: str, path: Path) -> Path:
-    """Write `curves_figure` to `path`, a picture in the format that its ending says.
+    """Write `curves_figure` to `path`, in the picture format of its suffix.
 
     Raises:
-        RecordError: it cannot be written, or the ending is no picture's.
+        RecordError: it cannot be written, or the suffix is no picture format.
     """
     from mmm.history.figures import style
 
@@ -71,6 +71,6 @@ def save_curves(panels: Mapping[str, Curves], x_name: str, path: Path) -> Path:
             curves_figure(panels, x_name).savefig(path)
         except OSError as error:
             raise RecordError(f"cannot write {path}: {reason(error)}. Give another file.") from error
-        except ValueError as error:  # matplotlib names the endings it knows
+        except ValueError as error:  # matplotlib names the suffixes it knows
             raise RecordError(f"cannot draw {path}: {error}.") from error
     return path

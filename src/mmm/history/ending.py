@@ -1,4 +1,4 @@
-"""How a run ended, in one word and one line: kept in config.json and in the dataset's attributes."""
+"""How a run ended, as a word and a line, in config.json and in the dataset's attributes."""
 
 import json
 import os
@@ -15,8 +15,8 @@ RUNNING = "running"
 FINISHED = "finished"
 INTERRUPTED = "interrupted"  # by a signal, or Ctrl-C
 FAILED = "failed"  # by an exception
-KILLED = "killed"  # it could not say anything any more
-ENDED = (FINISHED, INTERRUPTED, FAILED)  # what a run says of itself
+KILLED = "killed"  # without a word of its own
+ENDED = (FINISHED, INTERRUPTED, FAILED)  # what a run itself writes
 LONGEST = 500  # characters of an error that are kept
 VERDICT_WAIT = 2.0  # s; launch itself waits up to half a second for a better cause than a lost connection
 
@@ -40,9 +40,9 @@ class Ending(NamedTuple):
 
 
 def ending_of(error: BaseException | None) -> Ending:
-    """What an exception that leaves a run's ``with`` block says; None is a run that finished.
+    """The ending for an exception that leaves a run's ``with`` block; None is a run that finished.
 
-    Under `launch` a run that ends because another rank has failed says that rank's failure.
+    Under `launch` a run that ends because another rank has failed gets that rank's failure.
     """
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return Ending(FINISHED)
@@ -54,7 +54,7 @@ def ending_of(error: BaseException | None) -> Ending:
 
 
 def _signal(error: BaseException) -> signal.Signals | None:
-    """The signal that has ended the run, if one has: as Python says it, as a rank of `launch` does, and shells."""
+    """The signal that has ended the run, if any: KeyboardInterrupt, or exit code 128 + signal."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
     code = error.code if isinstance(error, SystemExit) else None
@@ -62,7 +62,7 @@ def _signal(error: BaseException) -> signal.Signals | None:
 
 
 def _cause(text: str) -> str | None:
-    """Why the ranks end, for one that has lost another: launch knows it a moment later. None if it does not say."""
+    """Why the ranks end, for one that lost another: launch knows it a moment later. None without an answer."""
     if not any(sign in text for sign in CONSEQUENCES):
         return None
     deadline = time.monotonic() + VERDICT_WAIT
@@ -86,7 +86,7 @@ def read_ending(attrs: Any) -> Ending | None:
 
 
 def config_with(text: str, ending: Ending) -> str:
-    """The text of a config.json with that ending; one that is no mapping is anyone's, and stays as it is."""
+    """The text of a config.json with that ending; one that is no mapping stays as it is."""
     try:
         config = json.loads(text)
     except ValueError:
@@ -102,7 +102,7 @@ def write_ending(folder: Path, ending: Ending) -> None:
 
 
 def read_config(folder: Path) -> str:
-    """config.json's text; empty where there is none: a record may have none."""
+    """config.json's text; empty where there is none."""
     try:
         return (folder / CONFIG).read_text()
     except OSError:
@@ -110,7 +110,7 @@ def read_config(folder: Path) -> str:
 
 
 def config_ending(text: str) -> Ending | None:
-    """The ending that the text of a config.json holds."""
+    """The ending in the text of a config.json."""
     try:
         return read_ending(json.loads(text or "{}"))
     except ValueError:

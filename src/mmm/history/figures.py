@@ -58,7 +58,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def metric_figure(ds: "xarray.Dataset", name: str) -> "Figure":
-    """One metric over the steps: a line; or the median over ranks, the band from smallest to largest, thin lines."""
+    """One metric over the steps: a line; or the median over ranks, a band from min to max, a thin line a rank."""
     s = series(ds, name)
     figure = new_figure(7.2, 3.8)
     figure.subplots_adjust(left=0.125, right=0.97, bottom=0.14, top=0.86)  # fixed: every metric lines up
@@ -71,7 +71,7 @@ def metric_figure(ds: "xarray.Dataset", name: str) -> "Figure":
 
 
 def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset", color: str = BLUE) -> None:
-    """Draw `s`, set the limits, and note above the axes what lies outside them."""
+    """Draw `s` and set the limits; a note above the axes names the points outside them."""
     shown = limits(s)
     if shown is None:
         axes.text(0.5, 0.5, "no finite value", ha="center", va="center", transform=axes.transAxes, color=GREY)
@@ -109,7 +109,7 @@ def _spread(axes: "Axes", s: Series, color: str) -> None:
 
 
 def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -> float:
-    """A metric's twin on held-out data, as markers over it. Returns its largest value."""
+    """Draw the validation or test metric of the same name as markers. Returns the largest value shown."""
     twins = (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}")
     twin = next((name for name in twins if name in metrics(ds) and name != s.name), None)
     if twin is None:
@@ -123,13 +123,13 @@ def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -
 
 
 def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
-    """AxisLimits with a margin; small triangles at the edge and a line above the axes for what lies outside."""
+    """Limits with a margin; triangles at the edge and a note above the axes for points outside."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     margin = 0.06 * (shown.high - shown.low) or 0.05 * abs(shown.high) or 1.0
     low, high = shown.low - margin, shown.high + margin
     if shown.low >= 0 > low or (shown.low >= 0 and shown.low < 0.35 * shown.high):
-        low = 0.0  # near enough to zero to show it
+        low = 0.0  # close to zero: show it
     finite = s.y[np.isfinite(s.y)]
     logarithmic = "loss" in s.name and finite.min() > 0 and finite.max() > 100 * finite.min()
     if logarithmic:
@@ -160,9 +160,9 @@ def sentence(text: str) -> str:
 
 
 def head(axes: "Axes", title: str, size: float = 12) -> None:
-    """Above the axes: the title on the left, the legend on the right, both above the note if there is one."""
+    """Title (left) and legend (right) above the axes, and above the note if there is one."""
     up = 20 if axes.texts else 6  # points
-    axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not worked out at each draw
+    axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not computed at each draw
     if len(axes.get_legend_handles_labels()[0]) > 1:
         tall = axes.get_window_extent().height * 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
         at = (1.01, 1 + (up - 3) / tall)
@@ -178,7 +178,7 @@ def head(axes: "Axes", title: str, size: float = 12) -> None:
 
 
 def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
-    """The run on one page: loss, accuracy, the step's time in its parts, throughput. None if it has none of them."""
+    """The run on one page: loss, accuracy, parts of the step's time, throughput. None without any of them."""
     known = metrics(ds)
     split = parts(ds)
     names = {
@@ -209,38 +209,33 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
 
 
 def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> None:
-    """The parts of a step on top of each other, and the whole step as a line: the gap is time no part accounts for."""
-    whole = parts_sum = np.sum([np.nan_to_num(part) for part in split.values()], axis=0)
+    """The parts of a step stacked, and the full step as a line: the gap is time that no part accounts for."""
+    full = parts_sum = np.sum([np.nan_to_num(part) for part in split.values()], axis=0)
     first = series(ds, next(iter(split)))
     x, x_name = first.x, first.x_name
     if "dt" in metrics(ds):
         first = series(ds, "dt")
-        whole = mean_over_ranks(first)
+        full = mean_over_ranks(first)
     span = "epoch" if x_name == "epoch" else "step"
-    kept = np.isfinite(whole)
-    total = Series("dt", "time of a step", "s", x[kept], x_name, np.maximum(whole, parts_sum)[kept])
+    kept = np.isfinite(full)
+    total = Series("dt", "time of a step", "s", x[kept], x_name, np.maximum(full, parts_sum)[kept])
     shown = limits(total)
     if shown is None:
         return
     heights = [thin(x[kept], np.nan_to_num(part[kept])) for part in split.values()]
     at, base = heights[0][0], np.zeros(len(heights[0][0]))
-    bars = len(at) <= MOST_BARS  # of few steps, an area would run from a slow first step into the second
+    bars = len(at) <= MOST_BARS  # with few steps, an area would join a slow first step to the second
     for name, (_, part) in zip(split, heights, strict=True):
         if bars:
             axes.bar(at, part, 0.85 * bar_step(at), base, color=PART_COLORS[name], label=PART_NAMES[name])
         else:
             axes.fill_between(at, base, base + part, color=PART_COLORS[name], lw=0, label=PART_NAMES[name])
         base = base + part
-    axes.plot(*thin(x[kept], whole[kept]), "_" if bars else "-", color=INK, lw=1.0, label=f"whole {span}")
+    axes.plot(*thin(x[kept], full[kept]), "_" if bars else "-", color=INK, lw=1.0, label=f"full {span}")
     set_limits(axes, total, shown)
     axes.set_ylim(0, shown.high * 1.06)
-    over = (
-        ""
-        if ds.sizes.get("rank", 1) == 1
-        else ", mean over ranks"
-        if "dt" in ds or "dtf" in ds
-        else ", median over ranks"
-    )
+    reduction = "mean" if "dt" in ds or "dtf" in ds else "median"
+    over = f", {reduction} over ranks" if ds.sizes.get("rank", 1) > 1 else ""
     head(axes, f"Time of {'an' if span == 'epoch' else 'a'} {span}", 10.5)
     axes.set_ylabel(f"dt [s]{over}")
 
@@ -257,7 +252,7 @@ def facts(ds: "xarray.Dataset") -> str:
 
 
 def thin(x: np.ndarray, y: np.ndarray, keep: np.ufunc | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """A line of at most `MOST_POINTS`: every k-th point, or of each k the one that `keep` (np.fmax, np.fmin) keeps."""
+    """At most `MOST_POINTS` points: every k-th, or of each k the one that `keep` (np.fmax, np.fmin) selects."""
     if len(x) <= MOST_POINTS:
         return x, y
     starts = np.arange(0, len(x), -(-len(x) // MOST_POINTS))
@@ -270,7 +265,7 @@ def bar_step(x: np.ndarray) -> float:
 
 
 def noisy(y: np.ndarray, middle: np.ndarray) -> bool:
-    """Does `y` scatter about `middle`, by more than half a percent of its range at most rows?"""
+    """Whether `y` differs from `middle` by more than 0.5 % of its range at most rows."""
     return bool(np.median(np.abs(y - middle)) > 0.005 * (np.max(y) - np.min(y)))
 
 

@@ -24,7 +24,7 @@ class History:
     """Keeps the rows of a run in `outdir`: in journal.jsonl while it runs, in train_dataset.h5 after `close`.
 
     A run that is killed at any moment loses at most its last `flush_every` rows; `mmm.history.load` reads the others.
-    Where a ``with`` block ends by an exception, the record says by which: `mmm.history.state`.
+    Where an exception ends the ``with`` block, the record names it: `mmm.history.state`.
 
     Args:
         outdir: the run's folder (see `prepare`); made if it does not exist.
@@ -152,9 +152,8 @@ class History:
         except Exception as second:
             if error is None:
                 raise
-            log.warning(
-                "the record in %s was not finalized: %s", self.outdir, second
-            )  # the first error says what matters
+            # The first error is the one that matters.
+            log.warning("the record in %s was not finalized: %s", self.outdir, second)
 
     def _admit(self, name: str) -> None:
         if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":
@@ -173,7 +172,7 @@ class History:
 
 
 def _number(name: str, value: Any) -> float | int:
-    """A Python number from whatever holds one: bool, numpy, a tensor of one element."""
+    """A Python number from a bool, a NumPy scalar or a tensor of one element."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         return int(plain) if isinstance(plain, int) else float(plain)

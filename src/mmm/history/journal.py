@@ -1,10 +1,9 @@
 """The journal: an append-only file of rows beside the dataset, so that a killed run keeps what it measured.
 
-Its first line is a header (version, ranks, attributes), and every further line is one row with its draw index. A line
-is complete or it is not a JSON object, so a reader can tell a line that a kill cut short. The header also says which
-process writes it (`mmm.history.alive`).
+The first line is a header (version, ranks, attributes, writing process), every further line one row with its draw
+index. A line that a kill has truncated is not a JSON object, so a reader recognises it.
 
-Rows reach the operating system at each append: they outlive the process, however it ends, but not a power cut.
+Rows reach the operating system at each append: they survive the process, but not a power failure.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ log = logging.getLogger("mmm")
 
 
 class LoggedRow(NamedTuple):
-    """One logged row: plain numbers by name, and lists of numbers (one a rank) by name."""
+    """One logged row: scalars by name, and lists of one value a rank by name."""
 
     draw: int
     row: dict[str, float | int]
@@ -33,7 +32,7 @@ class LoggedRow(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`writer`: of `mmm.history.alive.this_process`; empty in a journal that does not say."""
+    """`writer`: of `mmm.history.alive.this_process`; empty in older journals."""
 
     ranks: list[dict[str, Any]]
     attrs: dict[str, Any]
@@ -41,7 +40,7 @@ class Header(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a journal holds: `size` bytes of it have been read."""
+    """The content of a journal, of which `size` bytes have been read."""
 
     header: Header
     rows: list[LoggedRow]
@@ -49,10 +48,9 @@ class Kept(NamedTuple):
 
 
 class Journal:
-    """The writing side. Holds an advisory lock on the file for as long as it is open.
+    """The writing side. Holds an advisory lock on the file while it is open.
 
-    Where locks do not exist somebody may take the run for a killed one and remove the file: each write looks, and makes
-    it anew.
+    Without locks, a user may take the run for a killed one and finalize it: each write checks the file and restores it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -60,7 +58,7 @@ class Journal:
         self._fd = -1
         self._lock = Lock.HELD
         self._start(header)
-        if self._lock is Lock.NONE:  # where it is read there may be locks: nobody's having one then says nothing
+        if self._lock is Lock.NONE:  # a reader on another host may find locks: the header warns it
             self._start(header)
 
     def _start(self, header: Header) -> None:
@@ -71,7 +69,7 @@ class Journal:
         self._make(self._first)
 
     def _make(self, content: bytes) -> None:
-        """Put a file with that content in place, and open it. A journal always has a whole header."""
+        """Put a file with that content in place, and open it. The header is always complete."""
         write_atomically(self.path, content)
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_APPEND)
@@ -92,17 +90,17 @@ class Journal:
             self._size += len(text)  # json.dumps escapes all but ASCII: a character is a byte
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)  # no half line for the next append to run into
+                os.ftruncate(self._fd, self._size)  # no truncated line before the next append
             raise cannot_write(self.path, error) from error
 
     def ensure(self) -> None:
-        """Make the file anew, with its rows, where it is gone from its place.
+        """Restore the file, with its rows, where it has been removed.
 
         Raises:
             RecordError: that is not possible, or another run's journal is in its place.
         """
         if self._in_place():
-            if self._lock is Lock.TAKEN:  # by a reader that looked whether somebody writes
+            if self._lock is Lock.TAKEN:  # by a reader that checked for a writer
                 self._lock = lock(self._fd)
             return
         there = read_journal(self.path)
@@ -121,14 +119,14 @@ class Journal:
 
     def _in_place(self) -> bool:
         try:
-            mine = os.fstat(self._fd)
+            opened = os.fstat(self._fd)
             there = os.stat(self.path)
-        except OSError:  # gone from its folder; or from under the descriptor, as NFS says it
+        except OSError:  # removed, or a stale NFS handle
             return False
-        return mine.st_nlink > 0 and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+        return opened.st_nlink > 0 and (opened.st_dev, opened.st_ino) == (there.st_dev, there.st_ino)
 
     def _read_back(self) -> bytes:
-        """All that was written. A file without a name is there until it is closed; where it is not, the header."""
+        """All that was written, from the removed file while it is open; the header where that fails."""
         try:
             content = os.pread(self._fd, self._size, 0)
         except OSError:
@@ -143,9 +141,9 @@ class Journal:
 
 
 def read_journal(path: Path) -> Kept | None:
-    """The header and every whole row of the journal at `path`, in order; None if there is no such file.
+    """The header and every complete row of the journal at `path`, in order; None if there is no such file.
 
-    A last line that was cut short is left out. A broken line before it is left out with a warning.
+    A truncated last line is left out. A broken line before it is left out with a warning.
 
     Raises:
         RecordError: the file cannot be read, or its first line is not a journal's header.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mmm.history.record import PLOT_LIST, PLOTS, write_atomically
 from mmm.history.series import metrics
+from mmm.history.terminal import terminal_plot
 
 if TYPE_CHECKING:
     import xarray
@@ -33,7 +34,7 @@ def plot_all(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
         log.warning("no plots in %s: the record has no rows", folder)
         return []
     for name in names:
-        written += _attempt(name, partial(_text, ds, name, folder))
+        written += _attempt(name, partial(_text, partial(terminal_plot, ds, name, 100, 24), folder, name))
     try:
         from mmm.history import figures
 
@@ -54,14 +55,9 @@ def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, nam
 
     As with `plot_all`, nothing is raised.
     """
+    from mmm.history.timeline import timeline_text
+
     folder = Path(outdir)
-
-    def text() -> list[Path]:
-        from mmm.history.timeline import timeline_text
-
-        path = _parent(folder / PLOTS / "tplot" / f"{name}.txt")
-        path.write_text("\n\n".join(timeline_text(panel) for panel in panels) + "\n", encoding="utf-8")
-        return [path]
 
     def picture() -> list[Path]:
         from mmm.history import figures
@@ -70,6 +66,7 @@ def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, nam
         with figures.style():
             return _picture(lambda: timeline_figure(panels, title), folder, name)
 
+    text = partial(_text, lambda: "\n\n".join(map(timeline_text, panels)) + "\n", folder, name)
     written = _attempt(name, text) + _attempt(name, picture)
     _attempt("the list of plots", partial(_list, folder, written))
     return written
@@ -78,16 +75,14 @@ def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, nam
 def _attempt(name: str, draw: Callable[[], list[Path]]) -> list[Path]:
     try:
         return draw()
-    except Exception as error:  # whatever a plotting library raises: the data is on disk already
+    except Exception as error:  # anything a plotting library raises: the data is on disk already
         log.warning("plot %s failed: %s: %s", name, type(error).__name__, error)
         return []
 
 
-def _text(ds: "xarray.Dataset", name: str, folder: Path) -> list[Path]:
-    from mmm.history.terminal import terminal_plot
-
+def _text(draw: Callable[[], str], folder: Path, name: str) -> list[Path]:
     path = _parent(folder / PLOTS / "tplot" / f"{name}.txt")
-    path.write_text(terminal_plot(ds, name, 100, 24), encoding="utf-8")
+    path.write_text(draw(), encoding="utf-8")
     return [path]
 
 
@@ -103,7 +98,7 @@ def _picture(draw: "Callable[[], Figure | None]", folder: Path, name: str) -> li
 
 
 def _list(folder: Path, written: list[Path]) -> list[Path]:
-    """Keep which plots are ours: `prepare` with overwrite removes these and no other."""
+    """Add to the list of plots drawn here: `prepare` with overwrite removes these and no others."""
     path = folder / PLOT_LIST
     known = set(json.loads(path.read_text())) if path.exists() else set()
     known |= {str(file.relative_to(folder)) for file in written}

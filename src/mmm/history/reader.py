@@ -1,4 +1,4 @@
-"""Read a run's record, whatever became of the run: finished, running or killed."""
+"""Read the record of a run that is finished, running or killed."""
 
 import json
 import os
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def load(outdir: Path | str) -> "xarray.Dataset":
-    """Every kept row of the run in `outdir`, as one dataset in memory. Reads only: a running run is not disturbed.
+    """Every row of the run in `outdir`, as one dataset in memory. Only reads: a running run is not disturbed.
 
     Dimension ``draw`` is one a row, ``rank`` one a rank, with the coordinates ``host``, ``local_rank``, ``pid`` and
-    ``axis_<mesh axis>`` over it. ``ds.attrs["state"]`` and ``["error"]`` say what became of the run, as `state` does;
-    ``ds.attrs["config"]`` is config.json's text.
+    ``axis_<mesh axis>`` over it. ``ds.attrs["state"]`` is as of `state`, ``ds.attrs["error"]`` the failure, and
+    ``ds.attrs["config"]`` config.json's text.
 
     Raises:
         RecordError: no such folder, no record in it, or a file of it is damaged.
@@ -59,9 +59,9 @@ def _load(folder: Path, ending: Ending | None) -> "tuple[xarray.Dataset, int]":
 
 
 def finalize(outdir: Path | str) -> Path:
-    """Make train_dataset.h5 from what a killed run left, remove its journal, and return the dataset's path.
+    """Make train_dataset.h5 from a killed run's journal, remove the journal, and return the dataset's path.
 
-    A folder whose dataset is there already, and no journal, is left as it is.
+    A folder with a dataset and without a journal is left as it is.
 
     Raises:
         RecordError: as `load`; the run is still writing, or may be; or the dataset cannot be written, and then the
@@ -86,7 +86,7 @@ def finalize(outdir: Path | str) -> Path:
 
 
 def finalize_now(folder: Path, ending: Ending) -> Path:
-    """`finalize` for who knows that the run is over, and how it ended.
+    """`finalize` where the caller knows that the run is over, and how it ended.
 
     A journal that has grown since it was read stays beside the dataset, and `load` counts each row once.
     """
@@ -105,10 +105,10 @@ def finalize_now(folder: Path, ending: Ending) -> Path:
 
 
 def state(outdir: Path | str) -> str:
-    """What became of the run: ``running``, ``finished``, ``interrupted`` (by a signal), ``failed`` or ``killed``.
+    """The state of the run: ``running``, ``finished``, ``interrupted`` (by a signal), ``failed`` or ``killed``.
 
-    The first and the last are told apart by the journal's lock; where the file system has none, by the process, if it
-    is on this host, and by when the journal was written (`mmm.history.alive`).
+    The journal's lock distinguishes the first from the last; without locks, the process, if it is on this host, and the
+    time of the last write (`mmm.history.alive`).
 
     Raises:
         RecordError: no such folder, or its dataset is damaged.
@@ -122,7 +122,7 @@ def state(outdir: Path | str) -> str:
 
 
 def _ending_by_journal(folder: Path) -> Ending | None:
-    """How the run in the folder ended, or that it runs; None if it has no journal: then its dataset says it."""
+    """How the run in the folder ended, or that it runs; None without a journal: then the dataset says it."""
     path = folder / JOURNAL
     try:
         fd = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)  # NFS locks what can be written
@@ -137,7 +137,7 @@ def _ending_by_journal(folder: Path) -> Ending | None:
 
 
 def _own_word(folder: Path) -> Ending | None:
-    """How the run itself has said that it ended: it may have been killed before its dataset was in place."""
+    """The ending that the run itself wrote: it may have been killed before its dataset was in place."""
     ending = config_ending(read_config(folder))
     return ending if ending is not None and ending.state in ENDED else None
 
@@ -177,9 +177,9 @@ def _no_record(folder: Path) -> RecordError:
 
 
 def _startup(config: str, ranks: int) -> dict[str, list[float | None]]:
-    """When each rank was started, and so on, by mark; nothing before the first step has ended."""
+    """The marks of each rank's start-up, by name; empty before the first step has ended."""
     try:
         marks = json.loads(config or "{}").get("startup", {}).get("marks", {})
         return {str(name): at for name, at in marks.items() if len(at) == ranks}
     except (ValueError, TypeError, AttributeError):
-        return {}  # config.json is anyone's to write; the rows do not depend on it
+        return {}  # a user may edit config.json; the rows do not depend on it

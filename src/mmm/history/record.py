@@ -27,7 +27,7 @@ LOG = "log.txt"
 PLOTS = "plots"
 PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
 
-_RECORD = (CONFIG, DATASET, JOURNAL)  # any of these: the folder holds a record
+_RECORD = (CONFIG, DATASET, JOURNAL)  # any of these makes a folder a record
 _OWN = (*_RECORD, f"{CONFIG}.tmp", f"{DATASET}.tmp", f"{JOURNAL}.tmp", LOG, PLOT_LIST)
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
 
@@ -50,10 +50,10 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False) -> 
     folder = Path(outdir).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
-    held = [name for name in _RECORD if os.path.lexists(folder / name)]
-    if held and not overwrite:
+    there = [name for name in _RECORD if os.path.lexists(folder / name)]
+    if there and not overwrite:
         raise RecordError(
-            f"--outdir {folder} already holds a run's record ({', '.join(held)}). "
+            f"--outdir {folder} already holds a run's record ({', '.join(there)}). "
             "Give another --outdir, leave it out (each run then gets a folder of its own), or pass --overwrite."
         )
     _make(folder)
@@ -66,7 +66,7 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False) -> 
 def write_config(outdir: Path | str, config: Any) -> Path:
     """Write `config` (a mapping or a dataclass, nested as you like) to ``outdir/config.json`` and return the path.
 
-    The file appears whole or not at all. What JSON lacks becomes text: paths, torch dtypes, NaN and infinities, any
+    The file is written atomically. What JSON lacks becomes text: paths, torch dtypes, NaN and infinities, any
     other object by ``str``; dataclasses become mappings, sets sorted lists, enum members their names.
 
     Raises:
@@ -153,18 +153,18 @@ def _writable(folder: Path) -> Path:
 
 
 def own_files(folder: Path) -> list[Path]:
-    """The files that a record has, or may have: none of the user's, and no checkpoint."""
+    """The files that a record may have, without the user's files and checkpoints."""
     own = [folder / name for name in _OWN]
     try:
         plots = json.loads((folder / PLOT_LIST).read_text())
         own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and ".." not in Path(name).parts]
     except (OSError, ValueError, TypeError, IndexError):
-        pass  # no list, so no plot is known to be ours
+        pass  # without the list no plot counts as ours
     return own
 
 
 def _remove_record(folder: Path) -> None:
-    """Remove a record's own files. Checkpoints stay: they are dear, and a new run that saves there replaces its own."""
+    """Remove a record's own files. Checkpoints stay: they are costly, and a new run that saves replaces its own."""
     for path in own_files(folder):
         try:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a plot of one metric needs, whoever draws it: x, y, the spread over ranks, and the limits that show it well."""
+"""The data of one metric's plot: x, y, the spread over ranks, and the limits of its axis."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import xarray
 
 PARTS = ("dtd", "dtf", "dtb", "dto", "dtw")
-_RATE = re.compile(r"(dt|sps|tps|mfu|tflops)")  # start-up and hiccups stand out in these, and are not the news
+_RATE = re.compile(r"(dt|sps|tps)")  # of these, rare outliers (start-up, hiccups) are left out
 
 
 class Series(NamedTuple):
@@ -40,7 +40,7 @@ class Series(NamedTuple):
 
 
 class AxisLimits(NamedTuple):
-    """The shown range of y, and the places in `Series.x` whose points lie above or below it."""
+    """The shown range of y, and masks of the points that lie above or below it."""
 
     low: float
     high: float
@@ -77,8 +77,8 @@ def series(ds: "xarray.Dataset", name: str) -> Series:
 def limits(s: Series) -> AxisLimits | None:
     """The range of y to show, None if there is nothing to show.
 
-    Times and rates leave out at most 2 % of the rows (one at least) when these would squeeze the others into a sliver:
-    the first step, which warms everything up, takes many times as long. Any other metric is shown in full.
+    Times and rates leave out up to 2 % of the rows (at least one) that would compress the others: the first step takes
+    many times as long. Any other metric is shown in full.
     """
     high = s.y if s.high is None else s.high
     low = s.y if s.low is None else s.low
@@ -116,15 +116,15 @@ def outside(s: Series, shown: AxisLimits) -> str:
     return "; ".join(says)
 
 
-def slowest(s: Series, margin: float = 0.05) -> int | None:
-    """The rank whose median over the rows is the largest, if that is `margin` above the median of all ranks."""
+def slowest(s: Series) -> int | None:
+    """The rank whose median over the rows is the largest, if that is 5 % above the median of all ranks."""
     if s.by_rank is None or s.ranks < 2 or not s.name.startswith("dt"):
         return None
     each = median_by_rank(s.by_rank)
     if not np.isfinite(each).any():
         return None
     rank = int(np.nanargmax(each))
-    return rank if each[rank] > (1 + margin) * float(np.nanmedian(each)) else None
+    return rank if each[rank] > 1.05 * float(np.nanmedian(each)) else None
 
 
 def median_by_rank(values: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
 
 
 def plain(drawn: str, color: bool = False) -> str:
-    """A plot without spaces at the ends of its lines, and without colour unless `color`."""
+    """`drawn` without trailing spaces, and without colour unless `color`."""
     return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
 
 
@@ -113,7 +113,7 @@ def chart(signals: Sequence[ChartSeries], axes: ChartAxes, width: int, height: i
 
 
 def ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[list[float], list[str]]:
-    """Round numbers from `low` to `high`, about `most` of them and at least one, and how to write them."""
+    """Round values from `low` to `high`, about `most` and at least one, and their labels."""
     if high <= low:
         return [low], [f"{low:g}"]
     rough = (high - low) / most

@@ -1,4 +1,4 @@
-"""What ranks do when, drawn: a row a rank, a box an action; a picture, or characters for a terminal."""
+"""A timeline of ranks: a row a rank, a box an action; as a picture, or as characters for a terminal."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,8 +32,7 @@ class Panel(NamedTuple):
 
 
 def timeline_text(panel: Panel, width: int = 100) -> str:
-    """Characters: a line a rank, ``F3──`` for forward of micro-batch 3, small letters for its second stage and later
-    ones, ``·`` for idle."""
+    """A line a rank: ``F3──`` is forward of micro-batch 3, small letters are later stages, ``·`` is idle."""
     end = max(span.end for row in panel.rows for span in row)
     start = min(span.begin for row in panel.rows for span in row)
     columns = width - 9
@@ -60,7 +59,7 @@ def legend_text(panel: Panel) -> str:
 
 
 def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
-    """Panels below each other, each over its own time."""
+    """Panels below each other, each with its own time axis."""
     from matplotlib.patches import Patch
 
     from mmm.history.figures import new_figure

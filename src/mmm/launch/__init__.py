@@ -5,5 +5,6 @@
     control/    the process of `launch`: `Supervisor` runs a plan on this host, `Controller` one on many
     host/       what runs on each host: the agent that mpiexec or srun starts, the fork server, a rank's first code
 
-Imports go from `host` to `control` to `job`. A process is started by its module's name, which stands in `control.wire`.
+It has to answer at once, so the process of `launch` imports the standard library alone. Imports go from `host` to
+`control` to `job`; a process is started by its module's name.
 """

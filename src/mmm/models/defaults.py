@@ -98,7 +98,7 @@ RESETS = ("reset_parameters", "_reset_parameters")
 def default_rules(model: nn.Module) -> Rules:
     """The rules of all parameters and buffers in `model` that belong to modules of PyTorch, by their names."""
     found: Rules = {}
-    for path, module in model.named_modules(remove_duplicate=False):  # a module before those inside it, which it rules
+    for path, module in model.named_modules(remove_duplicate=False):  # an outer module's rule wins over inner ones
         for kind, rules in KINDS:
             if isinstance(module, kind) and all(_same(type(module), kind, reset) for reset in RESETS):
                 for name, rule in rules(module).items():

@@ -139,7 +139,7 @@ class PatchEmbedding(nn.Module):
         return self.projection(x) + self.positions  # (batch, patches, dim)
 
 
-class Attention(nn.Module):
+class ViTAttention(nn.Module):
     """Every patch attends to every patch; (batch, patches, dim) in and out."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -183,7 +183,7 @@ class ViTBlock(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = ViTAttention(config)
         self.mlp_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config)
 

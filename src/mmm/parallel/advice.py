@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from mmm.errors import LayoutError
 from mmm.parallel.mesh import Layout
 
 
@@ -13,47 +14,55 @@ class Broken:
     """A rule that is broken.
 
     Attributes:
-        rule: what it is called among the others. text: what was given, and the rule, with the numbers.
-        flag: the size that can be changed; empty for none. axes: of the layout, that can be made smaller.
-        more: further advice, as it stands.
+        rule: its name among the others. text: what was given, and the rule, with the numbers.
+        size: the size that can be changed; empty for none. axes: of the layout, that can be made smaller.
+        field: another field with the value that would do, such as ``cp_style ring``.
     """
 
     rule: str
     text: str
-    flag: str = ""
+    size: str = ""
     axes: tuple[str, ...] = ()
-    more: str = ""
+    field: str = ""
 
 
-Find = Callable[[Mapping[str, int], Layout], list[Broken]]
+FindBroken = Callable[[Mapping[str, int], Layout], list[Broken]]
 REACH = 4  # how many times as large a size may be that is advised
 
 
-def advise(find: Find, sizes: Mapping[str, int], layout: Layout) -> str:
-    """Every rule that is broken, each with what to change; empty if none is.
+def check_sizes(find: FindBroken, sizes: Mapping[str, int], layout: Layout) -> None:
+    """Whether no rule is broken; else every broken rule is named, each with what to change.
 
-    A size that is advised mends its rule and breaks no other; where several rules are broken, the first advice of each
-    together mends all. A smaller axis mends all by itself, on the same ranks.
+    A size that is advised fixes its rule and breaks no other; where several rules are broken, the first advice of each
+    together fixes all. A smaller axis fixes all by itself, on the same ranks.
 
     Args:
-        find: (sizes, layout) → the rules that are broken. sizes: by flag.
+        find: (sizes, layout) → the rules that are broken. sizes: by name.
+
+    Raises:
+        LayoutError: a rule is broken.
     """
-    fixed, sentences = dict(sizes), []
+    fixed, sentences, fields = dict(sizes), [], []
     for broken in find(sizes, layout):
         left, ways = {other.rule for other in find(fixed, layout)}, []
-        if broken.flag and broken.rule in left:
+        if broken.size and broken.rule in left:
 
-            def passes(size: int, flag: str = broken.flag, wanted: frozenset = frozenset(left - {broken.rule})) -> bool:
-                return {other.rule for other in find({**fixed, flag: size}, layout)} <= wanted
+            def passes(
+                size: int, name: str = broken.size, allowed: frozenset = frozenset(left - {broken.rule})
+            ) -> bool:
+                return {other.rule for other in find({**fixed, name: size}, layout)} <= allowed
 
-            if near := nearest(fixed[broken.flag], passes):
-                ways.append(f"{broken.flag} {' or '.join(map(str, near))}")
-                fixed[broken.flag] = near[0]
+            if near := nearest(fixed[broken.size], passes):
+                ways.append(f"{broken.size} {' or '.join(map(str, near))}")
+                fixed[broken.size] = near[0]
         for axis in broken.axes:
             ways += [f"{axis} {size}" for size in smaller(axis, layout, lambda other: not find(sizes, other))]
-        ways += [broken.more] if broken.more else []
+        if broken.field:
+            ways.append(broken.field)
+            fields.append(broken.field)
         sentences.append(f"{broken.text}: use {', or '.join(ways)}" if ways else broken.text)
-    return "; ".join(sentences)
+    if sentences:
+        raise LayoutError("; ".join(sentences), fields=tuple(fields))
 
 
 def nearest(size: int, passes: Callable[[int], bool]) -> list[int]:

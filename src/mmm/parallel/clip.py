@@ -1,7 +1,7 @@
-"""Gradient clipping by the norm of the whole gradient, whatever the mesh.
+"""Gradient clipping by the norm of the full gradient, on any mesh.
 
-Gradients may be plain, or cut over one axis, or over two, or replicated on some: each rank adds up the squares of what
-it holds, each kind is summed over just the axes that cut it, and the kinds are put together.
+Gradients may be plain, or sharded over one axis or two, or replicated on some: each rank sums the squares of its local
+tensors, and gradients that are sharded over the same axes are summed over just those.
 
 Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
 """
@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.parallel.local import to_local
+
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: DeviceMesh | None = None) -> Tensor:
     """Scale all gradients, in place, so that their 2-norm taken together is at most `max_norm`. A collective.
 
     Args:
-        parameters: of the model, as given by its ``parameters()``; those without gradient are passed over.
+        parameters: of the model, as given by its ``parameters()``; those without gradient are skipped.
         max_norm: above 0; ``math.inf`` scales nothing and gives the norm.
         stages: the pp axis, where other ranks hold other layers.
 
@@ -32,14 +34,14 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: Device
     if not max_norm > 0:
         raise ValueError(f"max_norm {max_norm}: it must be above 0")
     gradients = [p.grad for p in parameters if p.grad is not None]
-    kinds: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
-        kinds.setdefault(_kind(gradient), []).append(_local(gradient))
+        by_sharding.setdefault(_sharding(gradient), []).append(to_local(gradient))
     total: Tensor | None = None
-    for kind, parts in kinds.items():
-        squares = _sum_of_squares(parts)
-        if kind is not None:
-            mesh, axes = kind
+    for sharding, tensors in by_sharding.items():
+        squares = _sum_of_squares(tensors)
+        if sharding is not None:
+            mesh, axes = sharding
             for axis in axes:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
         total = squares if total is None else total + squares.to(total.device)
@@ -50,22 +52,18 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: Device
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device
     for gradient in gradients:
-        local = _local(gradient)
+        local = to_local(gradient)
         local.mul_(scale.to(local.dtype))
     return norm
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _kind(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh of a gradient and the axes of it that cut the gradient; None if it is plain."""
+def _sharding(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh of a gradient and the axes that shard it; None if it is plain."""
     if not isinstance(gradient, DTensor):
         return None
     assert not any(placement.is_partial() for placement in gradient.placements), "backward leaves no partial sums"
-    cutting = (i for i, cut in enumerate(gradient.placements) if not cut.is_replicate())
-    return gradient.device_mesh, tuple(i for i in cutting if gradient.device_mesh.size(i) > 1)
+    axes = (i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return gradient.device_mesh, tuple(i for i in axes if gradient.device_mesh.size(i) > 1)
 
 
 def _sum_of_squares(parts: list[Tensor]) -> Tensor:

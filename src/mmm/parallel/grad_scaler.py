@@ -23,11 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from mmm.parallel.local import to_local
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` that skips a step on all ranks of the run or on none, so that scales stay equal too.
+    """``torch.amp.GradScaler`` that skips a step on all ranks of the run or on none, and so keeps the scales equal.
 
     Used as that one. Unscaling, which `step` does where `unscale_` was not called, is a collective over all ranks.
     """
@@ -44,17 +45,16 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale what this rank holds of the gradients, and agree on whether any of any rank is infinite or NaN.
+        """Unscale the local gradients, and agree over all ranks on whether any is infinite or NaN.
 
-        Where `unscale_`, `step` and fused optimizers all come through (FSDP1's scaler replaces it as well).
+        `unscale_`, `step` and fused optimizers all call this (FSDP1's scaler replaces it as well).
 
         Returns:
             As the base class expects: device → 1.0 or 0.0, on each of the gradients' devices the same.
         """
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = to_local(parameter.grad)
             if local.dtype == torch.float16 and not allow_fp16:
                 raise ValueError("gradients in fp16 cannot be unscaled: keep the weights in float32")
             kinds.setdefault((local.device, local.dtype), []).append(local)

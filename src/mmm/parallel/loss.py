@@ -1,20 +1,25 @@
-"""The loss: a global sum over a global count, whatever the mesh."""
+"""The local loss: this rank's sum over the global count. The ranks' losses add up to the global mean on every mesh."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from mmm.parallel.local import to_local
+
+Loss = Callable[[Tensor, Tensor, int], Tensor]  # (output, targets, count) → local loss
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: int) -> Tensor:
-    """This rank's share of the mean cross-entropy: its sum over the global `count`.
+    """The local loss of a batch: the sum of its cross-entropies, over the global `count`.
 
-    The shares of all data-parallel coordinates add up to the mean over the global batch, and so do their gradients.
+    The local losses of all data-parallel coordinates add up to the mean over the global batch, and so do gradients.
 
     Args:
-        logits: (…, classes), whole, or cut over the classes (then, and for its backward, inside ``loss_parallel()``).
+        logits: (…, classes), full, or sharded over the classes (then, and for backward, inside ``loss_parallel()``).
         targets: (…) int64. count: targets in the global batch.
 
     Returns:
@@ -26,6 +31,5 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int) -> Tensor:
 
 
 def local_value(loss: Tensor) -> float:
-    """The number in a scalar, plain or on a mesh where all ranks hold the same."""
-    loss = loss.detach()
-    return float(loss.to_local() if isinstance(loss, DTensor) else loss)
+    """The value of a scalar, plain or replicated over a mesh."""
+    return float(to_local(loss.detach()))

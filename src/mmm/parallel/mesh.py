@@ -99,7 +99,7 @@ class Layout:
             divisors = [n for n in range(1, self.dp_shard + 1) if self.dp_shard % n == 0]
             others = self.ranks // self.dp_shard
             raise LayoutError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (experts are sharded over data-parallel ranks): "
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (data-parallel ranks share the experts): "
                 f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks (with dp_shard "
                 f"left out)"
             )
@@ -149,15 +149,15 @@ class Mesh:
         """`mesh`, or one around a `DeviceMesh` of ``init_device_mesh``.
 
         Raises:
-            LayoutError: its axes have other names, or none is dp_shard.
+            LayoutError: its axes have other names or another order, or none is dp_shard.
         """
         if isinstance(mesh, Mesh):
             return mesh
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-        if not {"dp_shard"} <= sizes.keys() <= {*AXES}:
+        if "dp_shard" not in sizes or [*sizes] != [axis for axis in AXES if axis in sizes]:
             raise LayoutError(
-                f"a mesh with the axes {', '.join(sizes) or 'without names'}: they are called {', '.join(AXES)}, and "
-                f"dp_shard is always there"
+                f"a mesh with axes {', '.join(sizes) or 'without names'}: name them, in this order, {', '.join(AXES)}; "
+                f"dp_shard is always one of them"
             )
         return cls(Layout(**sizes), mesh)
 
@@ -167,8 +167,15 @@ class Mesh:
             return self.device_mesh["dp_shard", "cp"]._flatten(axis)  # made once, then the same again
         return self.device_mesh[axis]
 
-    def __contains__(self, axis: str) -> bool:
-        return axis in (self.device_mesh.mesh_dim_names or ())
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
+        meshes = [self.device_mesh, *([self["dp_shard_cp"]] if self.layout.cp > 1 else [])]
+        meshes += [self.experts] if self.experts is not None else []
+        found: dict[str, dist.ProcessGroup] = {}
+        for mesh in meshes:
+            for axis in mesh.mesh_dim_names or ():
+                found.setdefault(axis, mesh.get_group(axis))
+        return found
 
     def __str__(self) -> str:
         return str(self.device_mesh)
@@ -187,8 +194,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
         mesh = Mesh(layout, device_mesh, expert_mesh)
-        groups = device_mesh.get_all_groups() + (expert_mesh.get_all_groups() if expert_mesh is not None else [])
-        groups += [mesh["dp_shard_cp"].get_group()] if "cp" in mesh else []
+        groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
         for group in groups:  # an axis of all ranks is the default group, which has been there before
@@ -228,21 +234,29 @@ def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, 
     Raises:
         LayoutError: not positive, both given and inconsistent, or the global batch does not divide over `dp`.
     """
-    for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
+    fields = ("batch_size", "global_batch_size")
+    for name, value in zip(fields, (batch_size, global_batch_size), strict=True):
         if value is not None and value < 1:
-            raise LayoutError(f"--{name} {value}: it must be at least 1")
+            raise LayoutError(f"{name} {value}: it must be at least 1", fields=fields)
     if global_batch_size is None:
         batch_size = batch_size or default
         return batch_size, batch_size * dp
     if global_batch_size % dp:
-        below, above = max(global_batch_size // dp, 1) * dp, (global_batch_size // dp + 1) * dp
         raise LayoutError(
-            f"--global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates: use "
-            f"{' or '.join(map(str, sorted({below, above})))}"
+            f"global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates: use "
+            f"{' or '.join(map(str, nearest_multiples(global_batch_size, dp)))}",
+            fields=fields,
         )
     if batch_size is not None and batch_size * dp != global_batch_size:
         raise LayoutError(
-            f"--batch_size {batch_size} on {dp} data-parallel coordinates is {batch_size * dp} samples a step, not "
-            f"--global_batch_size {global_batch_size}: give one of them"
+            f"batch_size {batch_size} on {dp} data-parallel coordinates is {batch_size * dp} samples a step, not "
+            f"global_batch_size {global_batch_size}: give one of them",
+            fields=fields,
         )
     return global_batch_size // dp, global_batch_size
+
+
+def nearest_multiples(size: int, of: int) -> list[int]:
+    """The multiple of a number below `size`, where that is above 0, and the one above."""
+    below = size // of * of
+    return [multiple for multiple in (below, below + of) if multiple]

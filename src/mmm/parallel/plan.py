@@ -1,4 +1,4 @@
-"""A plan: data that says how one kind of model is cut. ``plans/`` has one for each model."""
+"""A plan: data that says how one kind of model is sharded and split. ``plans/`` has one for each model."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mmm.runtime.log import get_logger
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is cut. Names are module paths; ``*`` stands for one part of a path, as in ``layers.*.attention``.
+    """How a model is parallelized. Names are module paths; ``*`` stands for one component: ``layers.*.attention``.
 
     Attributes:
-        tensor: module → how its matrices and activations are cut over the tp axis.
+        tensor: module → how its matrices and activations are sharded over the tp axis.
         fsdp_units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none
             goes with the root.
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
-        attention: modules whose ``attention_fn`` is where tokens of a sequence meet: what cp replaces.
-        checkpointed: modules whose activations are worked out again in backward, where that is asked for.
-        experts: mixtures of experts (`mmm.models.experts`), whose experts ep cuts.
-        stages: the parts a pipeline may be cut between, in the order of forward; a tuple of names is one part. What is
-            in none (and has no parameters) is in every stage.
+        attention: modules whose ``attention_fn`` is where tokens of a sequence interact: what cp replaces.
+        checkpointed: modules whose activations are recomputed in backward, where that is asked for.
+        experts: mixtures of experts (`mmm.models.experts`), whose experts ep shards.
+        stages: the parts between which a pipeline may split, in the order of forward; a tuple of names is one part.
+            What is in none (and has no parameters) is in every stage.
         sequence: whether the model takes (batch, seq) tokens and ``positions`` of them.
-        refused: axes that the model has nothing to be cut by, and why.
+        refused: axes along which the model cannot be sharded, and why.
         check: (model, layout, inputs of a step, cp_style) → nothing; raises LayoutError where the model's sizes do not
-            go onto the layout. None: any go.
-        output: the matrix that makes logits of a sequence: what a loss in chunks takes over.
-        tiled: MLPs that can be worked out in tiles of the sequence, (batch, seq, dim) in and out.
+            fit the layout. None: all do.
+        output: the matrix that computes the logits of a sequence, which the chunked loss defers.
+        tiled: MLPs that can be computed in tiles of the sequence, (batch, seq, dim) in and out.
         optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
             on them.
     """
@@ -58,25 +58,25 @@ class Plan:
 
 
 def axis_problems(plan: Plan, layout: Layout) -> list[str]:
-    """The axes of a layout that a model has nothing to be cut by, one sentence each."""
+    """The axes of a layout along which a model cannot be sharded, one sentence each."""
     sizes = {**layout.sizes, "ep": layout.ep}
     return [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
 
 
 def check_axes(plan: Plan, layout: Layout) -> None:
-    """Raises LayoutError where a layout has an axis that the model has nothing to be cut by."""
+    """Raises LayoutError where the model cannot be sharded along an axis of the layout."""
     if wrong := axis_problems(plan, layout):
         raise LayoutError("; ".join(wrong))
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a module's path fits a pattern, part by part."""
+    """Whether a module's path matches a pattern, component by component."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(fnmatchcase(p, w) for p, w in zip(parts, wanted, strict=True))
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """The modules of `model` with a path that fits, each once, in the order of the model; none where a pipeline stage
+    """The modules of `model` with a matching path, each once, in the order of the model; none where a pipeline stage
     lacks them."""
     named = model.named_modules(remove_duplicate=False)
     return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
@@ -97,10 +97,10 @@ NAMING = (
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:
-    """The names in a plan that fit no module, one sentence each, with the module that may have been meant.
+    """The names in a plan that match no module, one sentence each, with the module that may have been meant.
 
     Args:
-        model: whole: a pipeline stage lacks modules rightly.
+        model: the full one: a pipeline stage lacks modules on purpose.
     """
     paths = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     general = sorted({".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths})
@@ -126,7 +126,7 @@ def _meant(name: str, general: list[str]) -> str:
 
 
 def warn_unmatched(plan: Plan, model: nn.Module) -> None:
-    """Say `unmatched` to the package's logger, on rank 0."""
+    """Log `unmatched`, on rank 0."""
     if dist.get_rank() == 0:
         for text in unmatched(plan, model):
             get_logger().warning("%s", text, stacklevel=3)

@@ -1,8 +1,8 @@
 """Tied weights: one parameter under several names, such as the embedding and the output matrix of a GPT.
 
-What replaces parameters unties them: ``parallelize_module`` and ``to_empty`` make a new one for each name, and FSDP one
-for each of its units. So the names are noted before anything is applied, tied again after each such step, and compared
-at the end: a tie is kept, or refused by its names.
+Functions that replace parameters untie them: ``parallelize_module`` and ``to_empty`` make a new one for each name, and
+FSDP one for each of its units. So the names are noted before anything is applied, tied again after each such step, and
+compared at the end: a tie is kept, or refused by its names.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def tie_again(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
         what: has replaced them, for the message.
 
     Raises:
-        LayoutError: they have become unlike, and cannot be one.
+        LayoutError: their placements differ, so that they cannot be one.
     """
     for names in ties:
         first = model.get_parameter(names[0])
         for name in names[1:]:
             other = model.get_parameter(name)
-            if _lies(other) != _lies(first) or other.shape != first.shape:
+            if _placements(other) != _placements(first) or other.shape != first.shape:
                 raise LayoutError(
-                    f"{_said(names)}, and {what} makes of {names[0]} {_words(first)} and of {name} "
-                    f"{_words(other)}: give both modules styles that leave the weight alike "
+                    f"{_tied(names)}, and {what} makes of {names[0]} {_described(first)} and of {name} "
+                    f"{_described(other)}: give both modules styles that leave the weight alike "
                     f"(RowwiseParallel of an Embedding and ColwiseParallel of a Linear both take rows), "
                     f"or untie them"
                 )
@@ -50,14 +50,14 @@ def tie_again(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
 
 
 def check_tied(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
-    """Raises LayoutError where a tie is none any more."""
+    """Raises LayoutError where names of a tie have different parameters by now."""
     for names in ties:
         if len({id(model.get_parameter(name)) for name in names}) > 1:
-            raise LayoutError(f"{_said(names)}, and {what} cannot keep them one: untie them")
+            raise LayoutError(f"{_tied(names)}, and {what} cannot keep them one: untie them")
 
 
 def check_stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
-    """Whether no tie reaches over pipeline stages; needs no process group.
+    """Whether no tie spans pipeline stages; needs no process group.
 
     Args:
         stages: the modules of each.
@@ -70,8 +70,8 @@ def check_stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
             next(
                 (
                     number
-                    for number, held in enumerate(stages)
-                    if any(name == module or name.startswith(f"{module}.") for module in held)
+                    for number, modules in enumerate(stages)
+                    if any(name == module or name.startswith(f"{module}.") for module in modules)
                 ),
                 None,
             )
@@ -79,13 +79,13 @@ def check_stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
         ]
         if len(set(at)) > 1:
             raise LayoutError(
-                f"{_said(names)}, and the pipeline has them in stages {' and '.join(map(str, at))}, on "
+                f"{_tied(names)}, and the pipeline has them in stages {' and '.join(map(str, at))}, on "
                 f"other ranks: use pp 1, or untie them"
             )
 
 
 def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Groups of modules that FSDP gathers as one, put together where they share a parameter.
+    """Groups of modules that FSDP gathers as one, joined where they share a parameter.
 
     A group that shares one with what is in no group goes with the rest, and is left out here.
     """
@@ -117,15 +117,15 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
     return [sorted(group, key=lambda module: order[id(module)]) for group in together.values()]
 
 
-def _said(names: Tie) -> str:
+def _tied(names: Tie) -> str:
     return f"{' and '.join(names)} are one tied weight"
 
 
-def _lies(parameter: Tensor) -> object:
+def _placements(parameter: Tensor) -> object:
     return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
 
 
-def _words(parameter: Tensor) -> str:
+def _described(parameter: Tensor) -> str:
     shape = "×".join(map(str, parameter.shape))
     return (
         f"{', '.join(map(str, parameter.placements))} of {shape}"

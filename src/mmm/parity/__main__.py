@@ -197,7 +197,7 @@ def compare(options: Options) -> int:
     rows: list[Comparison] = []
     interrupted = False
     try:
-        for row in run.compare(ready, training, options.timeout, folder, lambda text: print(text, flush=True)):
+        for row in run.compare(ready, options.timeout, folder, lambda text: print(text, flush=True)):
             rows.append(row)
             report.write_json(rows, folder)  # at once: a run that is killed leaves what it has found
     except KeyboardInterrupt:

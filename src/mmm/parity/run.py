@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch._dynamo  # what DTensor and optimizers import at their first use, and each rank would pay for
@@ -15,18 +14,18 @@ from mmm.parity import models, reference
 from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
 from mmm.parity.report import ERRORS, Comparison, evaluate, failed
-from mmm.parity.train import PreparedCase, plan_problems, prepare, train
+from mmm.parity.train import Prepared, plan_problems, prepare, train
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 
 
 def prepare_cases(
     cases: Sequence[ParityCase], training: Training
-) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
+) -> tuple[list[Prepared], list[tuple[ParityCase, str]]]:
     """The cases that go, and those that do not with the reason."""
-    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads
+    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads, in them neither
     said: set[str] = set()
-    good: list[PreparedCase] = []
+    good: list[Prepared] = []
     refused: list[tuple[ParityCase, str]] = []
     for case in cases:
         try:
@@ -43,7 +42,7 @@ def prepare_cases(
 
 
 def compare(
-    ready: Sequence[PreparedCase], training: Training, timeout: float, folder: Path, say: Callable[[str], None]
+    ready: Sequence[Prepared], timeout: float, folder: Path, say: Callable[[str], None]
 ) -> Iterator[Comparison]:
     """Train every case and hold it against the reference of its model and optimizer, which is trained once.
 
@@ -53,26 +52,20 @@ def compare(
     references: dict[tuple[str, str], dict[str, Reference | RanksFailed]] = {}
     for number, each in enumerate(ready):
         case = each.case
-        model, of_case = models.find(case.model), replace(training, data=case.data)
         known = references.setdefault((case.model, case.data), {})
         for optimizer in case.optimizers:
             if optimizer not in known:
-                known[optimizer] = _reference(model.source, of_case, optimizer, timeout)
-        rows = list(_compare_one(model, each, of_case, known, timeout, folder))
+                known[optimizer] = _reference(each, optimizer, timeout)
+        rows = list(_compare_one(each, known, timeout, folder))
         what = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
         say(f"[{number + 1}/{len(ready)}] {case}: {what}")
         yield from rows
 
 
 def _compare_one(
-    model: models.Model,
-    each: PreparedCase,
-    training: Training,
-    known: Mapping[str, Reference | RanksFailed],
-    timeout: float,
-    folder: Path,
+    each: Prepared, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path
 ) -> Iterator[Comparison]:
-    case = each.case
+    case, training = each.case, each.training
     good: dict[str, Reference] = {}
     try:
         for optimizer in case.optimizers:
@@ -80,7 +73,7 @@ def _compare_one(
             if isinstance(expected, RanksFailed):
                 raise expected
             good[optimizer] = expected
-        answers = fork_ranks(train, case.ranks, model, each, training, good, timeout, timeout=timeout)
+        answers = fork_ranks(train, case.ranks, each, good, timeout, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")
@@ -90,13 +83,11 @@ def _compare_one(
         yield evaluate(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
 
 
-def _reference(source: ModuleType, training: Training, optimizer: str, timeout: float) -> Reference | RanksFailed:
+def _reference(each: Prepared, optimizer: str, timeout: float) -> Reference | RanksFailed:
+    def alone(rank: Rank) -> Reference:
+        return reference.train(each.model.source, each.training, optimizer)
+
     try:
-        return fork_ranks(_train_alone, 1, source, training, optimizer, timeout=timeout)[0]
+        return fork_ranks(alone, 1, timeout=timeout)[0]
     except RanksFailed as error:
         return RanksFailed(f"the reference: {error}", error.details)
-
-
-def _train_alone(rank: Rank, source: ModuleType, training: Training, optimizer: str) -> Reference:
-    torch.set_num_threads(1)
-    return reference.train(source, training, optimizer)

@@ -6,12 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.analysis.traffic import count_traffic
@@ -20,10 +20,12 @@ from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.assemble import ParallelModel, Partition, Techniques, partition_model
-from mmm.parallel.mesh import Layout, build_mesh, expert_mesh
-from mmm.parallel.pipeline.pipeline import SCHEDULES
+from mmm.parallel.mesh import Layout, Mesh, build_mesh
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import Partition, partition_model
+from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.plan import unmatched
+from mmm.parallel.techniques import Techniques
 from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
@@ -38,10 +40,12 @@ LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
 
 @dataclass(frozen=True)
-class PreparedCase:
+class Prepared:
     """A case that has been checked, before any rank is started. experts: whether the model has any."""
 
+    model: Model
     case: ParityCase
+    training: Training
     layout: Layout
     techniques: Techniques
     partition: Partition
@@ -66,7 +70,7 @@ class Curve:
     expected: float | None
 
 
-def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
+def prepare(model: Model, case: ParityCase, training: Training) -> Prepared:
     """Check that a model goes onto a layout; needs no process group.
 
     Raises:
@@ -98,7 +102,7 @@ def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
     with meta_parameters():
         module = model.source.parity_model()
     partition = partition_model(module, model.plan(), layout, techniques, meta)
-    return PreparedCase(case, layout, techniques, partition, has_experts(module))
+    return Prepared(model, case, training, layout, techniques, partition, has_experts(module))
 
 
 def plan_problems(model: Model) -> list[str]:
@@ -107,34 +111,19 @@ def plan_problems(model: Model) -> list[str]:
         return unmatched(model.plan(), model.source.parity_model())
 
 
-def train(
-    rank: Rank,
-    model: Model,
-    ready: PreparedCase,
-    training: Training,
-    references: Mapping[str, Reference],
-    timeout: float,
-) -> list[Curve]:
+def train(rank: Rank, ready: Prepared, references: Mapping[str, Reference], timeout: float) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
-    torch.set_num_threads(1)
     get_logger().setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
     with process_group(rank, CPU, timeout):
         mesh = build_mesh(ready.layout, "cpu", timeout, experts=ready.experts)
-        curves = [_train(rank, model, ready, training, mesh, name, references[name]) for name in ready.case.optimizers]
+        curves = [_train(rank, ready, mesh, name, references[name]) for name in ready.case.optimizers]
     return curves
 
 
-def _train(
-    rank: Rank,
-    model: Model,
-    ready: PreparedCase,
-    training: Training,
-    mesh: DeviceMesh,
-    optimizer: str,
-    reference: Reference,
-) -> Curve:
+def _train(rank: Rank, ready: Prepared, mesh: Mesh, optimizer: str, reference: Reference) -> Curve:
     began = time.perf_counter()
-    layout, dtype = ready.layout, DTYPES[training.dtype]
+    model, training, layout = ready.model, ready.training, ready.layout
+    dtype = DTYPES[training.dtype]
     with meta_parameters():
         module = model.source.parity_model()
     precision = Precision(training.dtype, dtype, dtype)
@@ -142,7 +131,6 @@ def _train(
     parallel_model = ParallelModel(
         module,
         model.plan(),
-        layout,
         mesh,
         precision,
         ready.techniques,
@@ -151,7 +139,7 @@ def _train(
         seed=training.seed,
         loss=own_loss,
     )
-    expected = least_traffic(model, ready, training, parallel_model, precision)
+    expected = least_traffic(ready, parallel_model, precision)
     update = make_optimizer(optimizer, parallel_model.parameters())
     sent = None
     size = training.global_batch // layout.dp
@@ -161,17 +149,13 @@ def _train(
     differences: dict[str, float] = {}
     for step in range(training.steps):
         inputs, targets = batch(model.source, training, step)
-        local_batch = (inputs[own], targets[own], targets.numel())
-        if step == 1:  # the first step of a pipeline, or of DDP, sends more than the others
-            with count_traffic(*filter(None, (mesh, expert_mesh(mesh)))) as traffic:
-                local_loss = parallel_model.step(*local_batch)
-                update.step()
-            sent = traffic.sent
-        else:
-            local_loss = parallel_model.step(*local_batch)
+        # The first step of a pipeline, or of DDP, sends more than the others.
+        with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
+            local_loss = parallel_model.step(inputs[own], targets[own], targets.numel())
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
             update.step()
+        sent = sent if traffic is None else traffic.sent
         update.zero_grad()
         parallel_model.balance_experts()
         local_losses = gather_floats([local_loss.item()], CPU)
@@ -179,9 +163,7 @@ def _train(
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
 
 
-def least_traffic(
-    model: Model, ready: PreparedCase, training: Training, parallel_model: ParallelModel, precision: Precision
-) -> float | None:
+def least_traffic(ready: Prepared, parallel_model: ParallelModel, precision: Precision) -> float | None:
     """Bytes that this rank has to send a step; None where there is no formula.
 
     There is none for experts, whose tokens go where the router sends them, nor for layers whose forward is repeated.
@@ -189,17 +171,17 @@ def least_traffic(
     if ready.experts or ready.techniques.checkpointing != "none":
         return None
     with meta_parameters():
-        module = model.source.parity_model()
-    inputs, _ = batch(model.source, training, 0)
+        module = ready.model.source.parity_model()
+    inputs, _ = batch(ready.model.source, ready.training, 0)
     try:
         by_axis = assembled_traffic(
             module,
-            model.plan(),
+            ready.model.plan(),
             ready.layout,
             ready.techniques,
             ready.partition,
             parallel_model.modules,
-            batch=training.global_batch // ready.layout.dp,
+            batch=ready.training.global_batch // ready.layout.dp,
             seq_length=inputs.shape[1],
             precision=precision,
         )

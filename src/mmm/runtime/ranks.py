@@ -6,7 +6,6 @@ Imports no torch: it is also what an error message asks before anything heavy is
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import zlib
 from collections.abc import Mapping
@@ -110,7 +109,3 @@ def command_line() -> list[str]:
     if spec is not None and spec.name:
         return ["python3", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     return ["python3", *sys.argv]
-
-
-def host_name() -> str:
-    return socket.gethostname()

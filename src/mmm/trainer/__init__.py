@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmm.runtime.failure import run_main
     from mmm.runtime.ranks import whoami
+    from mmm.trainer.flags import run_main
     from mmm.trainer.optimizer import make_optimizer
     from mmm.trainer.options import BaseOptions, BatchOptions, RunOptions, parse
     from mmm.trainer.run import Run, start_run
@@ -35,7 +35,7 @@ _PLACES = {
     "RunOptions": "mmm.trainer.options",
     "make_optimizer": "mmm.trainer.optimizer",
     "parse": "mmm.trainer.options",
-    "run_main": "mmm.runtime.failure",
+    "run_main": "mmm.trainer.flags",
     "save_model": "mmm.trainer.save",
     "start_run": "mmm.trainer.run",
     "whoami": "mmm.runtime.ranks",

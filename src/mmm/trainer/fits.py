@@ -8,9 +8,10 @@ from torch import nn
 from mmm.analysis.footprint import STATE, Footprint, stage_parameters
 from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
-from mmm.parallel.assemble import Partition, Techniques
-from mmm.parallel.data.apply import WHOLE
+from mmm.parallel.data.apply import UNSHARDED
 from mmm.parallel.mesh import Layout
+from mmm.parallel.partition import Partition
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank
@@ -67,7 +68,7 @@ def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.devic
 
 def _more(holds: Footprint, of_what: str, least: int) -> str:
     """What else would help."""
-    if holds.data_parallel in WHOLE:
+    if holds.data_parallel in UNSHARDED:
         return f"or one that is cut over the ranks: with {holds.data_parallel} each has all parameters"
     return f"or at least {least:,} {of_what} such as this to cut it over"
 

@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 
 from mmm.models.cnn import CNN
-from mmm.parallel.assemble import partition_model
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.cnn import CNNOptions, resolve
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -38,7 +38,7 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
 
     lr: float = 1e-3
     ep: Unused[int] = 1
-    cp: Unused[int] = 1  # an image has no sequence to cut
+    cp: Unused[int] = 1  # an image has no sequence to shard
     cp_style: Unused[None] = None
     activation_checkpointing: Unused[Literal["none", "full", "selective"]] = "none"  # the net's plan names nothing
 

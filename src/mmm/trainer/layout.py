@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from mmm.parallel.assemble import Techniques
 from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline.pipeline import ScheduleName
+from mmm.parallel.techniques import ScheduleName, Techniques
 from mmm.trainer.needs import CUT_SEQUENCE, PIPELINE, Need, check_needs
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]

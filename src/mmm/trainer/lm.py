@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.parallel.assemble import partition_model
-from mmm.runtime.failure import run_main
+from mmm.parallel.partition import partition_model
 from mmm.runtime.ranks import whoami
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer

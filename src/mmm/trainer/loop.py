@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mmm.parallel.assemble import ParallelModel
-from mmm.parallel.expert.apply import BALANCE_RATE
+from mmm.parallel.expert.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.run import Run
@@ -51,7 +51,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     rates = [group["lr"] for group in optimizer.param_groups]
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
-    coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.at.get("pp", 0)
+    coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
     clock, share, since, evaluated = run.clock, 0.0, 0, {}
     batches = task.all_batches()
     clock.start()

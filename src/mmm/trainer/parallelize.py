@@ -7,8 +7,10 @@ from torch import nn
 from mmm.models.experts import has_experts
 from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
-from mmm.parallel.assemble import ParallelModel, Partition, Techniques
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan, unmatched
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.report import held_parameters, sharded_model, stage_table
 from mmm.trainer.run import Run
@@ -35,7 +37,6 @@ def parallelize(run: Run, model: nn.Module, plan: Plan, techniques: Techniques, 
     here = ParallelModel(
         model,
         plan,
-        run.layout,
         mesh,
         run.precision,
         techniques,

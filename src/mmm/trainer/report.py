@@ -12,8 +12,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.parallel.apply import local_part
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.local import to_local
 from mmm.runtime.ranks import whoami
 
 RANKS_SHOWN = 32
@@ -61,7 +61,7 @@ def _cut(parameter: Tensor) -> str:
 def held_parameters(model: nn.Module) -> int:
     """Elements of the model's parameters, or parts of them, on this rank."""
     model = model.module if isinstance(model, Replicas) else model
-    return sum(local_part(p).numel() for p in model.parameters())
+    return sum(to_local(p).numel() for p in model.parameters())
 
 
 def sharded_model(model: nn.Module) -> str:
@@ -69,7 +69,7 @@ def sharded_model(model: nn.Module) -> str:
     model = model.module if isinstance(model, Replicas) else model
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
-        whole, local = ("×".join(map(str, t.shape)) for t in (parameter, local_part(parameter)))
+        whole, local = ("×".join(map(str, t.shape)) for t in (parameter, to_local(parameter)))
         general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         lines.setdefault((general, whole, _cut(parameter), local, str(parameter.dtype)[6:]), []).append(name)
     table = Table(title="parameters, cut (rank 0's view)", title_justify="left", box=None, pad_edge=False)

@@ -222,7 +222,7 @@ def start_run(
     earlier: list[str] = []  # attempts of the same launch
 
     def prepare() -> None:
-        if options.outdir is not None and (note := make_room(options.outdir)):
+        if options.outdir is not None and (note := make_room(options.outdir, this_attempt())):
             earlier.append(note)
         prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from mmm.history.record import cannot_write
 from mmm.models.weights import canonical_name
-from mmm.parallel.assemble import ParallelModel
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.ties import find_ties
 from mmm.trainer.run import Run
 

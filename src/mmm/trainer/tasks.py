@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmm.data import Batch, Tokens
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
 from mmm.data.images import ImageData
-from mmm.parallel.assemble import ParallelModel
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.run import Run
 
 PADDING = -100  # a label that cross-entropy passes over: PyTorch's default

@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from mmm.analysis.bubble import Recorded, Timeline, bubble_formula, gather, replay
 from mmm.history import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
-from mmm.parallel.pipeline.pipeline import Stage
+from mmm.parallel.loss import local_value
+from mmm.parallel.pipeline.pipeline import TimedStage
 from mmm.parallel.pipeline.recorder import Recorder
 from mmm.trainer.run import Run
 
@@ -31,7 +33,7 @@ class PipelineTimes:
         self.loss, schedule._loss_fn = schedule._loss_fn, self._timed_loss
         self.recording = False
         for stage in self.stages:
-            stage.__class__ = Stage  # the same stage, with its methods timed
+            stage.__class__ = TimedStage  # the same stage, with its methods timed
             stage.lap = self._lap  # type: ignore[attr-defined]
 
     def _lap(self, part: str) -> None:
@@ -44,6 +46,14 @@ class PipelineTimes:
         value = self.recorder.go_on(work) if self.recording and torch.is_grad_enabled() else work()
         self._lap("dtf")
         return value
+
+    def local_loss(self, losses: list[Tensor]) -> Tensor:
+        """The sum over a step's micro-batches on all stages alike: only the last has any. A collective."""
+        dtype = torch.float32 if self.run.device.type == "mps" else torch.float64
+        total = torch.tensor(sum(map(local_value, losses)), dtype=dtype, device=self.run.device)
+        dist.all_reduce(total, group=self.stages[0].group)
+        self._lap("dtw")
+        return total
 
     def record(self) -> None:
         """Note what is done in the step that now begins, on all ranks. A collective."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.analysis.traffic import Traffic, count_traffic
+from mmm.parallel import Mesh
 from mmm.runtime.sockets import sent_since, socket_bytes
 
 
@@ -22,13 +22,13 @@ class Sent(NamedTuple):
     sockets: int
 
 
-def count_step(step: Callable[[], object], mesh: DeviceMesh, formula: dict[str, float]) -> tuple[list[Sent], Traffic]:
+def count_step(step: Callable[[], object], mesh: Mesh, formula: dict[str, float]) -> tuple[list[Sent], Traffic]:
     """Call `step` and count what it sends. A collective.
 
     Returns:
         By rank; and of this one call by call.
     """
-    by_gloo = mesh.device_type == "cpu" and sys.platform == "linux"
+    by_gloo = mesh.device_mesh.device_type == "cpu" and sys.platform == "linux"
     dist.barrier()
     before = socket_bytes() if by_gloo else {}
     with count_traffic(mesh) as traffic:

@@ -16,14 +16,14 @@ import torch
 from mmm.errors import ConfigError
 from mmm.models.vit import PRESETS, SDPA_BACKENDS, ViT, ViTConfig
 from mmm.parallel import batch_sizes
-from mmm.parallel.assemble import partition_model
-from mmm.parallel.memory.tiling import check_tiles
+from mmm.parallel.memory.tiling import check_tiling
+from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device, choose_precision
-from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.runtime.sdpa import check_sdpa
 from mmm.trainer.fits import footprint
+from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -83,7 +83,7 @@ def train(config: Config) -> None:
         raise ConfigError(
             f"--tile {config.tile}: it must be at least 1, and at most the {sizes.patches} patches of an image"
         )
-    check_tiles(config.tile, config.activation_checkpointing)
+    check_tiling(config.tile, config.activation_checkpointing)
     batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, 64 if accelerator else 16)
     if config.summary:
         data, sizes = None, replace(sizes, classes=config.classes or sizes.classes)

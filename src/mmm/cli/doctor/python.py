@@ -75,7 +75,7 @@ def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]
 
 
 def _requirement(line: str) -> tuple[str, str, str]:
-    """``wandb>=0.17; extra == "wandb"`` → name, oldest version or "", extra or ""."""
+    """``ruff>=0.6; extra == "dev"`` → name, oldest version or "", extra or ""."""
     match = re.match(r"[\w.-]+", line)
     oldest = re.search(r">=\s*([\w.]+)", line.split(";")[0])
     extra = re.search(r"""extra\s*==\s*['"]([\w.-]+)""", line)

@@ -22,8 +22,8 @@ def read() -> tuple[np.ndarray, np.ndarray]:
     return table[:, :64].reshape(-1, 8, 8), table[:, 64]
 
 
-def load(image_size: int = 28, channels: int = 1) -> tuple[ImagesInMemory, ImagesInMemory]:
-    """1,437 digits to train on and 360 to test on; every class is split alike, and always the same way."""
+def load(image_size: int, channels: int) -> tuple[ImagesInMemory, ImagesInMemory]:
+    """1,437 digits for training and 360 for testing; every class is split alike, and always the same way."""
     images, labels = read()
     pixels = ((images.astype(np.uint16) * 255 + 8) // 16).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
     shuffled = np.random.RandomState(1797).permutation(len(labels))
@@ -31,9 +31,8 @@ def load(image_size: int = 28, channels: int = 1) -> tuple[ImagesInMemory, Image
     held_out = np.zeros(len(labels), dtype=bool)
     held_out[by_class[::5]] = True
     classes = tuple("0123456789")
-    parts = (
-        ImagesInMemory(pixels[part], labels[part], classes, MEAN, STD, image_size, channels)
-        for part in (~held_out, held_out)
+    train, test = (
+        ImagesInMemory(pixels[chosen], labels[chosen], classes, MEAN, STD, image_size, channels)
+        for chosen in (~held_out, held_out)
     )
-    train, test = parts
     return train, test

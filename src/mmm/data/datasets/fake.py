@@ -1,4 +1,4 @@
-"""Made-up images that can be learned: each class has a smooth pattern, under noise. Any shape, any number."""
+"""Generated images that can be learned: each class has a smooth pattern, under noise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FakeImages(ImageSet):
     def pixels(self, indices: Indices) -> Tensor:
         noise = np.empty((len(indices), *self.shape), dtype=np.uint8)
         bright = np.empty((len(indices), 1, 1, 1), dtype=np.int16)
-        state = np.random.RandomState(0)  # made once, for that takes far longer than to seed it again
+        state = np.random.RandomState(0)  # made once: seeding it again is far cheaper
         for i, index in enumerate(indices):
             state.seed(stream(self.seed, 2, self.first + int(index)))
             bright[i] = state.randint(-32, 33)

@@ -1,9 +1,7 @@
-"""A folder of image files, one subfolder a class, decoded when they are read. Either of::
+"""A folder of image files, one subfolder a class, decoded when they are read. One of::
 
-    data_dir/train/cat/*.jpg  data_dir/val/cat/*.jpg   two sets; ``val`` may be called ``validation`` or ``test``
-    data_dir/cat/*.jpg                                 one: a tenth is held out, chosen by a hash of each file's path
-
-``IMAGENET`` is what models trained on ImageNet are used to; the channels' mean and standard deviation there.
+data_dir/train/cat/*.jpg  data_dir/val/cat/*.jpg   two sets; ``val`` may be called ``validation`` or ``test``
+data_dir/cat/*.jpg                                 one: a tenth is for testing, by a hash of each path
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ from mmm.data.images import ImageSet, Indices, Values
 from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 
-IMAGENET: tuple[Values, Values] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+IMAGENET: tuple[Values, Values] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, standard deviation
 GREY: tuple[Values, Values] = ((0.5,), (0.25,))
 TEST_NAMES = ("val", "validation", "test")
 CHECKED = 100  # files of a set, spread over it, whose header is read before training begins
 MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}  # Pillow's, of 8 bits a channel or fewer
-FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP", "GIF")  # also where the name says another of them
+FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP", "GIF")  # by content, not by the file's name
 Files = list[tuple[str, int]]  # path, label
 
 
 class ImageFiles(ImageSet):
-    """Files decoded on reading: shorter side to `image_size`, the middle square cut out, grey or colour as asked.
+    """Files decoded on reading: shorter side resized to `image_size`, centre crop, converted to grey or colour.
 
     Args:
         root: what the paths are under. files: (path under root, label).
@@ -58,12 +56,12 @@ class ImageFiles(ImageSet):
         return self._labels[torch.as_tensor(np.asarray(indices, dtype=np.int64))]
 
     def digest(self) -> str:
-        """Of the paths and labels: reading every file would take as long as an epoch."""
+        """Of the paths and labels, since reading every file would take as long as an epoch."""
         lines = (b"%s\t%d\n" % pair for pair in zip(self._paths.tolist(), self._labels.tolist(), strict=True))
         return hashlib.sha256(b"".join(lines)).hexdigest()
 
     def check_headers(self) -> None:
-        """Open some of the files, as far as their header.
+        """Read the header of some of the files.
 
         Raises:
             DataError: one is not an image.
@@ -141,13 +139,11 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
         train_root = test_root = data_dir
         classes, files = _list(data_dir)
         train, test = _split(files, data_dir)
-    parts = [
-        ImageFiles(root, files, classes, image_size, channels)
-        for root, files in ((train_root, train), (test_root, test))
-    ]
-    for part in parts:
-        part.check_headers()
-    return parts[0], parts[1]
+    train_set = ImageFiles(train_root, train, classes, image_size, channels)
+    test_set = ImageFiles(test_root, test, classes, image_size, channels)
+    train_set.check_headers()
+    test_set.check_headers()
+    return train_set, test_set
 
 
 def _list(root: Path) -> tuple[list[str], Files]:
@@ -164,11 +160,11 @@ def _list(root: Path) -> tuple[list[str], Files]:
 
 
 def _split(files: Files, root: Path) -> tuple[Files, Files]:
-    """Nine tenths and a tenth, by a hash of each path: a file keeps its side when others come or go."""
+    """Nine tenths and a tenth, by a hash of each path: a file keeps its side when others are added or removed."""
     if len(files) < 2:
         raise DataError(f"{root} has {len(files)} image{'s' * (len(files) != 1)}: it takes at least 2, to hold one out")
     hashes = {path: hashlib.sha256(os.fsencode(Path(path).as_posix())).digest() for path, _ in files}
     held_out = {path for path, digest in hashes.items() if int.from_bytes(digest[:4], "big") % 10 == 0}
-    if not held_out or len(held_out) == len(files):  # so few that chance gave one side nothing
+    if not held_out or len(held_out) == len(files):  # so few that one side got nothing
         held_out = {min(hashes, key=hashes.__getitem__)}
     return [file for file in files if file[0] not in held_out], [file for file in files if file[0] in held_out]

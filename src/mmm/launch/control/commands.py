@@ -38,7 +38,7 @@ def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[tuple[R
         "prefork": plan.prefork,
         "threads": plan.threads,
     }
-    if plan.site is not None and plan.device == plan.site.device and plan.site.device_variable:
+    if plan.device == plan.site.device and plan.site.device_variable:
         common["device_variable"], common["device_order"] = plan.site.device_variable, plan.site.device_order
     made = []
     if plan.by == "host":
@@ -99,7 +99,7 @@ def addresses(plan: ClusterPlan) -> list[str]:
         return [os.environ[links.ADDRESS_VARIABLE]]
     if all(hosts.is_here(name) for name in plan.hosts):
         return ["127.0.0.1"]
-    suffix = plan.site.host_suffix if plan.site is not None else ""
+    suffix = plan.site.host_suffix
     other = next(name for name in plan.hosts if not hosts.is_here(name))
     own = socket.gethostname()
     found = []

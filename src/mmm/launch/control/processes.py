@@ -1,4 +1,7 @@
-"""Finds what is left of a run's processes, and ends it."""
+"""Finds what is left of a run's processes, and ends it.
+
+psutil would find it as well, and is a compiled dependency more.
+"""
 
 import contextlib
 import os

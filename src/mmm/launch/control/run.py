@@ -32,7 +32,7 @@ class Run(ABC):
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.exit_code: int | None = None  # once it is decided
-        self.decide_at: float | None = None  # when the failures known by then are judged
+        self.decide_at: float | None = None  # when the failures known by then decide
         self.kill_at: float | None = None
         self.interrupted_at = -REPEAT
         self.again = False  # a new start may help: no signal, no user's mistake

@@ -1,4 +1,7 @@
-"""Where each rank of a run that hangs is, and which of them are not where the others wait."""
+"""Where each rank of a run that hangs is, and which of them are not where the others wait.
+
+The ranks write their stacks themselves: py-spy needs the right to trace them, which compute nodes seldom give.
+"""
 
 import contextlib
 import itertools

@@ -42,17 +42,8 @@ TORCH_LATER = ("torch._dynamo",)
 TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = (
-    "mpi4py.MPI",
-    "horovod",
-    "cupy",
-    "jaxlib",
-    "tensorflow",
-    "transformer_engine",
-    "deepspeed",
-    "apex",
-    "intel_extension_for_pytorch",
-    "oneccl_bindings_for_pytorch",
-    "ray",
+    *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
+    *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"),
 )
 # A batch system sends these to all processes of a job before it ends. They are for the ranks, not for this process.
 RANKS_ALONE = (signal.SIGUSR1, signal.SIGUSR2)

@@ -1,4 +1,7 @@
-"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`."""
+"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`.
+
+python-hostlist reads the last of these three alone, and is a dependency more.
+"""
 
 import re
 import socket

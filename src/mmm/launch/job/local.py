@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmm.contract import DEVICE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators
+from mmm.launch.job import accelerators, variables
 from mmm.launch.job.target import Target
 
 DEFAULT_CPU_RANKS = 4
@@ -50,7 +50,8 @@ def plan(
     found = found or accelerators.find(build=build, environ=environ)
     why: dict[str, str] = {}
     notes: list[str] = []
-    device, why[DEVICE_VARIABLE] = _device(device, environ, found)
+    found_why = f"found {found.why}" if found.device else ""
+    device, why[DEVICE_VARIABLE] = variables.given_device(device, environ) or (found.device, found_why)
     if nproc is not None:
         count, why["ranks"] = nproc, "-n"
     elif device == "cpu" or (device is None and not found.device):
@@ -76,9 +77,8 @@ def plan(
         why["OMP_NUM_THREADS"] = f"{cores} cores, {count} ranks"
     if device:
         shared[DEVICE_VARIABLE] = device
-    if build in ("cuda", "hip"):
-        shared["PYTORCH_NVML_BASED_CUDA_CHECK"] = environ.get("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
+    shared |= variables.torch_variables(build, environ)
+    why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
     fork, why["start"] = start_how(target, prefork, device, build)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return LaunchPlan(target, shared, ranks, device, fork, why, tuple(notes))
@@ -131,18 +131,10 @@ def describe(plan: LaunchPlan, preloads: list[str]) -> str:
     for name, value in plan.shared.items():
         note = why.get(name)
         lines.append(f"  {name}={value}" + (f"   ({note})" if note else ""))
-    for variables in plan.ranks:
-        lines.append(f"rank {variables['RANK']}:")
-        lines += [f"  {name}={value}" for name, value in variables.items()]
+    for rank in plan.ranks:
+        lines.append(f"rank {rank['RANK']}:")
+        lines += [f"  {name}={value}" for name, value in rank.items()]
     return "\n".join(lines)
-
-
-def _device(device: str | None, environ: Mapping[str, str], found: accelerators.Accelerators) -> tuple[str | None, str]:
-    if device:
-        return device, "--device"
-    if environ.get(DEVICE_VARIABLE):
-        return environ[DEVICE_VARIABLE], "set in the environment"
-    return found.device, f"found {found.why}" if found.device else ""
 
 
 def start_how(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
@@ -160,16 +152,9 @@ def start_how(target: Target, prefork: bool, device: str | None, build: str | No
 
 
 def _port(environ: Mapping[str, str]) -> tuple[str, str]:
-    given = environ.get("MASTER_PORT")
+    given = variables.given_port(environ)
     if not given:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return str(probe.getsockname()[1]), "a free port"
-    if not (given.isdigit() and 0 < int(given) < 65536):
-        raise LaunchError(
-            f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
-            "  unset MASTER_PORT and a free one is picked."
-        )
+        return variables.free_port("127.0.0.1"), "a free port"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

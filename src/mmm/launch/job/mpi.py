@@ -17,36 +17,10 @@ LONGEST = 100_000  # characters of a list of hosts on a command line; Linux ends
 # Open MPI carries no variable to other hosts unless told to. These prefixes are what programs read; launch's own values
 # come over launch's own connection.
 CARRIED = (
-    "MMM_",
-    "PYTHON",
-    "LD_",
-    "PATH",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "TORCH",
-    "NCCL_",
-    "RCCL_",
-    "GLOO_",
-    "CCL_",
-    "UCX_",
-    "FI_",
-    "CUDA_",
-    "HIP_",
-    "ROCR_",
-    "HSA_",
-    "ZE_",
-    "ONEAPI_",
-    "HF_",
-    "TMPDIR",
-    "VIRTUAL_ENV",
-    "CONDA_",
-    "WANDB_",
-    "TRITON_",
-    "XDG_",
-    "http_proxy",
-    "https_proxy",
-    "no_proxy",
+    *("MMM_", "PYTHON", "PATH", "LD_", "VIRTUAL_ENV", "CONDA_", "TMPDIR", "XDG_"),
+    *("OMP_", "MKL_", "KMP_", "TORCH", "TRITON_", "HF_", "WANDB_", "http_proxy", "https_proxy", "no_proxy"),
+    *("NCCL_", "RCCL_", "GLOO_", "CCL_", "UCX_", "FI_"),
+    *("CUDA_", "HIP_", "ROCR_", "HSA_", "ZE_", "ONEAPI_"),
 )
 
 
@@ -110,28 +84,25 @@ def read_version(text: str) -> tuple[str | None, str]:
 
 def line(kind: str, mpiexec: str, request: Request) -> list[str]:
     """The words before the command that every process runs."""
-    words = {"hydra": _hydra, "pals": _pals, "openmpi": _openmpi}[kind](request)
-    return [mpiexec, *words, *request.more]
+    words = _openmpi(request) if kind == "openmpi" else _mpich(kind, request)
+    return [mpiexec, "-n", str(request.processes), *words, *request.more]
 
 
-def _hydra(request: Request) -> list[str]:
-    words = ["-n", str(request.processes), "-ppn", str(request.per_host), *_hosts(request, "-f", "-hosts")]
+def _mpich(kind: str, request: Request) -> list[str]:
+    """Hydra's words, and those of PALS, which spells some of them in another way."""
+    words = ["-ppn", str(request.per_host)]
+    if request.hostfile is not None:
+        words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
+    else:
+        words += ["-hosts" if kind == "hydra" else "--hosts", _joined(request.hosts)]
     for name, value in request.env.items():
-        words += ["-genv", name, value]
-    return [*words, *request.bind]
-
-
-def _pals(request: Request) -> list[str]:
-    words = ["-n", str(request.processes), "-ppn", str(request.per_host), *_hosts(request, "--hostfile", "--hosts")]
-    for name, value in request.env.items():
-        words += ["--env", f"{name}={value}"]
+        words += ["-genv", name, value] if kind == "hydra" else ["--env", f"{name}={value}"]
     return [*words, *request.bind]
 
 
 def _openmpi(request: Request) -> list[str]:
-    hosts = ",".join(f"{host}:{request.per_host}" for host in request.hosts)
-    _check_length(hosts)
-    words = ["-n", str(request.processes), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
+    hosts = _joined([f"{host}:{request.per_host}" for host in request.hosts])
+    words = ["--host", hosts, "--map-by", "slot", "--bind-to", "none"]
     for name, value in request.env.items():
         words += ["-x", f"{name}={value}"]
     if len(request.hosts) > 1:
@@ -141,20 +112,14 @@ def _openmpi(request: Request) -> list[str]:
     return words
 
 
-def _hosts(request: Request, file_option: str, list_option: str) -> list[str]:
-    if request.hostfile is not None:
-        return [file_option, request.hostfile]
-    hosts = ",".join(request.hosts)
-    _check_length(hosts)
-    return [list_option, hosts]
-
-
-def _check_length(hosts: str) -> None:
+def _joined(names: Sequence[str]) -> str:
+    hosts = ",".join(names)
     if len(hosts) > LONGEST:
         raise LaunchError(
             f"the list of hosts has {len(hosts)} characters, more than fit on a command line. Write each "
             "host once into a file and give --hostfile FILE."
         )
+    return hosts
 
 
 def open_files() -> int:

@@ -25,7 +25,7 @@ class Job:
         hosts: in the scheduler's order, each once.
         why: for each value that was found, the variable it came from.
         tasks_per_host: what the job asked for, None where it did not say. Uneven jobs: the largest.
-        cpus_per_task, cpus_per_host, gpus_per_host: None where the scheduler does not say.
+        gpus_per_host: None where the scheduler does not say.
         end_time: seconds since 1970 at which the scheduler ends the job.
         hostfile: the scheduler's own file with each host once, if it wrote one.
         notes: what was also found, and not used.
@@ -36,15 +36,10 @@ class Job:
     hosts: tuple[str, ...] = ()
     why: dict[str, str] = field(default_factory=dict)
     tasks_per_host: int | None = None
-    cpus_per_task: int | None = None
-    cpus_per_host: int | None = None
     gpus_per_host: int | None = None
     end_time: float | None = None
     hostfile: str | None = None
     notes: tuple[str, ...] = ()
-
-    def with_values(self, **values: object) -> Job:
-        return replace(self, **values)  # type: ignore[arg-type]
 
 
 def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None) -> Job:

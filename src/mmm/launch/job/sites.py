@@ -50,7 +50,6 @@ class Site:
     host_suffix: str = ""
     port: int | None = None
     env: dict[str, str] = field(default_factory=dict)
-    file: str = ""
 
     def fill(self, words: list[str], per_host: int) -> list[str]:
         """`words` with their `{…}` filled in."""
@@ -72,8 +71,8 @@ KINDS: dict[str, type] = {
 }
 
 
-def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site | None, str]:
-    """The site named `name`, or the one whose `match` this environment fits, and why; (None, why) if there is none.
+def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site, str]:
+    """The site named `name`, or the one whose `match` this environment fits, and why; `Site("")` if there is none.
 
     Raises:
         LaunchError: no such site, two that fit, or a site's file that is wrong.
@@ -96,7 +95,7 @@ def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Site | No
     if len(fits) > 1:
         both = " and ".join(f"{site.name} ({why})" for site, why in fits.values())
         raise LaunchError(f"this environment fits {both}: say which with --site NAME.")
-    return next(iter(fits.values())) if fits else (None, "no known site's variables in the environment")
+    return next(iter(fits.values())) if fits else (Site(""), "no known site's variables in the environment")
 
 
 def load(environ: Mapping[str, str]) -> dict[str, Site]:
@@ -119,7 +118,7 @@ def read(path: Path) -> Site:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LaunchError(f"site file {path} cannot be read: {error}") from None
-    names = [f.name for f in fields(Site) if f.name != "file"]
+    names = [f.name for f in fields(Site)]
     if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
         raise LaunchError(f'site file {path}: it has to be one JSON object with a "name".')
     for key, value in data.items():
@@ -141,7 +140,7 @@ def read(path: Path) -> Site:
             re.compile(pattern)
         except re.error as error:
             raise LaunchError(f"site file {path}: {key}'s {pattern!r} is no regular expression: {error}") from None
-    site = Site(**data, file=str(path))
+    site = Site(**data)
     for words in (site.bind_args, site.srun, site.srun_by_host):
         try:
             site.fill(words, 1)

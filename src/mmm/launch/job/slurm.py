@@ -19,20 +19,21 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     if not job or name is None:
         return None
     why = {"scheduler": f"SLURM_JOB_ID={job}", "hosts": f"{name}={environ[name]}"}
-    found = Job("slurm", job, tuple(hosts.expand(environ[name])), why)
-    values: dict[str, int | None] = {}
-    values["tasks_per_host"] = _first(environ, ("SLURM_NTASKS_PER_NODE",), why, "tasks_per_host")
-    if values["tasks_per_host"] is None:
-        values["tasks_per_host"] = _tasks(environ, why)
-    values["cpus_per_task"] = _first(environ, ("SLURM_CPUS_PER_TASK",), why, "cpus_per_task")
-    values["cpus_per_host"] = _first(environ, ("SLURM_CPUS_ON_NODE",), why, "cpus_per_host")
-    values["gpus_per_host"] = _first(environ, ("SLURM_GPUS_ON_NODE",), why, "gpus_per_host")
+    tasks = _number(environ, "SLURM_NTASKS_PER_NODE", why, "tasks_per_host")
+    gpus = _number(environ, "SLURM_GPUS_ON_NODE", why, "gpus_per_host")
     asked = re.fullmatch(r"(?:.*:)?(\d+)", environ.get("SLURM_GPUS_PER_NODE", ""))
-    if values["gpus_per_host"] is None and asked:
-        values["gpus_per_host"] = int(asked[1])  # as typed: 4, a100:4
+    if gpus is None and asked:
+        gpus = int(asked[1])  # as typed: 4, a100:4
         why["gpus_per_host"] = f"SLURM_GPUS_PER_NODE={asked[0]}"
-    values["end_time"] = _first(environ, ("SLURM_JOB_END_TIME",), why, "end_time")
-    return found.with_values(**values)
+    return Job(
+        "slurm",
+        job,
+        tuple(hosts.expand(environ[name])),
+        why,
+        tasks_per_host=_tasks(environ, why) if tasks is None else tasks,
+        gpus_per_host=gpus,
+        end_time=_number(environ, "SLURM_JOB_END_TIME", why, "end_time"),
+    )
 
 
 def _tasks(environ: Mapping[str, str], why: dict[str, str]) -> int | None:
@@ -45,15 +46,14 @@ def _tasks(environ: Mapping[str, str], why: dict[str, str]) -> int | None:
     return min(counts, default=None)
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...], why: dict[str, str], key: str) -> int | None:
-    for name in names:
-        text = environ.get(name, "")
-        if text:
-            if not text.isdigit():
-                raise LaunchError(f"{name}={text} in the environment is not a whole number.")
-            why[key] = f"{name}={text}"
-            return int(text)
-    return None
+def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str) -> int | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdigit():
+        raise LaunchError(f"{name}={text} in the environment is not a whole number.")
+    why[key] = f"{name}={text}"
+    return int(text)
 
 
 def line(request: Request, words: Sequence[str]) -> list[str]:

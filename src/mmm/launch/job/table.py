@@ -1,10 +1,10 @@
 """What launch found and will run, in one table."""
 
 import platform
+import shlex
 import sys
 
 from mmm.contract import DEVICE_VARIABLE
-from mmm.launch.job import cluster
 from mmm.launch.job.cluster import ClusterPlan
 
 SHOWN_HOSTS = 8
@@ -19,11 +19,11 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
     even = plan.ranks == plan.per_host * len(plan.hosts)
     each = f"{plan.per_host} a host" if even else f"at most {plan.per_host} a host"
     started = "each by it" if plan.by == "rank" else "one process a host, which forks its ranks"
-    backend = f", {site.backend}" if site is not None and site.backend and plan.device == site.device else ""
+    backend = f", {site.backend}" if site.backend and plan.device == site.device else ""
     rows = [
         (
             "machine",
-            f"{site.name}: {site.about}" if site is not None else f"not a known site ({platform.machine()})",
+            f"{site.name}: {site.about}" if site.name else f"not a known site ({platform.machine()})",
             why["machine"],
         ),
         ("scheduler", f"{job.scheduler} job {job.job_id}" if job.job_id else "none", why["scheduler"]),
@@ -49,12 +49,12 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
         )
         told = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, "OMP_NUM_THREADS")
         rows += [(name, value, why.get(name, "launch")) for name, value in plan.shared.items() if name not in told]
-    if plan.site is not None and plan.site.device_variable and plan.device == plan.site.device:
-        order = ", ".join(map(str, plan.site.device_order))
-        rows.append(("device order", f"{order} ({plan.site.device_variable} of local rank 0, 1, …)", plan.site.name))
+    if site.device_variable and plan.device == site.device:
+        order = ", ".join(map(str, site.device_order))
+        rows.append(("device order", f"{order} ({site.device_variable} of local rank 0, 1, …)", site.name))
     width = max(len(name) for name, _, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" + (f"   ({reason})" if explain else "") for name, value, reason in rows]
-    return "\n".join([*lines, f"{'command':<{width}}{cluster.text(shown(plan.command))}"])
+    return "\n".join([*lines, f"{'command':<{width}}{shlex.join(shown(plan.command))}"])
 
 
 def shown(command: list[str]) -> list[str]:

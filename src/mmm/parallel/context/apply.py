@@ -1,21 +1,21 @@
-"""Context parallelism: the sequence cut over the ranks of the cp axis, for sequences that are too long for one.
+"""Context parallelism: the sequence sharded over the ranks of the cp axis, for sequences that are too long for one.
 
-Everything but attention works token by token, and does not notice. Attention is causal: the last token has ``seq`` keys
-to look at and the first has one, so that equal stretches would be unequal work. The sequence is cut into 2 · cp chunks,
-and each rank takes one from the head and its counterpart from the tail; cp = 4::
+All modules except attention treat each token by itself, and stay as they are. Attention is causal: the last token
+attends to ``seq`` keys and the first to one, so that consecutive shards would be unequal work. The sequence is split
+into 2 · cp chunks, and each rank takes one from the head and its counterpart from the tail; cp = 4::
 
     chunk    0    1    2    3  │  4    5    6    7         work of a chunk: 1 3 5 7 9 11 13 15 (in half squares)
     rank     0    1    2    3  │  3    2    1    0         of a rank: 1 + 15 = 3 + 13 = 5 + 11 = 7 + 9
              └────┴────┴────┴──┴──┴────┴────┴────┘
 
-Two styles bring the tokens of all ranks together in attention: ``ring`` (`mmm.parallel.context.ring`) sends keys and
-values round, ``ulysses`` (`mmm.parallel.context.ulysses`) shards heads instead of the sequence during attention.
+Two styles of attention reach the tokens of all ranks: ``ring`` (`mmm.parallel.context.ring`) sends keys and values
+round, ``ulysses`` (`mmm.parallel.context.ulysses`) shards heads instead of the sequence during attention.
 
-All ranks of a cp group hold the same parameters and have different tokens, so that to gradients cp is one more data
-parallel axis: FSDP cuts parameters, and adds up gradients, over dp_shard × cp together (``dp_shard_cp``).
+All ranks of a cp group have the same parameters and different tokens, so that for gradients cp is one more data
+parallel axis: FSDP shards parameters, and sums gradients, over dp_shard × cp together (``dp_shard_cp``).
 
 Source: the Llama team, "The Llama 3 Herd of Models", 2024, section 3.3.2; ``torch.distributed.tensor.experimental``
-has the same cut.
+splits the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STYLES = ("ring", "ulysses")
 
 
 def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
-    """Which tokens of a sequence a cp coordinate holds: chunks r and 2 · cp - 1 - r of 2 · cp, in rising order.
+    """The positions of the tokens of cp coordinate r: chunks r and 2 · cp - 1 - r of 2 · cp, in ascending order.
 
     Args:
         coordinate: 0 … cp - 1. seq_length: in tokens, a multiple of 2 · cp, or of anything if cp is 1.
@@ -50,17 +50,17 @@ def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
     if cp == 1:
         return everything
     if seq_length % (2 * cp):
-        raise ValueError(f"{seq_length} tokens do not divide over 2 · cp = {2 * cp} chunks of the same length")
+        raise ValueError(f"{seq_length} tokens do not divide into 2 · cp = {2 * cp} chunks of the same length")
     chunks = everything.chunk(2 * cp)
     return torch.cat((chunks[coordinate], chunks[2 * cp - 1 - coordinate]))
 
 
-def cut_batch(batch: Batch, coordinate: int, cp: int) -> tuple[Batch, Tensor]:
-    """The tokens of a batch that a cp coordinate holds: inputs and targets are cut alike.
+def shard_batch(batch: Batch, coordinate: int, cp: int) -> tuple[Batch, Tensor]:
+    """The tokens of a batch on a cp coordinate, of inputs and targets alike.
 
     Returns:
         That batch, (batch, seq / cp), whose count is still that of the global batch; and the positions of its tokens,
-        (seq / cp,) int64, for the model: ``model(part.inputs, positions)``.
+        (seq / cp,) int64, for the model: ``model(batch.inputs, positions)``.
     """
     positions = positions_of(coordinate, cp, batch.inputs.shape[1]).to(batch.inputs.device)
     return replace(batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions]), positions
@@ -75,7 +75,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style
     Raises:
         ConfigError: no such style, or a plan that names no attention.
     """
-    check_style(style)
+    _check_style(style)
     modules = [module for pattern in plan.attention for module in find(model, pattern)]
     if not plan.attention:
         raise ConfigError(f"cp {mesh.size()}: the plan of this model names no attention over a sequence; use cp 1")
@@ -83,27 +83,26 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style
         module.attention_fn = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, module.attention_fn)  # type: ignore
 
 
-def check_style(style: str) -> None:
-    """Raises ConfigError where there is no such style."""
+def _check_style(style: str) -> None:
     if style not in STYLES:
-        raise ConfigError(f"cp_style {style!r} is not one of {', '.join(STYLES)}")
+        raise ConfigError(f"cp_style {style!r} is not one of {', '.join(STYLES)}", fields=("cp_style",))
 
 
 def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) -> list[Broken]:
-    """What keeps a model's sequence from being cut; empty when nothing does.
+    """What keeps a model's sequence from being sharded; empty where nothing does.
 
     Args:
-        n_heads: query heads of the whole model. seq_length: in tokens.
+        n_heads: query heads of the full model. seq_length: in tokens.
     """
-    check_style(style)
+    _check_style(style)
     if layout.cp == 1:
         return []
     found = []
-    parts = 2 * layout.cp * layout.tp
-    if seq_length % parts:
-        cut = f"2 · cp {layout.cp}" + (f" · tp {layout.tp}" if layout.tp > 1 else "")
+    chunks = 2 * layout.cp * layout.tp
+    if seq_length % chunks:
+        product = f"2 · cp {layout.cp}" + (f" · tp {layout.tp}" if layout.tp > 1 else "")
         text = (
-            f"seq_length {seq_length} is not divisible by {cut} = {parts} (each rank takes two chunks of the same "
+            f"seq_length {seq_length} is not divisible by {product} = {chunks} (each rank takes two chunks of the same "
             f"length)"
         )
         found.append(Broken("seq_length", text, "seq_length", ("cp",)))
@@ -111,6 +110,6 @@ def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) 
     if style == "ulysses" and n_heads % ranks:
         over = f"cp {layout.cp}" + (f" · tp {layout.tp} = {ranks}" if layout.tp > 1 else "")
         text = f"n_heads {n_heads} is not divisible by {over} (under ulysses each rank takes whole heads)"
-        more = "" if n_heads % layout.tp else "--cp_style ring"
-        found.append(Broken("n_heads", text, "n_heads", ("cp",), more))
+        field = "" if n_heads % layout.tp else "cp_style ring"
+        found.append(Broken("n_heads", text, "n_heads", ("cp",), field))
     return found

@@ -1,15 +1,15 @@
-"""Attention of some queries to some keys, as a part that can be put together with others.
+"""Attention of queries to one block of keys, in a form that can be merged with that of other blocks.
 
-Softmax over all keys is put together from softmaxes over blocks of them if each block gives, besides its output, the
+Softmax over all keys follows from softmaxes over blocks of them if each block returns, besides its output, the
 logarithm of its sum of exponentials (``lse``)::
 
     out_1, lse_1    of keys block 1         lse = log(exp(lse_1) + exp(lse_2))
     out_2, lse_2    of keys block 2         out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse)
 
-Backward needs no such sum: given the whole ``out`` and ``lse``, the gradients of a block are exact parts, to be added.
+Backward needs no merging: given ``out`` and ``lse`` of all keys, the gradients of the blocks simply add up.
 
 Kernels: on CPU the fused one, in any dtype; on CUDA flash attention, in bf16 and fp16 with a head_dim that is a
-multiple of 8 up to 256; elsewhere it is written out, and makes the (queries, keys) scores of a block as a tensor.
+multiple of 8 up to 256; elsewhere matrix products ("math"), which have the (queries, keys) scores of a block in memory.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023.
 """
@@ -39,7 +39,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if _has_flash(q):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return written_out(q, k, v, causal)
+    return math_forward(q, k, v, causal)
 
 
 def block_backward(
@@ -48,22 +48,22 @@ def block_backward(
     """What one block of keys adds to the gradients of q, and the gradients of its k and v from these queries.
 
     Args:
-        gradient: of `out`. out, lse: put together from *all* blocks. q, k, v, causal: as for `block_forward`.
+        gradient: of `out`. out, lse: merged from *all* blocks. q, k, v, causal: as for `block_forward`.
     """
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(gradient, q, k, v, out, lse, 0.0, causal)
     if _has_flash(q):
-        # The state of a dropout that there is not.
+        # The state of dropout, which is off.
         state, offset = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
         lengths = (None, None, q.shape[2], k.shape[2])
         backward = aten._scaled_dot_product_flash_attention_backward
         return backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, state, offset)
-    return written_out_backward(gradient, q, k, v, out, lse, causal)
+    return math_backward(gradient, q, k, v, out, lse, causal)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to what `out` stands for and to one block more. An `lse` of -inf stands for no keys yet."""
+    """Attention to the keys of `out` and to one block more. An `lse` of -inf means no keys yet."""
     total = torch.logaddexp(lse, block_lse)
     old, new = (torch.exp(part - total)[..., None] for part in (lse, block_lse))  # (batch, heads, queries, 1)
     return out * old + block_out * new, total
@@ -83,7 +83,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """`block_forward` in matrix products."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _scores(q.to(wide), k.to(wide), causal)
@@ -91,7 +91,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, 
     return (torch.exp(scores - lse[..., None]) @ v.to(wide)).to(q.dtype), lse
 
 
-def written_out_backward(
+def math_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_backward` in matrix products."""

@@ -1,25 +1,25 @@
-"""Ring attention: keys and values go round the ranks of cp, and every rank attends to each part as it comes by.
+"""Ring attention: keys and values go round the ranks of cp, and every rank attends to each shard as it arrives.
 
 ::
 
-    hop 0            hop 1            hop 2            hop 3             rank r has the queries of part r all the time,
-    rank 0: kv 0     kv 3             kv 2             kv 1              and at hop h the keys and values of part r - h
+    hop 0            hop 1            hop 2            hop 3             rank r has the queries of shard r all the time,
+    rank 0: kv 0     kv 3             kv 2             kv 1              and at hop h the keys and values of shard r - h
     rank 1: kv 1     kv 0             kv 3             kv 2
-    rank 2: kv 2     kv 1             kv 0             kv 3              while it attends to one part, the next is on
+    rank 2: kv 2     kv 1             kv 0             kv 3              while it attends to one shard, the next is on
     rank 3: kv 3     kv 2             kv 1             kv 0              its way
 
-A part is one chunk of the head of the sequence and one of its tail (see ``context.py``). Of a part that is not its own
-a rank either sees the head chunk with all its queries, or both chunks with its tail queries: every hop is a dense
-block, and half of a square, so that no rank waits for another::
+A shard is one chunk of the head of the sequence and one of its tail (`mmm.parallel.context.apply`). Of the keys of
+another shard, either all of a rank's queries attend to the head chunk, or its tail queries to both chunks: every hop is
+a dense block, half of a square, so that no rank waits for another::
 
-                    keys of an earlier part     own part           keys of a later part
+                    keys of an earlier shard    own shard          keys of a later shard
                       head    tail              head    tail         head    tail
     queries  head   [ all   │  ·   ]          [ ◣     │  ·   ]     [  ·    │  ·   ]
              tail   [ all   │  ·   ]          [ all   │  ◣   ]     [ all   │ all  ]
 
-In backward the same goes round once more, and with each part travels the sum of its gradients, one hop behind, until it
-is home. A rank sends cp - 1 parts forward; backward cp - 1 parts again, and cp times the gradients of one (in float32
-at least). However many heads there are, cp can be any number.
+In backward keys and values go round once more, and the sum of their gradients follows one hop behind, until it is back
+at its own rank. A rank sends cp - 1 shards in forward; in backward cp - 1 shards again, and cp times the gradients of
+one (in float32 at least). cp can be any number, however many heads there are.
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the two chunks: the Llama team, "The
 Llama 3 Herd of Models", 2024, section 3.3.2.
@@ -40,7 +40,7 @@ from mmm.parallel.context.block_attention import block_backward, block_forward, 
 
 
 class RingAttention:
-    """Causal attention over a sequence that is cut over `mesh` (one-dimensional): takes the place of a model's own."""
+    """Causal attention over a sequence that is sharded over `mesh` (one-dimensional): replaces a model's own."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ring = Ring(mesh)
@@ -53,44 +53,44 @@ class RingAttention:
         Returns:
             (batch, heads, seq / cp, head_dim).
         """
-        return _RoundTheRing.apply(q, k, v, self.ring)
+        return _RingAttention.apply(q, k, v, self.ring)
 
 
 class Ring:
-    """The ranks in a circle: each sends to the next, and takes from the one before."""
+    """The ranks in a circle: each sends to the next, and receives from the previous one."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         members = dist.get_process_group_ranks(self.group)
         self.next = members[(self.rank + 1) % self.size]
-        self.before = members[self.rank - 1]
+        self.previous = members[self.rank - 1]
 
-    def pass_on(self, tensor: Tensor) -> Parcel:
-        """Begin to send a tensor on, and to take one like it. All ranks do, in the same order."""
-        return Parcel(self, tensor)
+    def send_recv(self, tensor: Tensor) -> P2PExchange:
+        """Begin to send a tensor to the next rank, and to receive one like it. All ranks do, in the same order."""
+        return P2PExchange(self, tensor)
 
 
-class Parcel:
-    """A tensor on its way. What is sent must not be written to before `arrived`."""
+class P2PExchange:
+    """A send and a receive in flight. What is sent must not be written to before `wait`."""
 
-    def __init__(self, ring: Ring, sent: Tensor) -> None:
-        self.sent, self.taken = sent, torch.empty_like(sent)
+    def __init__(self, ring: Ring, tensor: Tensor) -> None:
+        self.sent, self.received = tensor, torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, self.sent, ring.next, group=ring.group)
-        take = dist.P2POp(dist.irecv, self.taken, ring.before, group=ring.group)
-        self.works = dist.batch_isend_irecv([send, take])
+        receive = dist.P2POp(dist.irecv, self.received, ring.previous, group=ring.group)
+        self.works = dist.batch_isend_irecv([send, receive])
 
-    def arrived(self) -> Tensor:
-        """Wait for both, and give what the rank before has sent."""
+    def wait(self) -> Tensor:
+        """Wait for both, and return what was received."""
         for work in self.works:
             work.wait()
-        return self.taken
+        return self.received
 
 
-def seen(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """What queries of part `rank` see of the keys of part `source`, each `length` tokens.
+def visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
+    """Which keys of shard `source` the queries of shard `rank` attend to; each shard has `length` tokens.
 
     Returns:
-        Which queries, which keys, and whether as a triangle: the first sees one key, the next two, …
+        Which queries, which keys, and whether causally: the first query to one key, the next to two, …
     """
     everything, half = slice(0, length), length // 2
     if source == rank:
@@ -100,7 +100,7 @@ def seen(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     return slice(half, length), everything, False
 
 
-class _RoundTheRing(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:  # type: ignore[override]
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -108,13 +108,13 @@ class _RoundTheRing(torch.autograd.Function):
         lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)  # (batch, heads, seq / cp)
         kv = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
         for hop in range(ring.size):
-            next_kv = ring.pass_on(kv) if hop < ring.size - 1 else None
-            rows, keys, triangle = seen(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            here_k, here_v = _for_each_head(kv[:, :, :, keys], q.shape[1])
-            part_out, part_lse = block_forward(q[:, :, rows], here_k, here_v, triangle)
-            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], part_out, part_lse)
+            next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
+            rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
+            block_k, block_v = _repeat_kv(kv[:, :, :, keys], q.shape[1])
+            block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal)
+            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
             if next_kv is not None:
-                kv = next_kv.arrived()
+                kv = next_kv.wait()
         ctx.ring = ring
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -128,32 +128,32 @@ class _RoundTheRing(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)
         kv = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
         dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        on_its_way: Parcel | None = None
+        next_dkv: P2PExchange | None = None
         for hop in range(ring.size):
-            next_kv = ring.pass_on(kv) if hop < ring.size - 1 else None
-            rows, keys, triangle = seen(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            here_k, here_v = _for_each_head(kv[:, :, :, keys], q.shape[1])
-            here_gradient, here_q, here_out, here_lse = (t[:, :, rows] for t in (gradient, q, out, lse))
-            here_dq, *here_dkv = block_backward(
-                here_gradient, here_q, here_k, here_v, here_out, here_lse.contiguous(), triangle
+            next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
+            rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
+            block_k, block_v = _repeat_kv(kv[:, :, :, keys], q.shape[1])
+            block_gradient, block_q, block_out, block_lse = (t[:, :, rows] for t in (gradient, q, out, lse))
+            block_dq, *block_dkv = block_backward(
+                block_gradient, block_q, block_k, block_v, block_out, block_lse.contiguous(), causal
             )
-            dq[:, :, rows] += here_dq
+            dq[:, :, rows] += block_dq
             if next_kv is not None:
-                kv = next_kv.arrived()
-            if on_its_way is not None:
-                dkv = on_its_way.arrived()  # of the part that was here at this hop, from the ranks it has visited
-            dkv[:, :, :, keys] += _from_each_head(torch.stack(here_dkv).to(dkv.dtype), kv.shape[2])
-            on_its_way = ring.pass_on(dkv)
-        assert on_its_way is not None
-        dk, dv = on_its_way.arrived()
+                kv = next_kv.wait()
+            if next_dkv is not None:
+                dkv = next_dkv.wait()  # of this hop's shard, summed over the ranks that it has visited
+            dkv[:, :, :, keys] += _sum_repeated(torch.stack(block_dkv).to(dkv.dtype), kv.shape[2])
+            next_dkv = ring.send_recv(dkv)
+        assert next_dkv is not None
+        dk, dv = next_dkv.wait()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 
 
-def _for_each_head(kv: Tensor, heads: int) -> Tensor:
+def _repeat_kv(kv: Tensor, heads: int) -> Tensor:
     """(2, batch, kv heads, keys, head_dim) to (2, batch, heads, keys, head_dim)."""
     return kv.repeat_interleave(heads // kv.shape[2], dim=2)
 
 
-def _from_each_head(dkv: Tensor, kv_heads: int) -> Tensor:
-    """Backward of that: (2, batch, heads, keys, head_dim) added up to (2, batch, kv heads, keys, head_dim)."""
+def _sum_repeated(dkv: Tensor, kv_heads: int) -> Tensor:
+    """Backward of `_repeat_kv`: (2, batch, heads, keys, head_dim) to (2, batch, kv heads, keys, head_dim)."""
     return dkv.unflatten(2, (kv_heads, -1)).sum(3)

@@ -1,6 +1,6 @@
 """Data parallelism: every coordinate of the dp axes has its own samples of the global batch.
 
-What each rank keeps of a model of P parameters on N ranks, and what it sends and takes a step (about, in numbers)::
+What each rank keeps of a model of P parameters on N ranks, and what it sends in a step (about, in elements)::
 
               parameters   gradients   optimizer state   a step
     ddp       P            P           k P               2 P      all-reduce
@@ -9,11 +9,10 @@ What each rank keeps of a model of P parameters on N ranks, and what it sends an
     fsdp      P / N        P / N       k P / N           3 P      all-gather twice, reduce-scatter (ZeRO-3)
     hsdp      P / S        P / S       k P / S           fsdp over the S ranks of dp_shard, then an all-reduce of P / S
 
-(k: 2 for AdamW, 0 for plain SGD.) All of them cut a tensor at the same places: along its first dim, as evenly as whole
-rows go.
+(k: 2 for AdamW, 0 for plain SGD.) All of them shard a tensor along dim 0, as evenly as full rows allow.
 
-Gradients are *summed* over the dp axes, not averaged: the loss that each rank differentiates is already its share of
-the global mean (its own sum over the global count), so that uneven counts stay right.
+Gradients are *summed* over the dp axes, not averaged: the local loss that each rank differentiates is its own sum over
+the *global* count, so that uneven counts stay right.
 
 Source: Rajbhandari et al., "ZeRO", 2020.
 """
@@ -32,12 +31,13 @@ from mmm.parallel.data.fsdp import apply_fsdp
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.data.zero import Zero
 from mmm.parallel.expert.apply import apply_expert_fsdp
-from mmm.parallel.mesh import Layout, dp_shard_cp, expert_mesh, has_axis
+from mmm.parallel.mesh import Layout, Mesh
 from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
-WHOLE = ("ddp", "zero1", "zero2")  # every rank keeps all parameters
+UNSHARDED = ("ddp", "zero1", "zero2")  # every rank keeps all parameters
 
 
 def check_data_parallel(data_parallel: str, layout: Layout) -> None:
@@ -50,19 +50,19 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
     if data_parallel not in DATA_PARALLEL:
         raise ConfigError(f"data_parallel {data_parallel!r} is not one of {', '.join(DATA_PARALLEL)}")
     if data_parallel == "hsdp" and layout.dp_replicate == 1:
-        copies = next((n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % (n * layout.ep) == 0), 0)
+        replicas = next((n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % (n * layout.ep) == 0), 0)
         raise LayoutError(
-            f"hsdp keeps copies of a model that is cut over dp_shard, and the layout {layout} has one copy: "
-            f"{f'give dp_replicate {copies}, or ' if copies else ''}use fsdp"
+            f"hsdp keeps replicas of a model that is sharded over dp_shard, and the layout {layout} has one replica: "
+            f"{f'give dp_replicate {replicas}, or ' if replicas else ''}use fsdp"
         )
-    if data_parallel in WHOLE:
+    if data_parallel in UNSHARDED:
         if others := [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]:
             there, alone = (
                 " · ".join(f"{axis} {size}" for axis, size in sizes)
                 for sizes in ([(axis, getattr(layout, axis)) for axis in others], [(axis, 1) for axis in others])
             )
             raise LayoutError(
-                f"{data_parallel} keeps the whole model on every rank, which does not go with {there}: "
+                f"{data_parallel} keeps the full model on every rank, which does not go with {there}: "
                 f"use fsdp, or {alone}"
             )
         if layout.dp_replicate > 1 and layout.dp_shard > 1:
@@ -72,42 +72,40 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
             )
 
 
-def dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def dp_mesh(mesh: Mesh) -> DeviceMesh:
     """What FSDP works over: (dp_shard,) or, for HSDP, (dp_replicate, dp_shard); with cp, dp_shard × cp for dp_shard.
 
-    Ranks of a cp group hold the same parameters and have different tokens: their gradients are parts of one sum.
+    Ranks of a cp group have the same parameters and different tokens: their gradients are summands of one sum.
     """
-    shard = dp_shard_cp(mesh) if has_axis(mesh, "cp") else mesh["dp_shard"]
-    if not has_axis(mesh, "dp_replicate"):
-        return shard
+    shard = "dp_shard_cp" if mesh.layout.cp > 1 else "dp_shard"
+    if mesh.layout.dp_replicate == 1:
+        return mesh[shard]
+    mesh[shard]  # makes the joined axis
     with warnings.catch_warnings():  # PyTorch 2.13 warns of names of joined axes here, and has no other public way
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-        return mesh["dp_replicate", str(shard.mesh_dim_names[0])]  # type: ignore[index]
+        return mesh.device_mesh["dp_replicate", shard]
 
 
 def apply_data_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, data_parallel: str, offload: bool = False
+    model: nn.Module, mesh: Mesh, plan: Plan, precision: Precision, techniques: Techniques
 ) -> nn.Module:
-    """The model to train: `model` itself, cut in place, or for ddp, zero1 and zero2 a wrapper around it.
-
-    Args:
-        offload: keep this rank's part of it on the host (not ddp).
-    """
-    if data_parallel not in WHOLE:
-        if (experts := expert_mesh(mesh)) is not None:
-            apply_expert_fsdp(model, experts, plan, precision, offload)  # first: a unit takes what no earlier one has
+    """The model to train: `model` itself, sharded in place, or for ddp, zero1 and zero2 a wrapper around it."""
+    technique, offload = techniques.data_parallel, techniques.offload
+    if technique not in UNSHARDED:
+        if mesh.experts is not None:
+            apply_expert_fsdp(model, mesh.experts, plan, precision, offload)  # before the units that contain them
         apply_fsdp(model, dp_mesh(mesh), plan, precision, offload)
         return model
-    replicas = mesh["dp_replicate" if has_axis(mesh, "dp_replicate") else "dp_shard"]
-    if data_parallel == "ddp":
+    replicas = mesh["dp_replicate" if mesh.layout.dp_replicate > 1 else "dp_shard"]
+    if technique == "ddp":
         return DDP(model, replicas, precision)
-    return Zero(model, replicas, precision, keep_gradients=data_parallel == "zero1", offload=offload)
+    return Zero(model, replicas, precision, keep_gradients=technique == "zero1", offload=offload)
 
 
 def sync_gradients(model: nn.Module, now: bool) -> None:
     """For several micro-batches a step: whether the next backward sums gradients over the ranks; True at the last.
 
-    Saves communication and costs memory: until then each rank keeps the whole gradients of its own samples.
+    Saves communication and costs memory: until then each rank keeps unsharded gradients of its own samples.
     """
     if isinstance(model, Replicas):
         model.sync_gradients(now)

@@ -1,4 +1,4 @@
-"""DDP: every rank has the whole model; gradients are all-reduced while backward is still going on.
+"""DDP: every rank has the full model; gradients are all-reduced while backward is still running.
 
 Source: Li et al., "PyTorch Distributed", 2020; ``torch.nn.parallel.DistributedDataParallel``.
 """
@@ -15,7 +15,7 @@ from mmm.parallel.data.replicas import Replicas
 
 
 class ScaleGradient(torch.autograd.Function):
-    """The same number forward; backward, the gradient times `factor`."""
+    """The identity in forward; in backward, the gradient times `factor`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
@@ -32,12 +32,12 @@ class DDP(Replicas):
 
     DDP divides the sum by the number of ranks N. The gradient that enters the model from the loss is therefore
     multiplied by N. (Multiplying in a communication hook instead would be wrong with several backwards a step: what
-    earlier ones left in ``.grad`` is already a sum over the ranks, and would be added up again.)
+    earlier ones left in ``.grad`` is already a sum over the ranks, and would be summed again.)
     """
 
     def _connect(self) -> None:
         group = self.mesh.get_group()
-        # In a list, because it is not to be a submodule: the parameters have one name, module.…
+        # In a list, so that it is not a submodule, which would give the parameters a second name.
         self.ddp = [DistributedDataParallel(self.module, process_group=group, gradient_as_bucket_view=True)]
 
     def _run(self, *inputs: Any, **named: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What DDP, ZeRO-1 and ZeRO-2 have in common: a whole copy of the model on every rank."""
+"""What DDP, ZeRO-1 and ZeRO-2 have in common: a replica of the full model on every rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mmm.runtime.device import Precision
 
 
 class Replicas(nn.Module, ABC):
-    """A wrapper around a model that every rank of `mesh` (one-dimensional) holds whole.
+    """A wrapper around a model of which every rank of `mesh` (one-dimensional) has a replica.
 
     It is made around a model on the meta device; ``parallel.materialize`` gives that memory and weights, and then calls
-    `connect`, which sets up what talks between the ranks.
+    `connect`, which sets up the communication.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
@@ -29,7 +29,7 @@ class Replicas(nn.Module, ABC):
         self.connected = False
 
     def connect(self) -> None:
-        """Begin to talk, once the parameters have their memory and their weights. A collective."""
+        """Set up the communication, once the parameters have memory and weights. A collective."""
         self._connect()
         self.connected = True
 

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a module works out in forward is not kept for backward, but worked out again.
+"""Activation checkpointing: the activations of a module are not kept for backward, but recomputed.
 
-``full`` keeps only what goes into the module: least memory, one more forward of it (a third more work).
-``selective`` keeps besides that what the large matrix products and the fused attention gave, and repeats the rest
-(norms, activations, softmax), which is cheap to work out and large to keep.
+``full`` keeps only the module's input: least memory, one more forward of it (a third more work).
+``selective`` also keeps the outputs of large matrix products and of fused attention, and recomputes the rest (norms,
+activations, softmax), which is cheap to compute and large to keep.
 
 Sources: Chen et al., "Training deep nets with sublinear memory cost", 2016; Korthikanti et al., "Reducing activation
 recomputation in large Transformer models", 2022.
@@ -24,7 +24,7 @@ from mmm.parallel.plan import Plan, find
 MODES = ("none", "full", "selective")
 
 aten = torch.ops.aten
-# bmm is not among them: written-out attention makes its (seq, seq) scores by it.
+# bmm is not among them: attention by matrix products computes its (seq, seq) scores with it.
 KEPT = [
     aten.mm.default,
     aten.addmm.default,
@@ -34,20 +34,10 @@ KEPT = [
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 ]
-# FSDP marks its work for the profiler, and where a unit of its own lies inside a checkpointed module (experts) another
-# number of times in the repeated forward. PyTorch 2.13 keeps a list of what does not count; marks belong on it.
-profiler = torch.ops.profiler
-MARKS = {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
-if hasattr(torch_checkpoint, "SAC_IGNORED_OPS"):
-    torch_checkpoint.SAC_IGNORED_OPS |= MARKS
 
 
 def check_checkpointing(plan: Plan, mode: str) -> None:
-    """Whether a model's activations can be checkpointed so; needs no process group.
-
-    Raises:
-        ConfigError: no such mode, or a plan that names no module.
-    """
+    """Raises ConfigError where there is no such mode, or the plan names no module; needs no process group."""
     if mode not in MODES:
         raise ConfigError(f"checkpointing {mode!r} is not one of {', '.join(MODES)}")
     if mode != "none" and not plan.checkpointed:
@@ -57,20 +47,36 @@ def check_checkpointing(plan: Plan, mode: str) -> None:
 def apply_checkpointing(model: nn.Module, plan: Plan, mode: str) -> None:
     """Checkpoint the modules that the plan names, in place; their names, and those of the parameters, stay.
 
-    After tensor parallel (whose hooks inside the module are then repeated too), before compile and FSDP (which gathers
-    the parameters outside). Raises as `check_checkpointing`.
+    Raises:
+        ConfigError: as `check_checkpointing`.
     """
     check_checkpointing(plan, mode)
     if mode == "none":
         return
-    repeated = _full if mode == "full" else _selective
+    if mode == "selective":
+        _ignore_profiler_marks()
+    checkpointed = _full if mode == "full" else _selective
     for pattern in plan.checkpointed:
         for module in find(model, pattern):
-            module.forward = repeated(module.forward)  # type: ignore[method-assign]
+            module.forward = checkpointed(module.forward)  # type: ignore[method-assign]
 
 
-# torch.compile takes `checkpoint` only when it is called as here, with arguments written out: a partial of it would be
-# left uncompiled, unsaid, and a context that is a variable is an error.
+def _ignore_profiler_marks() -> None:
+    """Add FSDP's marks for the profiler to PyTorch's public list of operators that selective checkpointing ignores.
+
+    Where an FSDP unit lies inside a checkpointed module (experts), recomputation has another number of them. The list
+    is read until the last backward, so that they stay on it.
+    """
+    profiler = torch.ops.profiler
+    if hasattr(torch_checkpoint, "SAC_IGNORED_OPS"):  # newer than the oldest PyTorch that is supported
+        torch_checkpoint.SAC_IGNORED_OPS |= {
+            profiler._record_function_enter_new.default,
+            profiler._record_function_exit._RecordFunction,
+        }
+
+
+# torch.compile accepts `checkpoint` only when it is called with its arguments written out, as here: it would silently
+# not compile a partial of it, and a context that is a variable is an error.
 
 
 def _full(forward: Callable[..., Any]) -> Callable[..., Any]:

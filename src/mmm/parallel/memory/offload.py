@@ -1,17 +1,17 @@
-"""CPU offload: what only the optimizer needs lives in the host's memory, and so does the optimizer's work.
+"""CPU offload: this rank's shards and their optimizer state live in the host's memory, and are updated there.
 
 ::
 
                  on the device                                  on the host
-    fsdp         a unit's parameters, while it is worked on     parameters, gradients, optimizer state: this rank's part
-    zero1, 2     whole parameters                               the same, of what this rank updates
+    fsdp         a unit's parameters, while they are gathered   shards of parameters, gradients and optimizer state
+    zero1, 2     full parameters                                the same
 
-A step brings the gradients of this rank's part down, updates the part on the host, and takes the parameters up: zero1
-and zero2 once, fsdp whenever it gathers them. It saves 4 numbers a parameter and rank under AdamW, and costs the link
-to the host and an optimizer at the host's speed.
+A step brings the gradients of this rank's shards down, updates the shards on the host, and takes them up: zero1 and
+zero2 once, fsdp whenever it gathers them. It saves 4 elements a parameter and rank under AdamW, and costs the link to
+the host and an optimizer at the host's speed.
 
-Gradients are then CPU tensors, and a norm over them is summed over the ranks by gloo, which `clip_grad_norm` leaves to
-the groups' CPU backend. On a CPU nothing changes but that zero1 and zero2 keep a second copy of a rank's part.
+Gradients are then CPU tensors, and a norm over them is summed over the ranks by gloo, the groups' CPU backend. On a CPU
+nothing changes except that zero1 and zero2 keep a second copy of a rank's shards.
 
 Sources: Ren et al., "ZeRO-Offload", 2021; ``torch.distributed.fsdp.CPUOffloadPolicy``.
 """
@@ -21,53 +21,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.local import to_local
 
 OFFLOADED = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 
-def check_offload(data_parallel: str, dtype: str = "auto") -> None:
-    """Whether a technique can keep the optimizer's part on the host; needs no process group.
-
-    Raises:
-        ConfigError: it cannot; with what to use.
-    """
+def check_offload(data_parallel: str, dtype: str = "") -> None:
+    """Raises ConfigError where a technique, or a precision, cannot be offloaded; needs no process group."""
     if data_parallel not in OFFLOADED:
         raise ConfigError(
-            f"--offload with {data_parallel}: every rank updates the whole model, and PyTorch has "
-            f"nothing that keeps DDP's state on the host; use zero1, zero2 or fsdp"
+            f"offload with {data_parallel}: every rank updates the full model, and PyTorch has nothing that keeps "
+            f"DDP's state on the host; use zero1, zero2 or fsdp",
+            fields=("offload",),
         )
     if dtype == "fp16":
         raise ConfigError(
-            "--offload with --dtype fp16: scaling gradients that lie on the host has not been shown to "
-            "be right; use bf16 or fp32"
+            "offload with dtype fp16: scaling gradients that lie on the host has not been shown to be right; use bf16 "
+            "or fp32",
+            fields=("offload", "dtype"),
         )
 
 
-def on_host(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-
-
 def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of this rank that offload keeps on the host, and moves in a step; after the optimizer's first step.
+    """Bytes that offload keeps on the host of this rank, and moves in a step; after the optimizer's first step.
 
     Returns:
         ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
-        host to device, by fsdp once for forward and once for backward (what the root keeps, once).
+        host to device; by fsdp once for forward and once for backward, and once what only the root gathers.
     """
-    parts = [on_host(p) for p in model.parameters()]
-    kept = sum(part.nbytes for part in parts)
+    kept = sum(to_local(p).nbytes for p in model.parameters())
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
-    state = [on_host(value) for value in values if isinstance(value, Tensor)]
+    state = [to_local(value) for value in values if isinstance(value, Tensor)]
     up = kept
     if not isinstance(model, Replicas):
         units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
         again = {id(p): p for unit in units for p in unit.parameters()}
-        up += sum(on_host(p).nbytes for p in again.values())
+        up += sum(to_local(p).nbytes for p in again.values())
     return {"host_parameters": kept, "host_state": sum(s.nbytes for s in state if s.ndim), "down": kept, "up": up}
 
 

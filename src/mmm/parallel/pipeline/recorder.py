@@ -1,4 +1,4 @@
-"""What a pipeline's rank does, action by action, with its seconds: noted while a step runs."""
+"""The actions of a pipeline's rank, and their seconds, noted while a step runs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class ActionSpan(NamedTuple):
 class Recorder:
     """The actions of a rank as they happen, for `Pipeline.record_to`.
 
-    The seconds of an action are CPU time of the thread that runs it, so that ranks that share cores do not lengthen
-    each other's; on an accelerator, where that says nothing, the time until it has done its work.
+    The seconds of an action are CPU time of the thread that runs it, which ranks that share cores do not lengthen; on
+    an accelerator, where CPU time says nothing, the time until it has finished.
 
     Args:
         group: of the pp axis.
 
     Attributes:
-        steps: of each step, the boxes, by this host's clock, and the seconds of each action.
+        steps: of each step, the spans, by this host's clock, and the seconds of each action.
         zero: when all ranks began the last step, by the same clock.
     """
 
@@ -58,18 +58,18 @@ class Recorder:
 
     def note(self, action: Action, work: Callable[[], Any]) -> Any:
         """Do the work, and note it."""
-        boxes, seconds = self.steps[-1]
+        spans, seconds = self.steps[-1]
         begin, cpu = perf_counter(), thread_time()
         result = work()
         synchronize(self.device)
         end = perf_counter()
         took = thread_time() - cpu if self.device.type == "cpu" else end - begin
-        first = boxes.pop().begin if boxes and boxes[-1].action == action else begin
-        boxes.append(ActionSpan(action, first, end))
+        first = spans.pop().begin if spans and spans[-1].action == action else begin
+        spans.append(ActionSpan(action, first, end))
         seconds[action] = seconds.get(action, 0.0) + took
         return result
 
     def go_on(self, work: Callable[[], Any]) -> Any:
         """Do work that belongs to the last action: the loss, after a forward."""
-        boxes, _ = self.steps[-1]
-        return self.note(boxes[-1].action, work) if boxes else work()  # else PyTorch is working out shapes
+        spans, _ = self.steps[-1]
+        return self.note(spans[-1].action, work) if spans else work()  # else PyTorch is inferring shapes

@@ -1,8 +1,8 @@
-"""Where a pipeline cuts a model: which of its parts go into which stage.
+"""Where a pipeline splits a model: which of its parts go into which stage.
 
 A stage is the same model with parts left out. Each part costs the floating-point operations of its forward, counted on
 the meta device: an embedding looks up and costs nothing, an output matrix over a large vocabulary as much as several
-layers. The cuts make the slowest stage as cheap as can be, and among those the stages as even as can be::
+layers. The split makes the slowest stage as cheap as possible, and then the stages as even as possible::
 
     parts   embedding   layer 0   layer 1   layer 2   layer 3   norm, output
     cost        0          4         4         4         4           6
@@ -31,11 +31,11 @@ from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, matches
 
 TORCH = str(Path(torch.__file__).parent)
-Part = tuple[str, ...]  # names of the modules that stay together
+Part = tuple[str, ...]  # names of modules that go into the same stage
 
 
 def parts_of(model: nn.Module, plan: Plan) -> list[Part]:
-    """The parts of a model that a stage holds or lacks, in the order of forward.
+    """The parts of a model that a stage has or lacks, in the order of forward.
 
     Raises:
         LayoutError: the plan names none, or leaves parameters in no part.
@@ -65,17 +65,17 @@ def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[
         model: parameters on the meta device. inputs: what forward takes, on the meta device; any number of samples.
     """
     model = copy.deepcopy(model).to("meta")  # its buffers too
-    # Attention is counted as matrix products: the counter does not know every fused kernel.
+    # Attention by matrix products: the counter does not know every fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(inputs)
     counts, root = counter.get_flop_counts(), type(model).__name__
     return [sum(sum(counts.get(f"{root}.{name}", {}).values()) for name in part) for part in parts]
 
 
-def cut(costs: Sequence[int], stages: int) -> list[range]:
+def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
     """The parts of each stage, as ranges of part numbers: consecutive, none empty.
 
-    The largest cost of a stage is the smallest possible; of the cuts with that, the sum of squares is.
+    The largest cost of a stage is the smallest possible, and then the sum of squares.
 
     Args:
         costs: of each part, in order. stages: at least 1, at most as many as parts.
@@ -102,12 +102,12 @@ def cut(costs: Sequence[int], stages: int) -> list[range]:
     return [range(first, last) for first, last in zip(firsts, [*firsts[1:], len(costs)], strict=True)]
 
 
-def take_stage(model: nn.Module, parts: Sequence[Part], held: range) -> nn.Module:
-    """A copy of `model` (parameters on the meta device) with just the parts numbered `held`: the others are None, or
-    taken out of the ModuleDict, ModuleList or Sequential that they are in. Parameter names stay as they are."""
+def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> nn.Module:
+    """A copy of `model` (parameters on the meta device) with just the parts of those numbers: the others are None, or
+    removed from the ModuleDict, ModuleList or Sequential that they are in. Parameter names stay as they are."""
     stage = copy.deepcopy(model)
     for number, part in enumerate(parts):
-        for name in part if number not in held else ():
+        for name in part if number not in stage_parts else ():
             parent, _, child = name.rpartition(".")
             owner = stage.get_submodule(parent)
             if isinstance(owner, nn.ModuleDict | nn.ModuleList | nn.Sequential):
@@ -118,42 +118,42 @@ def take_stage(model: nn.Module, parts: Sequence[Part], held: range) -> nn.Modul
 
 
 def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range], inputs: Tensor) -> None:
-    """Try every stage's forward, on the meta device, with what the stage before it gives; needs no process group.
+    """Try every stage's forward, on the meta device, on the output of the one before; needs no process group.
 
     Args:
-        model, inputs: as for `part_costs`. stages: the numbers of the parts in each, of `cut`.
+        model, inputs: as for `part_costs`. stages: the numbers of the parts in each, of `balance_stages`.
 
     Raises:
         LayoutError: a stage cannot run: most often because forward calls a part that the stage does not have.
     """
     model = copy.deepcopy(model).to("meta")
     given: tuple[Any, ...] = (inputs,)
-    for number, held in enumerate(stages):
-        stage = take_stage(model, parts, held)
+    for number, stage_parts in enumerate(stages):
+        stage = take_stage(model, parts, stage_parts)
         try:
             with torch.no_grad():
                 output = stage(*given)
         except Exception as error:  # whatever the user's forward raises
-            names = [name for part in held for name in parts[part]]
+            names = [name for part in stage_parts for name in parts[part]]
             raise LayoutError(_why(error, model, stage, number, names)) from error
         given = output if isinstance(output, tuple) else (output,)
 
 
-def _why(error: Exception, model: nn.Module, stage: nn.Module, number: int, held: Sequence[str]) -> str:
-    """What a stage's forward failed at, in the words of the user's own file."""
+def _why(error: Exception, model: nn.Module, stage: nn.Module, number: int, names: Sequence[str]) -> str:
+    """Why a stage's forward failed, with the line of the user's own file."""
     own: list[tuple[nn.Module, str, int]] = []  # frames of the user's methods, the innermost last
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
         if isinstance(module, nn.Module) and not file.startswith(TORCH):
             own.append((module, file, line))
-    what = f"pp: stage {number} of {type(model).__name__} ({', '.join(held)})"
+    what = f"pp: stage {number} of {type(model).__name__} ({', '.join(names)})"
     where = ""
     if own:
         module, file, line = own[-1]
         text = linecache.getline(file, line).strip()
         where = f" ({file}:{line}: {text})"
         path = next((name for name, each in stage.named_modules() if each is module), "")
-        calls = [name for name in re.findall(r"self\.(\w+)", text) if module._modules.get(name, module) is None]
+        calls = [call for call in re.findall(r"self\.(\w+)", text) if module._modules.get(call, module) is None]
         if calls:
             name = f"{path}.{calls[0]}".lstrip(".")
             return (

@@ -1,9 +1,8 @@
-"""What one pipeline stage passes to the next, laid out in memory in the order of its dims.
+"""Contiguous tensors between pipeline stages: shape (2, 3, 4) has strides (12, 4, 1).
 
-A tensor of shape (2, 3, 4) lies so with strides (12, 4, 1). Convolutions give channels-last, transposes give anything,
-and gloo sends neither; what a rank receives has the strides that it was told in the first step. ``contiguous()`` is not
-enough: where a dim has size 1, PyTorch calls several strides contiguous, and operators go on from the one that is
-there.
+Convolutions return channels-last, transposes any strides, and gloo sends neither; a receive buffer has the strides that
+the first step inferred. ``contiguous()`` is not enough: where a dim has size 1, PyTorch calls several strides
+contiguous, and keeps the one that is there.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
-def in_order(tensor: Tensor) -> Tensor:
+def to_contiguous(tensor: Tensor) -> Tensor:
     """The same elements with the strides of a new tensor of that shape; copied only where it has others."""
-    usual = torch.empty(tensor.shape, device="meta").stride()
-    return tensor if tensor.stride() == usual else tensor.clone(memory_format=torch.contiguous_format)
+    expected = torch.empty(tensor.shape, device="meta").stride()
+    return tensor if tensor.stride() == expected else tensor.clone(memory_format=torch.contiguous_format)
 
 
-class GradientInOrder(torch.autograd.Function):
-    """The same tensor forward; backward, the gradient `in_order`."""
+class ContiguousGradient(torch.autograd.Function):
+    """The identity in forward; in backward, the gradient `to_contiguous`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -30,28 +29,39 @@ class GradientInOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return in_order(gradient)
+        return to_contiguous(gradient)
 
 
-def pass_in_order(stage: nn.Module, first: bool, last: bool) -> None:
-    """Have a stage give activations in order to the next one, and gradients to the one before.
+def contiguous_between_stages(stage: nn.Module, first: bool, last: bool) -> None:
+    """Make contiguous what a stage sends: activations to the next one, and gradients to the one before.
 
-    Done by hooks on the module, so that it also holds where PyTorch tries out the shapes that pass.
+    Hooks on the module do it, so that it also holds where PyTorch infers the shapes.
 
     Args:
-        first, last: whether it is the first or the last stage: images are not sent back, nor logits on.
+        first, last: whether it is the first or the last stage: inputs have no gradients to send, and logits stay.
     """
 
-    def take(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(tree_map_only(Tensor, lambda x: GradientInOrder.apply(x) if x.requires_grad else x, list(given)))
+    def wrap(x: Tensor) -> Tensor:
+        return ContiguousGradient.apply(x) if x.requires_grad else x
 
-    def give(module: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
-        # A backward that is split detaches in place what a stage gives, which PyTorch cannot do to a view.
+    def copy(x: Tensor) -> Tensor:
+        # A backward that is split detaches a stage's output in place, which PyTorch cannot do to a view.
+        return x.clone(memory_format=torch.contiguous_format) if x._is_view() else to_contiguous(x)
+
+    def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            tree_map_only(Tensor, lambda x: ContiguousGradient.apply(x) if x.requires_grad else x, list(given))
+        )
+
+    def after(module: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
+        # A backward that is split detaches a stage's output in place, which PyTorch cannot do to a view.
         return tree_map_only(
-            Tensor, lambda x: x.clone(memory_format=torch.contiguous_format) if x._is_view() else in_order(x), output
+            Tensor,
+            lambda x: x.clone(memory_format=torch.contiguous_format) if x._is_view() else to_contiguous(x),
+            output,
         )
 
     if not first:
-        stage.register_forward_pre_hook(take)
+        stage.register_forward_pre_hook(before)
     if not last:
-        stage.register_forward_hook(give)
+        stage.register_forward_hook(after)

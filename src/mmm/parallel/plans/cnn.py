@@ -1,16 +1,16 @@
-"""How the CNN is cut.
+"""How the CNN is parallelized.
 
 Over dp: ``fc1.weight`` is 98 % of the parameters, and is an FSDP unit of its own; the rest goes with the root.
 
 Over tp, the two linear layers::
 
-    conv1, conv2   whole on every rank: a convolution cannot be cut by its channels as a `DTensor`
+    conv1, conv2   replicated: a convolution cannot be sharded by its channels as a `DTensor`
       │
       ▼            (batch, features)
-    fc1            [ A₀ │ A₁ │ A₂ │ A₃ ]     columns: each rank its own hidden units
+    fc1            [ A₀ │ A₁ │ A₂ │ A₃ ]     columns: each rank some of the hidden units
       │            (batch, hidden/tp)
                    ┌ A₀ ┐
-    fc2            │ A₁ │  + bias, once      rows: each rank a summand of the whole
+    fc2            │ A₁ │  + bias, once      rows: each rank a partial sum
                    └ ⋮  ┘
       │ all-reduce
       ▼            (batch, classes)
@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.models.cnn import CNNConfig
-from mmm.parallel.advice import Broken, advise
+from mmm.parallel.advice import Broken, check_sizes
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
 from mmm.parallel.tensor.replicated import Replicated
@@ -36,13 +36,13 @@ def cnn_plan() -> Plan:
         tensor={"conv1": Replicated(), "conv2": Replicated(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
         fsdp_units=("fc1",),
         stages=("conv1", "conv2", "fc1", "fc2"),
-        refused={"cp": "an image has no sequence to cut", "ep": "the CNN has no experts"},
+        refused={"cp": "an image has no sequence to shard", "ep": "the CNN has no experts"},
         check=lambda model, layout, inputs, cp_style: check_cnn(model.config, layout),
     )
 
 
 def check_cnn(config: CNNConfig, layout: Layout) -> None:
-    """Whether a CNN of these sizes can be cut as the layout says; needs no process group.
+    """Whether a CNN of these sizes fits a layout; needs no process group.
 
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
@@ -53,15 +53,14 @@ def check_cnn(config: CNNConfig, layout: Layout) -> None:
     def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
         found = []
         if config.hidden % layout.tp:
-            text = f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same part of fc1)"
+            text = f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same number)"
             found.append(Broken("hidden", text, axes=("tp",)))
         if config.fc_dropout and layout.tp > 1:
             text = (
                 f"fc_dropout {config.fc_dropout} with tp {layout.tp}: the ranks of a tp group draw the same "
                 f"numbers, and would drop the same places of different hidden units"
             )
-            found.append(Broken("fc_dropout", text, more="--no-dropout (fc_dropout 0), or tp 1"))
+            found.append(Broken("fc_dropout", text, axes=("tp",), field="fc_dropout 0"))
         return found
 
-    if text := advise(find, {}, layout):
-        raise LayoutError(text)
+    check_sizes(find, {}, layout)

@@ -1,23 +1,23 @@
-"""How the Transformer is cut over tp.
+"""How the Transformer is sharded over tp.
 
-Between the cut matrices the sequence is cut (sequence parallel): norms and residuals are not worked out tp times::
+Between the sharded matrices the sequence is sharded (sequence parallel), so that no rank repeats norms and residuals::
 
-    activations        (batch, seq/tp, dim)          norms, residuals: each rank its own tokens
+    activations        (batch, seq/tp, dim)          norms, residuals: each rank its local tokens
       │ all-gather over the sequence
       ▼                (batch, seq, dim)
-    wq wk wv, w1 w3    [ A₀ │ A₁ │ A₂ │ A₃ ]         columns: each rank its own heads, its own hidden units
+    wq wk wv, w1 w3    [ A₀ │ A₁ │ A₂ │ A₃ ]         columns: each rank some of the heads, of the hidden units
       │
       ▼                (batch, seq, heads/tp, …)     attention and SiLU: no communication
                        ┌ A₀ ┐
-    wo, w2             │ A₁ │                        rows: each rank a summand of the whole
+    wo, w2             │ A₁ │                        rows: each rank a partial sum
                        └ ⋮  ┘
       │ reduce-scatter over the sequence
       ▼                (batch, seq/tp, dim)
 
-    tok_embeddings     rows (the vocabulary): each rank looks up its own tokens; the sum is scattered over the sequence
-    router             whole: each rank scores its own tokens of the cut sequence; experts are not cut over tp
+    tok_embeddings     rows (the vocabulary): each rank looks up its shard; reduce-scatter over the sequence
+    router             replicated: each rank scores its local tokens; experts are not sharded over tp
                        (`mmm.parallel.expert.apply`)
-    output             columns (the vocabulary): logits stay cut, and the loss is worked out on the cut logits
+    output             columns (the vocabulary): logits stay sharded, and so does the loss computed from them
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
-from mmm.parallel.advice import Broken, advise
+from mmm.parallel.advice import Broken, check_sizes
 from mmm.parallel.context.apply import context_problems
 from mmm.parallel.expert.apply import expert_problems
 from mmm.parallel.mesh import Layout
@@ -86,12 +86,12 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
         output="output",
         tiled=("layers.*.feed_forward",),
         optional=("layers.*.feed_forward*", "layers.*.moe*"),  # a model has the one or the other
-        # Nothing with tp > 1: what takes a DTensor has had silently wrong gradients when compiled (PyTorch 2.13).
+        # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
     )
 
 
 def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
-    """Whether a Transformer of these sizes can be cut as the layout says; needs no process group.
+    """Whether a Transformer of these sizes fits a layout; needs no process group.
 
     Args:
         seq_length: in tokens. cp_style: ``ring`` or ``ulysses``, where cp is above 1.
@@ -106,13 +106,12 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
         raise LayoutError("; ".join(wrong))
 
     def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
-        changed = {flag: size for flag, size in sizes.items() if flag != "seq_length" and size != given[flag]}
+        changed = {name: size for name, size in sizes.items() if name != "seq_length" and size != given[name]}
         return _broken(replace(config, **changed), layout, sizes["seq_length"], cp_style)
 
-    given = {flag: getattr(config, flag) for flag in ("n_heads", "n_kv_heads", "vocab_size", "n_experts")}
+    given = {name: getattr(config, name) for name in ("n_heads", "n_kv_heads", "vocab_size", "n_experts")}
     given |= {"ffn_dim": config.hidden_dim, "seq_length": seq_length}
-    if text := advise(find, given, layout):
-        raise LayoutError(text)
+    check_sizes(find, given, layout)
 
 
 def _broken(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str) -> list[Broken]:
@@ -123,21 +122,21 @@ def _broken(config: TransformerConfig, layout: Layout, seq_length: int, cp_style
     if layout.tp == 1:
         return found
     found += kv_head_problems(config.n_kv_heads, config.head_dim, layout.tp)
-    for flag, size, what in (
+    for name, size, what in (
         ("n_heads", config.n_heads, "each rank takes whole heads"),
-        ("ffn_dim", config.hidden_dim, "each rank takes the same part of the feed-forward layer"),
-        ("seq_length", seq_length, "between the cut matrices each rank takes the same part of the sequence"),
+        ("ffn_dim", config.hidden_dim, "each rank takes the same number of hidden units"),
+        ("seq_length", seq_length, "between the sharded matrices each rank takes the same number of tokens"),
     ):
-        if flag == "seq_length" and layout.cp > 1:
-            continue  # has had a stricter rule
-        if flag == "n_heads" and layout.cp > 1 and cp_style == "ulysses":
-            continue  # has had a stricter rule
-        if flag == "ffn_dim" and config.n_experts:
-            continue  # experts are whole on each tp rank
+        if name == "seq_length" and layout.cp > 1:
+            continue  # `context_problems` has a stricter rule
+        if name == "n_heads" and layout.cp > 1 and cp_style == "ulysses":
+            continue  # `context_problems` has a stricter rule
+        if name == "ffn_dim" and config.n_experts:
+            continue  # experts are not sharded over tp
         if size % layout.tp:
             broken = "is not divisible by" if size > layout.tp else "<"
-            found.append(Broken(flag, f"{flag} {size} {broken} tp {layout.tp} ({what})", flag, ("tp",)))
+            found.append(Broken(name, f"{name} {size} {broken} tp {layout.tp} ({what})", name, ("tp",)))
     if (layout.tp - 1) * -(-config.vocab_size // layout.tp) >= config.vocab_size:
-        text = f"vocab_size {config.vocab_size} cut over tp {layout.tp} leaves a rank without any of it"
+        text = f"vocab_size {config.vocab_size} sharded over tp {layout.tp} leaves a rank without any of it"
         found.append(Broken("vocab_size", text, "vocab_size", ("tp",)))
     return found

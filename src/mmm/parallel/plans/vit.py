@@ -1,21 +1,21 @@
-"""How the ViT is cut over tp.
+"""How the ViT is sharded over tp.
 
-Between the cut matrices every rank holds the whole activations: 14 × 14 = 196 patches divide over few ranks, and 7 × 7
-over none, so the sequence is not cut (as it is in the Transformer's plan)::
+Between the sharded matrices activations are replicated: 14 × 14 = 196 patches divide over few ranks, and 7 × 7 over
+none, so that the sequence is not sharded (as it is in the Transformer's plan)::
 
-    embedding          whole on every rank
-    activations        (batch, patches, dim)         norms, residuals: every rank the same
+    embedding          replicated
+    activations        (batch, patches, dim)         norms, residuals: the same on every rank
       │
       ▼
-    wq wk wv, fc1      [ A₀ │ A₁ │ A₂ │ A₃ ]         columns: each rank its own heads, its own hidden units
+    wq wk wv, fc1      [ A₀ │ A₁ │ A₂ │ A₃ ]         columns: each rank some of the heads, of the hidden units
       │
       ▼                (batch, patches, heads/tp, …) attention and GELU: no communication
                        ┌ A₀ ┐
-    wo, fc2            │ A₁ │  + bias, once          rows: each rank a summand of the whole
+    wo, fc2            │ A₁ │  + bias, once          rows: each rank a partial sum
                        └ ⋮  ┘
       │ all-reduce     (backward: all-reduce of the gradient where wq wk wv, or fc1, begin)
       ▼                (batch, patches, dim)
-    norm, head         whole on every rank
+    norm, head         replicated
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from mmm.errors import LayoutError
 from mmm.models.vit import ViTConfig
-from mmm.parallel.advice import Broken, advise
+from mmm.parallel.advice import Broken, check_sizes
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
 from mmm.parallel.tensor.replicated import Replicated
@@ -39,7 +39,7 @@ def vit_plan() -> Plan:
     styles: dict[str, ParallelStyle] = {
         "embedding": Replicated(),
         "layers.*.attention_norm": Replicated(),
-        # One entrance for wq, wk and wv: their gradients are added here before they are added over tp.
+        # One input for wq, wk and wv: their gradients are summed here before they are reduced over tp.
         "layers.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.wk": ColwiseParallel(),
@@ -55,40 +55,39 @@ def vit_plan() -> Plan:
         tensor=styles,
         fsdp_units=("embedding", "layers.*", ("norm", "head")),
         compiled=("layers.*",),
-        # Not whole blocks: inside, attention takes a DTensor, whose gradients torch.compile has got silently wrong.
+        # The MLP only: attention takes a DTensor, whose gradients are silently wrong when compiled (PyTorch 2.13).
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
         tiled=("layers.*.mlp",),
         stages=("embedding", "layers.*", ("norm", "head")),
-        refused={"cp": "the ViT's sequence is not cut", "ep": "the ViT has no experts"},
+        refused={"cp": "the ViT's sequence is not sharded", "ep": "the ViT has no experts"},
         check=lambda model, layout, inputs, cp_style: check_vit(model.config, layout),
     )
 
 
 def check_vit(config: ViTConfig, layout: Layout) -> None:
-    """Whether a ViT of these sizes can be cut as the layout says; needs no process group.
+    """Whether a ViT of these sizes fits a layout; needs no process group.
 
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
     if wrong := config.problems() + axis_problems(vit_plan(), layout):
         raise LayoutError("; ".join(wrong))
-    width = "dim" if config.mlp_dim is None else "mlp_dim"  # what the MLP's width follows from
-    given = {flag: getattr(config, flag) for flag in ("n_heads", width)}
+    width = "dim" if config.mlp_dim is None else "mlp_dim"  # what determines the width of the MLP
+    given = {name: getattr(config, name) for name in ("n_heads", width)}
 
     def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
         changed = replace(config, **sizes)  # type: ignore[arg-type]
         if wrong := changed.problems():
             return [Broken(problem, problem) for problem in wrong]
         found = []
-        for flag, size, what, change in (
+        for name, size, what, change in (
             ("n_heads", changed.n_heads, "each rank takes whole heads", "n_heads"),
-            ("mlp_dim", changed.hidden_dim, "each rank takes the same part of the MLP", width),
+            ("mlp_dim", changed.hidden_dim, "each rank takes the same number of hidden units", width),
         ):
             if size % layout.tp:
                 broken = "is not divisible by" if size > layout.tp else "<"
-                found.append(Broken(flag, f"{flag} {size} {broken} tp {layout.tp} ({what})", change, ("tp",)))
+                found.append(Broken(name, f"{name} {size} {broken} tp {layout.tp} ({what})", change, ("tp",)))
         return found
 
-    if text := advise(find, given, layout):
-        raise LayoutError(text)
+    check_sizes(find, given, layout)

@@ -1,12 +1,12 @@
 """Fewer key/value heads than tensor-parallel ranks: each rank needs the one that its query heads share.
 
-With 2 key/value heads on 4 ranks, wk and wv are cut by columns as ever, so that a rank makes half a head::
+With 2 key/value heads on 4 ranks, wk and wv are sharded by columns as usual, so that a rank computes half a head::
 
     wk           [ k₀ │ k₀ │ k₁ │ k₁ ]      columns: each rank 1/4 of them
       │ all-gather                           (batch, seq, kv heads · head_dim), small: that is why there are few
       ▼
-    its own        k₀   k₀   k₁   k₁         (batch, seq, head_dim) for the query heads of this rank
-      │ backward: the ranks' gradients are summands, zero for the heads of others: reduce-scatter
+    local          k₀   k₀   k₁   k₁         (batch, seq, head_dim) for the query heads of this rank
+      │ backward: the ranks' gradients are partial sums, zero for the heads of others: reduce-scatter
       ▼
     attention      q₀   q₁   q₂   q₃
 
@@ -26,8 +26,8 @@ from mmm.parallel.advice import Broken
 
 
 class KVHeads(ColwiseParallel):
-    """`ColwiseParallel` for a matrix that makes `heads` key or value heads. Where there are fewer than ranks, each rank
-    gets the whole of one head, which it shares with tp / heads - 1 others."""
+    """`ColwiseParallel` for a matrix that computes `heads` key or value heads. Where there are fewer than ranks, each
+    rank gets one full head, which it shares with tp / heads - 1 others."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -42,27 +42,27 @@ class KVHeads(ColwiseParallel):
         head = device_mesh.get_local_rank() // shared_by
 
         def own_head(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
-            whole = output.to_local(grad_placements=[Partial()])  # (batch, seq, kv heads · head_dim)
-            return whole.unflatten(-1, (self.heads, -1))[..., head, :]  # (batch, seq, head_dim)
+            full = output.to_local(grad_placements=[Partial()])  # (batch, seq, kv heads · head_dim)
+            return full.unflatten(-1, (self.heads, -1))[..., head, :]  # (batch, seq, head_dim)
 
         module.register_forward_hook(own_head)
         return module
 
 
 def kv_head_problems(n_kv_heads: int, head_dim: int, tp: int) -> list[Broken]:
-    """What keeps key/value heads from being cut over tp; empty when nothing does."""
+    """What keeps key/value heads from being sharded over tp; empty where nothing does."""
     if n_kv_heads % tp == 0:
         return []
     if tp % n_kv_heads:
         text = (
             f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes whole "
-            f"key/value heads, or several share one)"
+            f"key/value heads, or several ranks share one)"
         )
         return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]
     if n_kv_heads * head_dim % tp:
         part = tp // n_kv_heads
         text = (
-            f"n_kv_heads {n_kv_heads} < tp {tp}: each rank makes 1 / {part} of a key/value head, and head_dim "
+            f"n_kv_heads {n_kv_heads} < tp {tp}: each rank computes 1 / {part} of a key/value head, and head_dim "
             f"{head_dim} is not divisible by {part}"
         )
         return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]

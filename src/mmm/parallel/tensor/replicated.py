@@ -1,10 +1,10 @@
-"""A module that tensor parallel leaves whole: every rank of the tp axis has all of it, and does the same work.
+"""A module that tensor parallelism replicates: every rank of the tp axis has it, and computes the same.
 
-Its parameters become `DTensor` all the same, replicated over tp. Beside cut ones, plain tensors would break what takes
-all parameters at once (AdamW's foreach, gradient clipping, FSDP's groups).
+Its parameters become `DTensor` all the same, replicated over tp. Beside sharded ones, plain tensors would break what
+takes all parameters at once (AdamW's foreach, gradient clipping, FSDP's groups).
 
-Each rank works out the whole gradient from the same numbers, so nothing is added up over tp: adding it up would make it
-tp times too large.
+Each rank computes the full gradient from the same activations, so that nothing is summed over tp: a sum would be tp
+times too large.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Replicated(ParallelStyle):
-    """Replicate a module's parameters over tp; takes and gives the whole tensor, the same on each rank."""
+    """Replicate a module's parameters over tp; its input and output are full tensors, the same on each rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, _enter, _leave)  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""Whether techniques go together, with a layout and with a model: every check that needs no process group."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmm.parallel.compile import check_compile, check_compiled_experts
+from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.memory.checkpointing import check_checkpointing
+from mmm.parallel.memory.offload import check_offload
+from mmm.parallel.memory.tiling import check_tiling
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
+
+
+def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, dtype: str = "") -> None:
+    """The rules for all but the pipeline's schedule (`check_pipeline`) and the model's sizes (``plan.check``).
+
+    Args:
+        model: or a stage of it. dtype: name of the precision, where it is known.
+
+    Raises:
+        ConfigError, LayoutError: the first rule that is broken; with what to change.
+    """
+    check_data_parallel(techniques.data_parallel, layout)
+    check_checkpointing(plan, techniques.checkpointing)
+    check_tiling(techniques.tile, techniques.checkpointing)
+    if techniques.compile:
+        check_compile(plan, layout)
+        check_compiled_experts(model, plan, techniques.checkpointing)
+    if techniques.offload:
+        check_offload(techniques.data_parallel, dtype)

@@ -1,0 +1,89 @@
+"""``torch.compile`` of the modules that a plan names, and whether PyTorch has really compiled them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan, find
+from mmm.runtime.log import get_logger
+
+
+def check_compile(plan: Plan, layout: Layout) -> None:
+    """Raises LayoutError where no module of the plan has correct gradients when compiled on that layout."""
+    if layout.tp > 1 and plan.compiled and not plan.compiled_with_tp:
+        raise LayoutError(
+            f"compile with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
+            f"silently wrong gradients; leave compile out, or use tp 1",
+            fields=("compile",),
+        )
+    if layout.cp > 1:
+        raise LayoutError(
+            f"compile with cp {layout.cp}: attention that communicates has not been shown to have the right gradients "
+            f"when it is compiled; leave compile out, or use cp 1",
+            fields=("compile",),
+        )
+
+
+def check_compiled_experts(model: nn.Module, plan: Plan, checkpointing: str) -> None:
+    """Raises ConfigError for checkpointed layers with experts, of which PyTorch would silently compile nothing."""
+    if checkpointing != "none" and any(find(model, pattern) for pattern in plan.experts):
+        raise ConfigError(
+            f"compile with activation checkpointing {checkpointing!r} of layers with experts: experts are not compiled "
+            f"(how many tokens one has is known only once the router has chosen), and PyTorch cannot leave a part of a "
+            f"checkpointed module uncompiled: nothing would be compiled; leave one of the two out",
+            fields=("compile",),
+        )
+
+
+def compile_modules(model: nn.Module, plan: Plan, layout: Layout) -> None:
+    """Compile what the plan names for the layout, each module on its own, in place; experts stay uncompiled."""
+    for pattern in plan.experts:  # how many tokens an expert has is known only once the router has chosen
+        for module in find(model, pattern):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+    patterns = plan.compiled_with_tp if layout.tp > 1 else plan.compiled
+    modules = [module for pattern in patterns for module in find(model, pattern)]
+    get_logger().info("compile: %d modules (%s)", len(modules), ", ".join(patterns) or "the plan names none")
+    for module in modules:
+        module.compile()
+
+
+class CompileReport:
+    """Counts graphs from its construction on: ``torch.compile`` silently falls back to plain PyTorch where it fails.
+
+    Args:
+        models: with compiled modules in them, before those first run.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        modules = (module for model in models for module in model.modules())
+        self.modules = sum(module._compiled_call_impl is not None for module in modules)
+        self._before = _counters()
+
+    def made(self) -> tuple[int, int]:
+        """Graphs that PyTorch has made since, one for equal modules, and operators in them."""
+        graphs, operators = (now - before for now, before in zip(_counters(), self._before, strict=True))
+        return graphs, operators
+
+    def log(self) -> None:
+        """Log it, once the modules have run; a warning where nothing was compiled that should be."""
+        graphs, operators = self.made()
+        if graphs:
+            made = f"{graphs} graph{'s' * (graphs > 1)} of {operators} operators"
+            get_logger().info("compile: %d modules became %s", self.modules, made)
+        elif self.modules:
+            get_logger().warning(
+                "compile: PyTorch has compiled none of the %d modules, and runs them uncompiled; "
+                "TORCH_LOGS=graph_breaks says why",
+                self.modules,
+            )
+
+
+def _counters() -> tuple[int, int]:
+    from torch._dynamo.utils import counters  # slow to import, and needed only where something is compiled
+
+    return counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]

@@ -1,0 +1,222 @@
+"""Any model on any layout, behind one object.
+
+::
+
+    model on meta ──► stages (pp) ──► each: apply (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
+                        one, if pp is 1                                                             step(inputs, …)
+
+An example that teaches one technique calls these functions itself; what takes any layout starts here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.models.experts import has_experts
+from mmm.models.weights import canonical_name
+from mmm.parallel.apply import apply
+from mmm.parallel.clip import clip_grad_norm
+from mmm.parallel.compile import CompileReport
+from mmm.parallel.context.apply import positions_of
+from mmm.parallel.data.apply import sync_gradients
+from mmm.parallel.expert.balance import BALANCE_RATE, balance_experts, imbalance
+from mmm.parallel.loss import Loss, local_value
+from mmm.parallel.materialize import materialize
+from mmm.parallel.memory.chunked_loss import loss_of
+from mmm.parallel.mesh import Mesh
+from mmm.parallel.partition import Partition
+from mmm.parallel.pipeline.pipeline import Lap, Pipeline
+from mmm.parallel.pipeline.schedules import stages_of
+from mmm.parallel.pipeline.stages import take_stage
+from mmm.parallel.plan import Plan, warn_unmatched
+from mmm.parallel.techniques import Techniques
+from mmm.runtime.device import Precision
+
+Measure = Callable[[Tensor, Tensor], Tensor]
+
+
+class ParallelModel:
+    """This rank's part of a model on a mesh: what to call, step after step, whatever the layout.
+
+    Attributes:
+        modules: this rank's stages by number; number 0 alone is the full model where there is no pipeline.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh | DeviceMesh,
+        precision: Precision,
+        techniques: Techniques,
+        partition: Partition,
+        *,
+        device: torch.device,
+        seed: int,
+        loss: Loss | None = None,
+        lap: Lap | None = None,
+    ) -> None:
+        """
+        Args:
+            model: parameters on the meta device; consumed: do not reuse it. partition: of `partition_model`.
+            seed: of the initial weights.
+            loss: (output, targets, count) → this rank's local loss, its sum over `count`. None: of `loss_of`.
+            lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
+        """
+        self.mesh = mesh = Mesh.of(mesh)
+        self.layout, self.device, self._lap = mesh.layout, device, lap
+        self.microbatches, self._positions = partition.microbatches, plan.sequence
+        self.coordinates = mesh.layout.coordinates(dist.get_rank())
+        self._experts = has_experts(model)
+        self.modules: dict[int, nn.Module] = {0: model}
+        if partition.stages:
+            warn_unmatched(plan, model)
+            pp = mesh.layout.pp
+            numbers = stages_of(self.coordinates["pp"], pp, techniques.schedule, len(partition.stages) // pp)
+            self.modules = {n: take_stage(model, partition.parts, partition.stages[n]) for n in numbers}
+        for number, stage in self.modules.items():
+            self.modules[number] = apply(stage, mesh, plan, precision, techniques)
+            materialize(self.modules[number], device, seed)
+        self._report = CompileReport(self.modules.values()) if techniques.compile else None
+        self._loss = loss or loss_of(*self.modules.values())
+        self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
+        self.pipeline: Pipeline | None = None
+        if partition.stages:
+            self.pipeline = Pipeline(
+                self.modules,
+                len(partition.stages),
+                mesh,
+                schedule=techniques.schedule,
+                microbatches=partition.microbatches,
+                device=device,
+                lap=lap,
+                loss=lambda output, targets: self._measure(output, targets),
+            )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What an optimizer updates on this rank, full or sharded, by the names in the full model."""
+        named = chain.from_iterable(module.named_parameters() for module in self.modules.values())
+        return ((canonical_name(name), parameter) for name, parameter in named)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def train(self, mode: bool = True) -> None:
+        for module in self.modules.values():
+            module.train(mode)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective."""
+        return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
+
+    def balance_experts(self, rate: float = BALANCE_RATE, measured: bool = True) -> float | None:
+        """After a step of the optimizer: `mmm.parallel.balance_experts` on all stages. A collective.
+
+        Args:
+            measured: whether the imbalance is wanted, on all ranks or on none.
+
+        Returns:
+            `mmm.parallel.imbalance` over the layers of all stages, the same on every rank; None where it is not
+            wanted, or the model has no experts.
+        """
+        if not self._experts:
+            return None
+        load = balance_experts(self.modules.values(), self.mesh, rate)
+        if not measured:
+            return None
+        local = imbalance(load)
+        if self.pipeline is None:
+            return local
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        worst = torch.tensor(0.0 if math.isnan(local) else local, dtype=dtype, device=self.device)  # NaN: no experts
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
+        return worst.item()
+
+    def step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None = None) -> Tensor:
+        """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
+
+        Args:
+            inputs, targets: (batch, …), full sequences also under cp. count: targets in the global batch.
+            scaler: scales up what is differentiated, for fp16; not with pp.
+
+        Returns:
+            This rank's local loss, scalar, without a graph: those of `Layout.loss_ranks` add up to the global loss.
+        """
+        loss = self._step(inputs, targets, count, scaler)
+        if self._report is not None:
+            self._report.log()
+            self._report = None
+        return loss
+
+    def _step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None) -> Tensor:
+        inputs, targets, positions = self._own_tokens(inputs, targets)
+        with loss_parallel():
+            if self.pipeline is not None:
+                assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
+                self._measure = lambda output, targets: self._loss(output, targets, count)
+                return self.pipeline.step(inputs, targets, **positions)
+            total, (model,) = 0.0, self.modules.values()
+            batches = (inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches))
+            for number, (some_inputs, some_targets) in enumerate(zip(*batches, strict=True), start=1):
+                sync_gradients(model, number == self.microbatches)
+                loss = self._loss(model(some_inputs, **positions), some_targets, count)
+                self._timed("dtf")
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                self._timed("dtb")
+                total += local_value(loss)
+        return torch.tensor(total, dtype=torch.float64)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
+        """The local loss as `step` returns it, by forward alone. A collective."""
+        return self.measure(inputs, targets, lambda output, targets: self._loss(output, targets, count))[0]
+
+    @torch.no_grad()
+    def measure(self, inputs: Tensor, targets: Tensor, *measures: Measure) -> Tensor:
+        """Scalars of outputs and targets, by forward alone. A collective.
+
+        Args:
+            inputs, targets: as for `step`. With pp the samples have to divide into the micro-batches of a step.
+            measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
+
+        Returns:
+            (measures,) float64, of this data-parallel (and cp) coordinate, the same on all its stages.
+        """
+        inputs, targets, positions = self._own_tokens(inputs, targets)
+        sums = torch.zeros(len(measures), dtype=torch.float64)
+
+        def add(output: Tensor, targets: Tensor) -> Tensor:
+            sums.add_(torch.tensor([local_value(measure(output, targets)) for measure in measures], dtype=sums.dtype))
+            return sums.sum()
+
+        with loss_parallel():
+            if self.pipeline is None:
+                (model,) = self.modules.values()
+                add(model(inputs, **positions), targets)
+                return sums
+            self._measure = add
+            self.pipeline.evaluate(inputs, targets, **positions)
+        shared = sums.to(self.device)  # only the last stage has outputs
+        dist.all_reduce(shared, group=self.mesh["pp"].get_group())
+        return shared
+
+    def _own_tokens(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The tokens of this cp coordinate, and for models of sequences their positions in the full sequence."""
+        if not self._positions:
+            return inputs, targets, {}
+        positions = positions_of(self.coordinates["cp"], self.layout.cp, inputs.shape[1]).to(inputs.device)
+        if self.layout.cp > 1:
+            inputs, targets = inputs[:, positions], targets[:, positions]
+        return inputs, targets, {"positions": positions}
+
+    def _timed(self, part: str) -> None:
+        if self._lap is not None:
+            self._lap(part)

@@ -1,0 +1,103 @@
+"""How a model goes onto a layout: every check, and which of its parts each pipeline stage gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.checks import check_techniques
+from mmm.parallel.materialize import check_weights
+from mmm.parallel.mesh import Layout
+from mmm.parallel.pipeline.schedules import check_pipeline, least_microbatches
+from mmm.parallel.pipeline.stages import Part, balance_stages, check_stages, part_costs, parts_of
+from mmm.parallel.plan import Plan, check_axes, find
+from mmm.parallel.techniques import Techniques
+from mmm.parallel.ties import check_stage_ties
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which part of a model each pipeline stage has; parts, costs and stages are empty where there is no pipeline.
+
+    Attributes:
+        parts: of the model, in the order of forward. costs: floating-point operations of each.
+        stages: the numbers of the parts in each stage. microbatches: of a step.
+    """
+
+    parts: list[Part]
+    costs: list[int]
+    stages: list[range]
+    microbatches: int
+
+    def names(self) -> list[list[str]]:
+        """The modules of each stage."""
+        return [[name for number in stage for name in self.parts[number]] for stage in self.stages]
+
+    def shares(self) -> list[float]:
+        """Each stage's fraction of the floating-point operations."""
+        return [sum(self.costs[stage.start : stage.stop]) / sum(self.costs) for stage in self.stages]
+
+
+def partition_model(
+    model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, inputs: Tensor, dtype: str = ""
+) -> Partition:
+    """Check how a model goes onto a layout, and split it into stages; needs no process group.
+
+    Args:
+        model: its parameters on the meta device (`mmm.parallel.meta_parameters`). layout: fitted.
+        inputs: of a step, of one data-parallel coordinate: (batch, …), on the meta device.
+        dtype: name of the precision, where it is known: a pipeline does not train in every one.
+
+    Raises:
+        UserError: it does not go; with what to change.
+    """
+    check_weights(model)
+    check_axes(plan, layout)
+    check_techniques(model, plan, layout, techniques, dtype)
+    if techniques.tile > 1 and plan.tiled and not any(find(model, pattern) for pattern in plan.tiled):
+        raise ConfigError(
+            f"tile {techniques.tile}: the feed-forward layers of this model are experts, which have no tiles"
+        )
+    if plan.check is not None:
+        plan.check(model, layout, inputs, techniques.cp_style)
+    if layout.pp == 1:
+        return Partition([], [], [], _gradient_accumulation(techniques, len(inputs)))
+    microbatches = techniques.microbatches
+    if microbatches is None:
+        microbatches = least_microbatches(techniques.schedule, layout.pp)
+    parts = parts_of(model, plan)
+    stages_per_rank = check_pipeline(
+        layout,
+        techniques.schedule,
+        microbatches,
+        len(inputs),
+        len(parts),
+        techniques.stages_per_rank,
+        dtype=dtype,
+        compile=plan if techniques.compile else None,
+        checkpointing=techniques.checkpointing,
+    )
+    costs = part_costs(model, parts, inputs)
+    partition = Partition(parts, costs, balance_stages(costs, layout.pp * stages_per_rank), microbatches)
+    check_stage_ties(model, partition.names())
+    check_stages(model, parts, partition.stages, inputs)
+    return partition
+
+
+def _gradient_accumulation(techniques: Techniques, batch: int) -> int:
+    """Micro-batches of a step without a pipeline."""
+    if techniques.stages_per_rank is not None:
+        raise ConfigError(
+            f"stages_per_rank {techniques.stages_per_rank} without pp: there is one stage, the model",
+            fields=("stages_per_rank", "pp"),
+        )
+    microbatches = 1 if techniques.microbatches is None else techniques.microbatches
+    if not 1 <= microbatches <= batch:
+        raise LayoutError(
+            f"microbatches {microbatches}: a batch of {batch} a data-parallel coordinate can be split into 1 to "
+            f"{batch} of them",
+            fields=("microbatches",),
+        )
+    return microbatches

@@ -1,0 +1,165 @@
+"""The schedules of a pipeline: what each asks for, where its stages lie, and whether it goes with the rest.
+
+With V stages a rank, and p = 2, the stages lie on the ranks as
+
+                loop (V = 2)     V (ZBVZeroBubble, DualPipeV)
+    rank 0        0   2            0   3         ← the last stage, and so the loss, is where the first is
+    rank 1        1   3            1   2
+
+Needs no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.pipelining import schedules
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.advice import smaller
+from mmm.parallel.compile import check_compile
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import Plan
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule asks for.
+
+    Attributes:
+        least, most: stages a rank (most: None for any number).
+        v: stages lie on the ranks there and back, not round and round.
+        splits: splits backward in two, which works neither with torch.compile nor with selective checkpointing.
+        microbatches: the least number, and what it must be a multiple of, from the number of pp ranks.
+    """
+
+    least: int = 1
+    most: int | None = 1
+    v: bool = False
+    splits: bool = False
+    microbatches: Callable[[int], tuple[int, int]] = lambda pp: (1, 1)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "GPipe": Schedule(),
+    "1F1B": Schedule(microbatches=lambda pp: (pp, 1)),
+    "Interleaved1F1B": Schedule(least=2, most=None, microbatches=lambda pp: (pp, pp)),
+    "LoopedBFS": Schedule(least=2, most=None),
+    "InterleavedZeroBubble": Schedule(least=2, most=None, splits=True, microbatches=lambda pp: (pp, pp)),
+    "ZBVZeroBubble": Schedule(least=2, most=2, v=True, splits=True),
+    "DualPipeV": Schedule(least=2, most=2, v=True, splits=True, microbatches=lambda pp: (2 * pp, 1)),
+}
+
+
+def find_schedule(name: str) -> Schedule:
+    """Raises ConfigError where there is no such schedule, or PyTorch lacks it."""
+    if name not in SCHEDULES:
+        raise ConfigError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
+    if not hasattr(schedules, f"Schedule{name}"):
+        text = f"schedule {name}: PyTorch {torch.__version__} lacks it; use 1F1B, or a newer PyTorch"
+        raise ConfigError(text, fields=("schedule",))
+    return SCHEDULES[name]
+
+
+def least_microbatches(schedule: str, pp: int) -> int:
+    return find_schedule(schedule).microbatches(pp)[0]
+
+
+def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
+    """The numbers of the stages on the rank with that coordinate on pp."""
+    if SCHEDULES[schedule].v:
+        return [coordinate, 2 * pp - 1 - coordinate]
+    return [coordinate + turn * pp for turn in range(stages_per_rank)]
+
+
+def check_pipeline(
+    layout: Layout,
+    schedule: str,
+    microbatches: int,
+    batch: int,
+    parts: int,
+    stages_per_rank: int | None = None,
+    *,
+    dtype: str = "",
+    compile: Plan | None = None,
+    checkpointing: str = "none",
+) -> int:
+    """Whether a schedule goes with the layout, the batch and the model.
+
+    Args:
+        layout: fitted to the number of ranks.
+        microbatches: of a step. batch: samples of a step, per data-parallel coordinate.
+        parts: of the model, that stages can be made of (`stages.parts_of`).
+        stages_per_rank: None for the fewest that the schedule takes.
+        dtype: name of the precision. compile: the plan, where it is to be compiled. checkpointing: of activations.
+
+    Returns:
+        Stages per rank.
+
+    Raises:
+        ConfigError: no such schedule, or a dtype that a pipeline cannot train in.
+        LayoutError: every rule that is broken, with its numbers and what to change.
+    """
+    if dtype == "fp16":
+        raise ConfigError(
+            "dtype fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or fp32",
+            fields=("dtype",),
+        )
+    kind, pp = find_schedule(schedule), layout.pp
+    if not hasattr(schedules._PipelineSchedule, "eval"):
+        raise ConfigError(
+            f"pp {pp}: the pipelines of PyTorch {torch.__version__} train only, and cannot be evaluated; use a newer "
+            f"PyTorch, or pp 1"
+        )
+    each = kind.least if stages_per_rank is None else stages_per_rank
+    wrong = []
+    if pp < 2:
+        wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
+    if each < kind.least or (kind.most is not None and each > kind.most):
+        takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
+        wrong.append(f"stages_per_rank {each}: {schedule} takes {takes}")
+    elif pp * each > parts:
+        fewer = smaller("pp", layout, lambda other: 1 < other.pp <= parts // each)
+        wrong.append(
+            f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
+            f"them: use {''.join(f'pp {size}, ' for size in fewer)}a model with more layers"
+            + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
+        )
+    wrong += _microbatch_problems(schedule, pp, microbatches, batch)
+    if compile is not None:
+        check_compile(compile, layout)
+    if compile is not None and kind.splits:
+        wrong.append(
+            f"compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
+            f"one; leave compile out, or use 1F1B or Interleaved1F1B"
+        )
+    if checkpointing == "selective" and kind.splits:
+        wrong.append(
+            f"checkpointing selective with {schedule}, which goes through the backward of a stage twice, for its input "
+            f"and for its weights: what was kept, PyTorch gives back once; use full (which then "
+            f"recomputes the forward twice), or 1F1B or Interleaved1F1B"
+        )
+    if wrong:
+        raise LayoutError("; ".join(wrong), fields=("stages_per_rank", "microbatches", "compile", "checkpointing"))
+    return each
+
+
+def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:
+    least, multiple = SCHEDULES[schedule].microbatches(pp)
+    why = []
+    if microbatches < least:
+        why.append(f"{schedule} with pp {pp} needs at least {least}")
+    if microbatches < 1:
+        why.append("it must be at least 1")
+    else:
+        if microbatches % multiple:
+            why.append(f"{schedule} needs a multiple of pp {pp}")
+        if batch % microbatches:
+            why.append(f"a batch of {batch} a data-parallel coordinate cannot be split into {microbatches} equal parts")
+    if not why:
+        return []
+    good = [m for m in range(least, batch + 1) if m % multiple == 0 and batch % m == 0]
+    fix = f"microbatches {' or '.join(map(str, good[:4]))}" if good else f"a batch that is a multiple of {least}"
+    return [f"microbatches {microbatches}: {', and '.join(why)}; use {fix}"]

@@ -1,0 +1,35 @@
+"""Errors in the words of the command line: the rooms below name fields of a configuration, the user gave flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NoReturn
+
+from mmm.errors import UserError
+from mmm.runtime import failure
+
+# Flags that are not called as the field is.
+FLAGS = {"checkpointing": "activation_checkpointing", "data_parallel": "parallel", "fc_dropout 0": "no-dropout"}
+
+
+def with_flags(error: UserError) -> str:
+    """The message of an error, its `fields` written as flags: ``microbatches 3: …`` becomes ``--microbatches 3: …``."""
+    text = str(error)
+    for field in error.fields:
+        text = re.sub(rf"(?<![\w-]){re.escape(field)}(?![\w-])", f"--{FLAGS.get(field, field)}", text)
+    return text
+
+
+def run_main(fn: Callable[[], object]) -> NoReturn:
+    """`mmm.runtime.failure.run_main`, for a program whose flags are made by `mmm.trainer.options.parse`."""
+
+    def main() -> None:
+        try:
+            fn()
+        except UserError as error:
+            error.args = (with_flags(error), *error.args[1:])
+            error.fields = ()
+            raise
+
+    failure.run_main(main)

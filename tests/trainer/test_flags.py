@@ -1,0 +1,57 @@
+"""Errors that name fields are shown with the flags that the user gave."""
+
+import re
+
+import pytest
+
+from mmm.errors import LayoutError, UserError
+from mmm.models.cnn import CNNConfig
+from mmm.models.transformer import TransformerConfig
+from mmm.parallel import Layout, batch_sizes
+from mmm.parallel.compile import check_compile
+from mmm.parallel.pipeline.schedules import check_pipeline
+from mmm.parallel.plans.cnn import check_cnn
+from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.trainer.flags import run_main, with_flags
+
+PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        (lambda: batch_sizes(2, 16, 4, 8), "--batch_size 2 on 4 .* not --global_batch_size 16"),
+        (
+            lambda: check_pipeline(PP2, "1F1B", 3, 8, 4),
+            "--microbatches 3: .*; use --microbatches 2 or 4 or 8",
+        ),
+        (lambda: check_pipeline(PP2, "1F1B", 2, 8, 4, 2), "--stages_per_rank 2: 1F1B takes exactly 1"),
+        (lambda: check_pipeline(PP2, "1f1b", 2, 8, 4), "--schedule '1f1b' is not one of"),
+        (lambda: check_pipeline(PP2, "1F1B", 2, 8, 4, dtype="fp16"), "--dtype fp16 scales"),
+        (
+            lambda: check_pipeline(PP2, "ZBVZeroBubble", 2, 8, 4, compile=PLAN, checkpointing="selective"),
+            "--compile with ZBVZeroBubble.* leave --compile out.*; --activation_checkpointing selective with",
+        ),
+        (lambda: check_compile(PLAN, Layout(tp=2)), "--compile with tp 2: .* leave --compile out"),
+        (lambda: check_transformer(TransformerConfig(), Layout(cp=3), 96, "ulysses"), "or --cp_style ring$"),
+        (lambda: check_cnn(CNNConfig(), Layout(tp=2)), "use tp 1, or --no-dropout$"),
+    ],
+)
+def test_fields_become_flags(check, words):
+    with pytest.raises(UserError) as refused:
+        check()
+    assert "--" not in str(refused.value)
+    assert re.search(words, with_flags(refused.value))
+
+
+def test_a_program_says_flags(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def program():
+        raise LayoutError("microbatches 3: microbatches-like words, and `microbatches` too", fields=("microbatches",))
+
+    with pytest.raises(SystemExit) as left:
+        run_main(program)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "error: --microbatches 3: microbatches-like words, and `--microbatches` too\n"
