@@ -60,7 +60,8 @@ class Config(example.TextExampleOptions):
         "init": "each rank draws what it holds from a generator of its own: the model depends on the mesh",
     }
     NEEDS: ClassVar[dict[str, example.Need]] = {"schedule": example.PIPELINE, "microbatches": example.PIPELINE}
-    model: Annotated[str, tyro.conf.Suppress] = "transformer"
+    model: str = "transformer"
+    """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.fsdp."""
     pp: int = 1
     dp_shard: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = -1
     cp: int = 1
