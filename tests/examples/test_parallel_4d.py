@@ -44,6 +44,7 @@ def test_losses_of_one_rank(tmp_path, monkeypatch, ranks, flags, layout):
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((tmp_path / "many/config.json").read_text())
     assert config["layout"] == layout
+    assert (f"layout {layout} chosen for 4 ranks" in done.stdout) == (not flags)
     assert "Warning" not in done.stderr
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])
     parallel_4d.train(parallel_4d.Config(**SMALL, outdir=tmp_path / "one"))

@@ -111,7 +111,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, tr
         theirs = positions_of((rank - hop) % ranks, ranks, ranks * q.shape[2])
         visible = mine[:, None] >= theirs if triangle else torch.ones(len(mine), len(mine), dtype=torch.bool)
         heads = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)  # each serves several heads of q
-        part, part_lse = attention(q.to(wide), *heads, visible.to(q.device))
+        part, part_lse = attention(q.to(wide), heads[0], heads[1], visible.to(q.device))
         if not hop:
             out, lse = part, part_lse
             continue
@@ -122,9 +122,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, tr
 
 def compare(run: Run) -> None:
     """The ring over all ranks beside attention to the full sequence."""
-    torch.manual_seed(
-        0
-    )  # the same numbers on every rank: q, k, v, and the gradient of y; (batch, heads, seq, head_dim)
+    torch.manual_seed(0)  # the same on every rank: q, k, v, and the gradient of y; (batch, heads, seq, head_dim)
     full = torch.randn(4, 2, 4, 8 * run.rank.world_size, 16).to(run.device, run.precision.storage)
     mine = positions_of(run.rank.rank, run.rank.world_size, full.shape[3])
 
@@ -133,7 +131,7 @@ def compare(run: Run) -> None:
         y = attend(q, k, v)
         return torch.stack((y, *torch.autograd.grad(y, (q, k, v), tensors[3])))
 
-    found = forward_backward(partial(ring_attention, group=dist.group.WORLD), full[..., mine, :])
+    found = forward_backward(partial(ring_attention, group=dist.group.WORLD), full[..., mine, :])  # type: ignore[arg-type]
     expected = forward_backward(partial(F.scaled_dot_product_attention, is_causal=True), full)
     example.compare(run, found, expected[..., mine, :])
 
@@ -150,7 +148,7 @@ def train(config: Config) -> None:
         compare(run)
         mesh = example.parallelize(run, resolved, cp_style=style)
         for layer in model.layers.values() if config.break_ == "triangle" and layout.cp > 1 else ():
-            layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), triangle=False)
+            layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), triangle=False)  # type: ignore
 
         # Which tokens this rank has, and where they stand in the full sequence: the model cannot count from 0.
         mine = positions_of(layout.coordinates(run.rank.rank)["cp"], layout.cp, config.seq_length).to(run.device)

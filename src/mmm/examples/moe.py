@@ -110,11 +110,11 @@ def compare(run: Run) -> None:
     rank, ranks, dim, hidden = run.rank.rank, run.rank.world_size, 16, 24
     torch.manual_seed(0)  # the same numbers on every rank, which has 32 tokens and 2 experts of its own
     shapes = [(32, dim), (32, dim), (2, dim), (2, hidden, dim), (2, dim, hidden), (2, hidden, dim)]
-    made = {"device": run.device, "dtype": run.precision.storage}
+    made: dict[str, Any] = {"device": run.device, "dtype": run.precision.storage}
     dy, *inputs = (torch.randn(ranks, *shape).to(**made).requires_grad_() for shape in shapes)
     x, router, *experts = (tensor.flatten(0, 1) for tensor in inputs)
     expected = dense(x, router, experts, top_k=2)
-    y = moe_layer(inputs[0][rank], router, [w[rank] for w in inputs[2:]], 2, dist.group.WORLD)
+    y = moe_layer(inputs[0][rank], router, [w[rank] for w in inputs[2:]], 2, dist.group.WORLD)  # type: ignore[arg-type]
     gradients = torch.autograd.grad(y, inputs, dy[rank])
     for gradient in gradients:
         dist.all_reduce(gradient)  # each rank has a part of the sum

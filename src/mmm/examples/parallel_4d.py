@@ -45,7 +45,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import convert
-from mmm.parallel import Layout, Techniques, clip_grad_norm, cross_entropy, materialize, partition_model
+from mmm.parallel import Layout, Techniques, clip_grad_norm, cross_entropy, materialize, partition_model, to_local
 from mmm.runtime.device import Precision
 from mmm.trainer import example
 from mmm.trainer.timeline import PipelineTimes
@@ -123,12 +123,12 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
         tp.parallelize_module(model, mesh["tp"], here)
     # 3. Context parallel: attention to the tokens of all ranks of cp (mmm.examples.context_parallel).
     for layer in model.layers.values() if mesh["cp"].size() > 1 else ():
-        layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group())
+        layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group())  # type: ignore
     # 4. FSDP over dp × cp, whose ranks have other tokens: gradients are summed. A stage is gathered once a step.
     dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
     policy = MixedPrecisionPolicy(precision.compute, precision.storage, cast_forward_inputs=False)
-    for unit in (*model.layers.values(), model):  # the root takes what is left
-        fully_shard(unit, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
+    for module in (*model.layers.values(), model):  # the root takes what is left
+        unit = fully_shard(module, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     return model
@@ -150,6 +150,8 @@ def train(config: Config) -> None:
     names = partition.names() or [[name for name, _ in resolved.model.named_modules()]]
     with example.text_run("parallel_4d", config, resolved, techniques, partition) as run:
         run.describe(stages=names)
+        if (config.pp, config.dp_shard, config.cp, config.tpsize) == (1, -1, 1, 1):
+            run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
         model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)
@@ -157,7 +159,7 @@ def train(config: Config) -> None:
         if config.break_ == "init":
             torch.manual_seed(config.seed + run.rank.rank)
             for parameter in model.parameters():
-                parameter.data.to_local().normal_(std=0.02)
+                to_local(parameter.data).normal_(std=0.02)
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
         tokens = resolved.global_batch * config.seq_length

@@ -85,8 +85,9 @@ def train(config: Config) -> None:
     if config.timeline and resolved.steps < 2:
         why = "the first is left out, because PyTorch finds the shapes in it"
         raise ConfigError(f"--timeline with {resolved.steps} step: {why}; use --max_iters 2 or more")
-    each = {"microbatches": config.microbatches, "stages_per_rank": config.stages_per_rank}
-    techniques = Techniques(schedule=config.schedule, **each)
+    techniques = Techniques(
+        schedule=config.schedule, microbatches=config.microbatches, stages_per_rank=config.stages_per_rank
+    )
     partition = partition_model(resolved.model, resolved.plan, layout, techniques, resolved.sample, config.dtype)
     if config.summary:
         example.print_once(resolved.summary())

@@ -81,7 +81,8 @@ class Case:
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.mesh, self.group, self.made = mesh, mesh.get_group(), {"device": device, "dtype": dtype}
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.x, self.dy = torch.randn(2, BATCH, SEQ, DIM).to(device, dtype)
         self.w = torch.randn(DIM, DIM).to(device, dtype)
         self.targets = torch.randint(VOCAB, (BATCH * SEQ,)).to(device)

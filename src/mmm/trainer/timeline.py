@@ -29,7 +29,7 @@ class PipelineTimes:
     """
 
     def __init__(self, run: Run, schedule: Any, stages: Sequence[PipelineStage]) -> None:
-        self.run, self.stages, self.recorder = run, list(stages), Recorder(run.device, stages[0].group)
+        self.run, self.stages, self.recorder = run, list(stages), Recorder(run.device, stages[0].group)  # type: ignore[arg-type]
         self.loss, schedule._loss_fn = schedule._loss_fn, self._timed_loss
         self.recording = False
         for stage in self.stages:
