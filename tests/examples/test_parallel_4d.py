@@ -139,7 +139,7 @@ def build_by_hand_and_by_the_package(rank, layout):
     apply(package, build_mesh(layout, "cpu", 30), transformer_plan(sizes), precision)
     at, found = layout.coordinates(rank.rank), []
     mine = positions_of(at["cp"], layout.cp, 32)
-    batch = config.load(256, 0)[0].batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
+    batch = config.load(256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
     for model in (parallel_4d.build(sizes, names, mesh, precision), package):
         materialize(model, torch.device("cpu"), 0)
         with loss_parallel():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mmm.analysis.step_traffic import Sent, apart, table
 from mmm.errors import UserError
 from mmm.examples import traffic
-from mmm.trainer.traffic import Sent, apart, table
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 

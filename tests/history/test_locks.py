@@ -166,7 +166,7 @@ def test_a_journal_that_grows_while_it_is_finalized_stays(tmp_path, monkeypatch)
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(alive, "lock", lambda fd: alive.Lock.HELD)
+        patch.setattr(alive, "lock", lambda fd: alive.Lock.LOCKED)
         patch.setattr(reading, "write_dataset", grows)
         with pytest.raises(RecordError, match=r"still writing \(its journal has grown beyond the \d+ bytes"):
             finalize(tmp_path)

@@ -224,7 +224,7 @@ class Plan:
 
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():
-    told = [message for _, message in commands.start_commands(Plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])]
+    told = commands.start_commands(Plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])
     assert [
         (m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"]) for m in told
     ] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
@@ -232,13 +232,13 @@ def test_local_ranks_are_counted_where_the_launcher_does_not_say():
 
 def test_ranks_that_are_bound_keep_their_cores():
     told = commands.start_commands(Plan(), [agent(0, "a", "0-1", 0), agent(1, "a", "2-3", 1), agent(2, "b", "0-1", 0)])
-    assert [m["cores"] for _, m in told] == [2, 2, 2]
+    assert [m["cores"] for m in told] == [2, 2, 2]
 
 
 def test_ranks_of_a_host_follow_each_other():
     made = Plan()
     made.by = "host"
-    told = [[r["RANK"] for r in m["ranks"]] for _, m in commands.start_commands(made, [agent(0, "a"), agent(1, "b")])]
+    told = [[r["RANK"] for r in m["ranks"]] for m in commands.start_commands(made, [agent(0, "a"), agent(1, "b")])]
     assert told == [["0", "1"], ["2"]]
 
 

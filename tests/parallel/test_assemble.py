@@ -163,6 +163,6 @@ def uneven_loads(rank, measured):
 
 
 def test_the_imbalance_is_as_on_one_device(run_on_ranks):
-    """To the last bit also through a pipeline, and worked out only where it is wanted."""
-    assert run_on_ranks(uneven_loads, 2, True) == [(15 / 7, 2)] * 2  # over dp, and over pp
-    assert run_on_ranks(uneven_loads, 2, False) == [(None, 1)] * 2
+    """To the last bit also through a pipeline, and computed only where it is wanted."""
+    assert run_on_ranks(uneven_loads, 2, True) == [(15 / 7, 1)] * 2  # over pp
+    assert run_on_ranks(uneven_loads, 2, False) == [(None, 0)] * 2

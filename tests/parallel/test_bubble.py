@@ -41,7 +41,7 @@ def test_by_hand():
         ("0B1", 7, 9),
     ]
     assert [b.begin for b in found.rows[1]] == [1, 2, 4, 5]
-    assert found.span == 9
+    assert found.seconds == 9
     assert found.idle(0) == found.idle(1) == pytest.approx(1 / 3)
     assert found.bubble == pytest.approx(bubble_formula("1F1B", 2, 2))
 
@@ -50,7 +50,7 @@ def test_unequal_times():
     """The slow rank never waits once it has begun; the other does whenever it is not needed."""
     rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
     found = replay(rows, {a: 3.0 if a.stage else 1.0 for row in rows for a in row})
-    assert found.span == 1 + 4 * 3 + 1
+    assert found.seconds == 1 + 4 * 3 + 1
     assert found.idle(1) == pytest.approx(2 / 14)
     assert found.idle(0) == pytest.approx(10 / 14)
     assert found.bubble == pytest.approx(6 / 14)
@@ -88,7 +88,7 @@ def test_formula_has_its_bounds():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="not go on: rank 0 waits at 0B0 for 0F0, rank 1 waits at 1F0 for 0F0"):
+    with pytest.raises(ValueError, match="is stuck: rank 0 waits at 0B0 for 0F0, rank 1 waits at 1F0 for 0F0"):
         replay([actions("0B0 0F0"), actions("1F0 1B0")], lambda _: 1.0)
     with pytest.raises(ValueError, match=r"rank 0 waits at 0B1 for 1B1 or 1I1, rank 1 waits at 1B0 for 1F0"):
         replay([actions("0F0 0F1 0B1 0B0"), actions("1B0 1F0 1F1 1B1")], lambda _: 1.0)

@@ -26,8 +26,8 @@ def clip_mixed(rank, max_norm):
     kinds = [
         None,
         (mesh["dp_shard"], [Shard(0)]),
-        (mesh, [Shard(0), Shard(1)]),
-        (mesh, [Shard(0), Replicate()]),
+        (mesh.device_mesh, [Shard(0), Shard(1)]),
+        (mesh.device_mesh, [Shard(0), Replicate()]),
         (mesh["tp"], [Replicate()]),
     ]
     parameters = []
@@ -56,11 +56,11 @@ def clip_not_finite(rank, value):
     """One element that is not finite, of a gradient sharded over both axes: it is on one rank alone."""
     mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
     parameters = [
-        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, cut))
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh.device_mesh, cut))
         for cut in ([Replicate(), Replicate()], [Shard(0), Shard(1)])
     ]
     for parameter in parameters:
-        parameter.grad = distribute_tensor(torch.ones(4, 4), mesh, parameter.placements)
+        parameter.grad = distribute_tensor(torch.ones(4, 4), mesh.device_mesh, parameter.placements)
     if rank.rank == 3:
         parameters[1].grad.to_local()[1, 1] = value
     return clip_grad_norm(parameters, 1.0).item()

@@ -58,7 +58,7 @@ def test_inputs_and_targets_are_cut_alike():
     assert part.inputs[0].tolist() == positions.tolist()
     assert torch.equal(part.targets, part.inputs + 1)
     assert part.count == 32
-    with pytest.raises(ValueError, match="18 tokens do not divide over 2 · cp = 4 chunks"):
+    with pytest.raises(ValueError, match="18 tokens do not divide into 2 · cp = 4 chunks"):
         positions_of(0, 2, 18)
 
 

@@ -435,7 +435,7 @@ def test_experts_need_no_ffn_dim_that_tp_divides():
 
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
 def test_whole_copies_with_ep_are_refused(technique):
-    with pytest.raises(LayoutError, match=f"{technique} keeps the whole model .*, which does not go with ep 2"):
+    with pytest.raises(LayoutError, match=f"{technique} keeps the full model .*, which does not go with ep 2"):
         check_data_parallel(technique, Layout(dp_shard=2, ep=2))
 
 

@@ -5,13 +5,13 @@ import torch
 
 import mmm.parallel.data.zero
 from mmm.errors import ConfigError
-from mmm.examples import zero
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
 from mmm.parallel.memory.offload import check_offload, moved, moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from mmm.trainer import lm
 from support import anywhere, reference
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def kept(rank, technique):
         model.module.load_state_dict({name: p.detach() * 2 for name, p in model.module.state_dict().items()})
         assert torch.equal(one.host, one.memory[one.rows])
         assert one.host.data_ptr() != one.memory[one.rows].data_ptr()
-    return moved(model, optimizer), moved_text(model, optimizer, CPU)
+    return moved([model], optimizer), moved_text([model], optimizer, CPU)
 
 
 @pytest.mark.parametrize(("technique", "times"), [("fsdp", 2), ("zero2", 1)])
@@ -94,12 +94,11 @@ def test_a_planted_bug_is_caught(run_on_ranks):
         anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
 
-@pytest.mark.long
-def test_the_example(tmp_path, capsys):
-    config = zero.Config(seq_length=16, max_iters=2, dtype="fp64", plots=False, offload=True, outdir=tmp_path)
-    assert zero.train(config)
-    out = capsys.readouterr().out
-    assert [f"stage {stage}, offload: on the host" in out for stage in range(4)] == [False, True, True, True]
+@pytest.mark.parametrize("parallel", ["fsdp", "zero2"])
+def test_the_trainer_says_what_is_moved(tmp_path, capsys, parallel):
+    sizes = {"preset": "debug", "seq_length": 16, "max_iters": 2, "eval_batches": 1, "batch_size": 2}
+    lm.train(lm.Config(**sizes, plots=False, parallel=parallel, offload=True, outdir=tmp_path))
+    assert "offload: on the host" in capsys.readouterr().out
 
 
 def test_refused():

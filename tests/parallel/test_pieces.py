@@ -22,7 +22,6 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.peak import Peak
-from mmm.trainer.options import MemoryOptions
 from support import anywhere, reference, vision
 
 CPU = torch.device("cpu")
@@ -277,9 +276,6 @@ def test_planted_bugs_are_caught(run_on_ranks, planted, layout):
         (lambda: apply_tiling(Transformer(LARGE), transformer_plan(), 0), "tile 0: it must be at least 1"),
         (lambda: apply_chunked_loss(ViT(vision.CONFIGS["vit"]), vit_plan(), 2, F64), "2: .* names no output matrix"),
         (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0: it must be"),
-        (lambda: MemoryOptions(tile=65).check_memory(64, "fp32"), "--tile 65: .* at most the 64 tokens of a sequence"),
-        (lambda: MemoryOptions(loss_chunks=0).check_memory(64, "fp32"), "--loss_chunks 0: it must be at least 1"),
-        (lambda: MemoryOptions(offload=True).check_memory(64, "fp16"), "offload with dtype fp16"),
         (lambda: mmm.parallel.memory.tiling.check_tiling(2, "selective"), "use 'full' or 'none'"),
     ],
 )

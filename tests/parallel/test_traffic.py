@@ -16,7 +16,7 @@ from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
+from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
 from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
@@ -62,18 +62,10 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
     model, mesh = build(kind), build_mesh(layout, "cpu", 30)
     plan = PLANS[type(model)]()
     inputs, targets, count, more = sample(kind, layout, rank.rank)
-    expected = expected_traffic(
-        model,
-        plan,
-        layout,
-        batch=len(inputs),
-        seq_length=reference.SEQ,
-        precision=precision,
-        data_parallel=technique,
-        cp_style=cp_style,
-        microbatches=microbatches,
-    )
-    model = apply(model, mesh, plan, precision, data_parallel=technique, cp_style=cp_style)
+    techniques, partition = Techniques(data_parallel=technique, cp_style=cp_style), Partition([], [], [], microbatches)
+    sizes = {"batch": len(inputs), "seq_length": reference.SEQ, "precision": precision}
+    expected = expected_traffic(model, plan, layout, techniques, partition, **sizes)
+    model = apply(model, mesh, plan, precision, techniques)
     materialize(model, CPU, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
@@ -161,16 +153,9 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     cuts = balance_stages([1.0] * len(parts), layout.pp * each)
     numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
     mine = {number: take_stage(whole, parts, cuts[number]) for number in numbers}
-    expected = expected_traffic(
-        mine,
-        plan,
-        layout,
-        batch=len(inputs),
-        seq_length=reference.SEQ,
-        precision=FP32,
-        microbatches=microbatches,
-        stages=len(cuts),
-    )
+    partition = Partition(parts, [], cuts, microbatches)
+    sizes = {"batch": len(inputs), "seq_length": reference.SEQ, "precision": FP32}
+    expected = expected_traffic(whole, plan, layout, Techniques(), partition, numbers, **sizes)
     for stage in mine.values():
         apply(stage, mesh, plan, FP32)
         materialize(stage, CPU, 1)
@@ -274,7 +259,7 @@ def test_joined_axes_have_their_own_name(run_on_ranks):
 
 def compiled(rank):
     mesh = build_mesh(Layout().fit(2), "cpu", 60)
-    function = torch.compile(lambda x: funcol.all_reduce(x, "sum", mesh.get_group()).sum())
+    function = torch.compile(lambda x: funcol.all_reduce(x, "sum", mesh["dp_shard"].get_group()).sum())
     function(torch.ones(100))
     with count_traffic(mesh) as traffic:
         total = function(torch.ones(100))

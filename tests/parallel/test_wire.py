@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.analysis.collective_bytes import TAKE, Call, factor
+from mmm.analysis.collective_bytes import RECEIVE, Call, factor
 from mmm.analysis.traffic import count_traffic
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
@@ -75,7 +75,7 @@ def test_gloo_sends_what_is_worked_out(run_on_ranks, ranks, part, times):
     before only after the sockets have been read: a few are allowed for."""
     for rank, found in enumerate(run_on_ranks(each_call, ranks, part, times)):
         for name, (worked_out, sent) in found.items():
-            assert worked_out == pytest.approx(sent, rel=0.01, abs=4 * TAKE), (name, rank)
+            assert worked_out == pytest.approx(sent, rel=0.01, abs=4 * RECEIVE), (name, rank)
 
 
 def a_step(rank):

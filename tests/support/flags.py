@@ -13,7 +13,10 @@ from typing import get_type_hints
 
 import tyro
 
-from mmm.trainer.options import BaseOptions
+from mmm.parallel.mesh import Layout
+from mmm.parallel.techniques import Techniques
+from mmm.trainer.flags import FLAGS
+from mmm.trainer.options import BaseOptions, values_of
 from mmm.trainer.run import Run
 
 ROOMS = ("mmm.examples.", "mmm.trainer.")
@@ -60,9 +63,12 @@ def reads(program: ModuleType) -> set[str]:
         texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
         if "getattr" in called:
             found |= texts
+        found |= _techniques_used(tree)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "fields":  # all of a class's
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "fields" and thing is not values_of:
                 found |= {field.name for field in dataclasses.fields(names[ast.unparse(node.args[0])])}
+            if ast.unparse(node) == "values_of(self, Layout)":
+                found |= _flags_of(Layout)
             if not isinstance(node, ast.Attribute):
                 continue
             through = getattr(names.get(ast.unparse(node.value)), node.attr, None)  # module.function
@@ -81,6 +87,24 @@ def reads(program: ModuleType) -> set[str]:
         for name in found & (options | {field.name for field in dataclasses.fields(config)})
         if not callable(getattr(config, name, None))
     }
+
+
+def _flags_of(kind: type) -> set[str]:
+    """The flags of the fields of `Layout` or `Techniques`."""
+    return {FLAGS.get(field.name, field.name) for field in dataclasses.fields(kind)}
+
+
+def _techniques_used(tree: ast.AST) -> set[str]:
+    """Flags of what is made of resolved techniques: one of ``resolved.techniques.tile``, all where they are passed
+    whole. That a program resolves them, ``options.techniques()``, is no use of them."""
+    found = set()
+    inner = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "techniques" and id(node) not in called:
+            outer = inner.get(id(node))
+            found |= _flags_of(Techniques) if outer is None else {FLAGS.get(outer.attr, outer.attr)}
+    return found
 
 
 def _is_followed_by_name(thing) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmm.analysis import fits
 from mmm.analysis.footprint import Footprint
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
@@ -12,8 +13,8 @@ from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
-from mmm.trainer import fits, lm, vit
 from mmm.trainer import fsdp as fsdp_trainer
+from mmm.trainer import lm, vit
 from mmm.trainer.optimizer import make_optimizer
 
 FP32 = Precision("fp32", torch.float32, torch.float32)

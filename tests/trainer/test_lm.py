@@ -43,7 +43,7 @@ def run(rank, outdir, flags):
     with (
         patch("mmm.trainer.run.process_group", meeting_only),
         patch("mmm.trainer.run.whoami", lambda: rank),
-        patch("mmm.trainer.lm.whoami", lambda: rank),
+        patch("mmm.trainer.text.whoami", lambda: rank),
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),
     ):
@@ -122,7 +122,7 @@ def test_experts_on_every_layout(run_on_ranks, tmp_path, flags):
 
 def test_the_saved_model_is_the_one_that_was_judged(alone):
     config = lm.Config(**SMALL)
-    _, validation, _ = config.load(256, config.seed)
+    validation = config.load(256, config.seed).validation
     losses = []
     for step in range(config.eval_batches):
         batch = validation.batch(step, 8, 0, 8)
@@ -137,6 +137,9 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
     [
         ({"tile": 4, "activation_checkpointing": "selective"}, "tile 4 with activation checkpointing 'selective'"),
         ({"parallel": "ddp", "offload": True}, "offload with ddp"),
+        ({"tile": 33}, "--tile 33: it must be at least 1, and at most the 32 tokens"),
+        ({"loss_chunks": 0}, "--loss_chunks 0: it must be at least 1"),
+        ({"offload": True, "dtype": "fp16"}, "offload with dtype fp16"),
         ({"n_experts": 4, "tile": 4}, "feed-forward layers of this model are experts"),
         ({"top_k": 3}, "--top_k 3 without --n_experts"),
         ({"n_experts": 4, "balance_rate": float("inf")}, "--balance_rate inf"),

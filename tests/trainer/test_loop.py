@@ -16,17 +16,19 @@ from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
 from mmm.parallel.data.ddp import ScaleGradient
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
+from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.options import RunOptions
+from mmm.trainer.parallelize import parallelize
+from mmm.trainer.resolve import resolve_model
 from mmm.trainer.run import Run
 from mmm.trainer.tasks import ImageTask, TokenTask
+from mmm.trainer.text import TextData
 from support import reference as texts
 
 CONFIG = CNNConfig(image_size=8, width1=4, width2=4, hidden=8).without_dropout()
@@ -47,21 +49,18 @@ class Rows:
 
 def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     """Rows of a run of the loop in float64."""
-    layout = Layout(dp_replicate=2 if data_parallel == "hsdp" else 1).fit(rank.world_size)
-    mesh = build_mesh(layout, "cpu", 30)
+    options = LayoutOptions(lr=0.1, parallel=data_parallel, microbatches=accumulate)
+    layout = options.layout(rank.world_size)
     precision = Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
-        model = CNN(CONFIG)
-    techniques = Techniques(data_parallel=data_parallel, microbatches=accumulate)
-    partition = partition_model(
-        model, cnn_plan(), layout, techniques, torch.zeros(BATCH // layout.dp, 1, 8, 8, device="meta")
-    )
-    record, clock = Rows([]), StepClock(CPU)
-    model = ParallelModel(model, cnn_plan(), mesh, precision, techniques, partition, device=CPU, seed=0, lap=clock.lap)
-    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], record)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sample = CNN(CONFIG), torch.zeros(BATCH // layout.dp, 1, 8, 8)
     data = load_images("digits", image_size=8)
-    task = ImageTask(run, data, BATCH // layout.dp, BATCH)
+    resolved = resolve_model(options, layout, CONFIG, model, cnn_plan(), sample, data, STEPS)
+    record, clock = Rows([]), StepClock(CPU)
+    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, [], record)
+    model = parallelize(run, resolved)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = ImageTask(run, resolved)
     if by_epoch:
         task.steps_per_epoch = 4
         whole_epoch = task.batches
@@ -127,7 +126,8 @@ def biases_by_step(rank, max_norm):
     precision = Precision("fp16", torch.float32, torch.float16)
     with torch.device("meta"):
         model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
-    partition = partition_model(model, transformer_plan(), layout, Techniques(), sample, "fp16")
+    options, data = RunOptions(lr=0.1, dtype="fp16"), TextData(texts.tokens(), texts.tokens(), {})
+    resolved = resolve_model(options, layout, EXPERTS, model, transformer_plan(), sample, data, 3)
     calls = itertools.count()
 
     def loss(output, targets, count):
@@ -137,27 +137,32 @@ def biases_by_step(rank, max_norm):
     clock, seen = StepClock(CPU), []
     model = ParallelModel(
         model,
-        transformer_plan(),
+        resolved.plan,
         mesh,
         precision,
-        Techniques(),
-        partition,
+        resolved.techniques,
+        resolved.partition,
         device=CPU,
         seed=0,
         loss=loss,
         lap=clock.lap,
     )
-    run = Run(RunOptions(lr=0.1), rank, layout, CPU, precision, clock, get_logger(), None, [], Rows([]))
-    task = TokenTask(run, texts.tokens(), texts.tokens(), 4, 8, 1)
+    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, [], Rows([]))
+    task = TokenTask(run, resolved, eval_batches=1)
     layers = [module for module in model.modules[0].modules() if isinstance(module, MixtureOfExperts)]
     (weight,) = (p for name, p in model.named_parameters() if name == "output.weight")
 
-    def look(run, model, step):
+    record_row = run.row
+
+    def look(*args, **kwargs):
+        loss = record_row(*args, **kwargs)
         assert all(layer.tokens_per_expert is None for layer in layers)
         seen.append(([layer.expert_bias.tolist() for layer in layers], weight.full_tensor().detach()))
+        return loss
 
+    run.row = look
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    fit(run, model, optimizer, task, Fit(steps=3, max_norm=max_norm, balance_rate=0.125, callbacks=(look,)))
+    fit(run, model, optimizer, task, Fit(steps=3, max_norm=max_norm, balance_rate=0.125))
     return seen
 
 

@@ -6,7 +6,7 @@ from mmm.errors import ConfigError
 from mmm.examples import context_parallel, parallel_4d, startup
 from mmm.parallel import Layout
 from mmm.trainer import fsdp, lm, vit
-from mmm.trainer.needs import check_needs
+from mmm.trainer.options import check_needs
 from support.flags import flags
 
 STAGES = "without --pp: there is one stage, the model"
@@ -19,13 +19,13 @@ EXPERTS = "without --n_experts: there are no experts"
         (lm, {"schedule": "1F1B"}, f"--schedule 1F1B {STAGES}; leave --schedule out, or give --pp 2"),
         (lm, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (lm, {"stages_per_rank": 1}, f"--stages_per_rank 1 {STAGES}"),
-        (lm, {"cp_style": "ring"}, "--cp_style ring without --cp: no sequence is cut"),
+        (lm, {"cp_style": "ring"}, "--cp_style ring without --cp: no sequence is sharded"),
         (lm, {"top_k": 2}, f"--top_k 2 {EXPERTS}"),
         (lm, {"expert_dim": 64}, f"--expert_dim 64 {EXPERTS}"),
         (lm, {"balance_rate": 0.01}, f"--balance_rate 0.01 {EXPERTS}"),
         (vit, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (fsdp, {"schedule": "GPipe", "dataset": "digits"}, f"--schedule GPipe {STAGES}"),
-        (context_parallel, {"cp_style": "ulysses"}, "--cp_style ulysses without --cp: no sequence is cut"),
+        (context_parallel, {"cp_style": "ulysses"}, "--cp_style ulysses without --cp: no sequence is sharded"),
         (lm, {"schedule": "GPipe", "parallel": "ddp"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"microbatches": 2}, f"--microbatches 2 {STAGES}"),
@@ -49,7 +49,7 @@ def test_of_use():
     check_needs(lm.Config(n_experts=4, top_k=1), Layout().fit(1))
     chosen = parallel_4d.Config(schedule="GPipe").layout(4)  # no axis given, and pp is among those chosen
     assert chosen.pp == 2
-    techniques = lm.Config(pp=2, cp=2).techniques(False)
+    techniques = lm.Config(pp=2, cp=2).techniques()
     assert (techniques.schedule, techniques.cp_style) == ("1F1B", "ring")
 
 

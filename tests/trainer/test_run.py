@@ -55,7 +55,6 @@ def start(rank, outdir, options, differs):
     Args:
         differs: what is another on rank 1: the name of a function, and what it gives there; nothing where it is empty.
     """
-    layout = Layout().fit(rank.world_size)
     given = TextProgramOptions(preset="debug", device="cpu", outdir=outdir, plots=False, **options[rank.rank])
     with ExitStack() as stack:
         stack.enter_context(patch("mmm.trainer.run.process_group", meeting_only))
@@ -64,9 +63,10 @@ def start(rank, outdir, options, differs):
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         if differs and rank.rank == 1:
             stack.enter_context(patch(differs[0], lambda *_: differs[1]))
-        resolved = resolve(given, layout, 1)
+        stack.enter_context(patch("mmm.trainer.text.whoami", lambda: rank))
+        resolved = resolve(given)
         try:
-            with start_run("test", given, layout, resolved.about_data):
+            with start_run("test", given, resolved):
                 return None
         except UserError as error:
             return type(error).__name__, str(error), error.on_every_rank

@@ -239,7 +239,7 @@ def test_flags_of_the_loop_that_are_used(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fsdp", "--accumulate", "2", "--max_norm", "1", "--save_model"])
     config = parse(fsdp_trainer.Config)
     assert (config.microbatches, config.max_norm, config.save_model) == (2, 1.0, True)
-    with pytest.raises(UserError, match=r"--tile 99: .* 16 patches"):
+    with pytest.raises(UserError, match=r"--tile 99: .* the 16 tokens \(of an image, patches\)"):
         vit.train(vit.Config(tile=99))
     with pytest.raises(UserError, match="tile 2 with activation checkpointing 'selective'"):
         vit.train(vit.Config(tile=2, activation_checkpointing="selective"))

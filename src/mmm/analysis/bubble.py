@@ -1,4 +1,4 @@
-"""The bubble of a pipeline: how long its ranks wait, worked out from what the schedule does and how long that takes.
+"""The bubble of a pipeline: how long its ranks wait, computed from the schedule's actions and their seconds.
 
 A schedule is a list of actions for each rank: F forward, B backward, or its two halves, I the gradient of the input and
 W that of the weights, of one micro-batch through one stage. `replay` lets every action begin as soon as its rank is
@@ -7,8 +7,8 @@ free and what it needs is there::
     F of a stage     needs F of the stage before             I, B    need I or B of the stage after, and their own F
                                                              W       needs its I
 
-so that only the order, and the seconds of each action, say who waits for whom: not how many cores the ranks share, nor
-how long a message takes. The bubble is the part of ranks × time in which nobody works.
+so that only the order and the seconds of the actions determine who waits for whom, not how many cores the ranks share,
+nor how long a message takes. The bubble is the fraction of ranks × time in which ranks are idle.
 
 For stages that all take the same time, with p ranks, V stages on each, and m micro-batches::
 
@@ -17,7 +17,8 @@ For stages that all take the same time, with p ranks, V stages on each, and m mi
     InterleavedZeroBubble, ZBVZeroBubble,      (p-1) / (3 m V + p-1)    where F, I and W take the same time, and m is
     DualPipeV                                                           at least p (ZBVZeroBubble: 3 p / 2)
 
-The last is zero only to who leaves out that the pipeline fills, p - 1 forwards long, and that all ranks end together.
+The last is "zero bubble" only if one ignores that the pipeline fills, p - 1 forwards long, and that all ranks end
+together.
 
 Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
 section 2.2 (the first two); Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: ZB-H1 waits (p-1) (F+I-W);
@@ -45,61 +46,63 @@ KINDS = "FBIW"
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """What each rank does when; `rows` by coordinate on pp, each in order."""
+class PipelineTimeline:
+    """When each rank does what; `rows` by coordinate on pp, each in order."""
 
     rows: Sequence[Sequence[ActionSpan]]
 
     @property
-    def span(self) -> float:
-        """Seconds from the first beginning to the last end."""
-        boxes = [box for row in self.rows for box in row]
-        return max(box.end for box in boxes) - min(box.begin for box in boxes)
+    def seconds(self) -> float:
+        """From the first beginning to the last end."""
+        spans = [span for row in self.rows for span in row]
+        return max(span.end for span in spans) - min(span.begin for span in spans)
 
     def idle(self, rank: int) -> float:
-        """The part of the span in which that rank does nothing."""
-        return 1 - sum(box.end - box.begin for box in self.rows[rank]) / self.span
+        """The fraction of the time in which that rank is idle."""
+        return 1 - sum(span.end - span.begin for span in self.rows[rank]) / self.seconds
 
     @property
     def bubble(self) -> float:
         return sum(self.idle(rank) for rank in range(len(self.rows))) / len(self.rows)
 
 
-def replay(lists: Sequence[Sequence[Action]], seconds: Mapping[Action, float] | Callable[[Action], float]) -> Timeline:
-    """Every action as early as the order of its rank and what it needs allow.
+def replay(
+    lists: Sequence[Sequence[Action]], seconds: Mapping[Action, float] | Callable[[Action], float]
+) -> PipelineTimeline:
+    """Begin every action as early as the order of its rank, and the actions that it needs, allow.
 
     Args:
         lists: by coordinate on pp, the actions of each rank in order. seconds: of each.
 
     Raises:
-        ValueError: an action is there twice, or ranks wait for each other, or for what nobody does; with who for what.
+        ValueError: an action occurs twice, or ranks wait for each other or for a missing action; with who for what.
     """
     takes = seconds.__getitem__ if isinstance(seconds, Mapping) else seconds
     everything = [action for row in lists for action in row]
     if twice := [str(action) for action, times in Counter(everything).items() if times > 1]:
-        raise ValueError(f"actions are there more than once: {', '.join(twice)}")
+        raise ValueError(f"actions that occur more than once: {', '.join(twice)}")
     last = max(action.stage for action in everything)
-    there: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
     rows: list[list[ActionSpan]] = [[] for _ in lists]
     while any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
-        before = len(there)
+        before = len(ends)
         for row, actions in zip(rows, lists, strict=True):
             while len(row) < len(actions):
                 action = actions[len(row)]
-                arrived = [next((there[a] for a in either if a in there), None) for either in _needs(action, last)]
+                arrived = [next((ends[a] for a in either if a in ends), None) for either in _needs(action, last)]
                 ready = [at for at in arrived if at is not None]
                 if len(ready) < len(arrived):
                     break
                 begin = max([row[-1].end if row else 0.0, *ready])
                 row.append(ActionSpan(action, begin, begin + takes(action)))
-                there[action] = row[-1].end
-        if len(there) == before:
-            raise ValueError(f"the schedule does not go on: {_stuck(rows, lists, there, last)}")
-    return Timeline(rows)
+                ends[action] = row[-1].end
+        if len(ends) == before:
+            raise ValueError(f"the schedule is stuck: {_stuck(rows, lists, ends, last)}")
+    return PipelineTimeline(rows)
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """What has to be done before an action: of each tuple, one."""
+    """The actions that have to precede one: of each tuple, one."""
     stage, kind, microbatch = action
     if kind == "F":
         return [(Action(stage - 1, "F", microbatch),)] if stage else []
@@ -110,13 +113,13 @@ def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
 
 
 def _stuck(
-    rows: Sequence[Sequence[ActionSpan]], lists: Sequence[Sequence[Action]], there: Mapping[Action, float], last: int
+    rows: Sequence[Sequence[ActionSpan]], lists: Sequence[Sequence[Action]], ends: Mapping[Action, float], last: int
 ) -> str:
     waiting = []
     for rank, (row, actions) in enumerate(zip(rows, lists, strict=True)):
         if len(row) < len(actions):
             needs = _needs(actions[len(row)], last)
-            missing = next(either for either in needs if not any(action in there for action in either))
+            missing = next(either for either in needs if not any(action in ends for action in either))
             waiting.append(f"rank {rank} waits at {actions[len(row)]} for {' or '.join(map(str, missing))}")
     return ", ".join(waiting)
 
@@ -139,8 +142,8 @@ def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: i
 def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Sequence[int]]) -> list[list[Action]]:
     """What each rank does in a step, in order, as PyTorch's schedule has it. Needs no process group.
 
-    GPipe and 1F1B are written out here as PyTorch runs them: they are code there, and what PyTorch 2.13 gives as the
-    list of 1F1B begins on the last rank with micro-batch 1.
+    GPipe and 1F1B are listed here as PyTorch runs them: there they are code, and its list of 1F1B (2.13) begins with
+    micro-batch 1 on the last rank.
 
     Args:
         schedule: a key of `pipeline.SCHEDULES`.
@@ -148,9 +151,9 @@ def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Seq
     """
     if schedule in ("GPipe", "1F1B"):
         return [_single(schedule, rank, pp, microbatches) for rank in range(pp)]
-    # PyTorch makes the lists of all ranks when it makes a schedule. All that it asks of the stages for that is here.
+    # PyTorch makes the lists of all ranks when it makes a schedule, from no more of its stages than these attributes.
     count = sum(map(len, stages))
-    mine = [
+    own_stages = [
         SimpleNamespace(
             stage_index=n,
             num_stages=count,
@@ -164,14 +167,16 @@ def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Seq
         )
         for n in stages[0]
     ]
-    made = getattr(schedules, f"Schedule{schedule}")(mine, microbatches, loss_fn=lambda *_: None, scale_grads=False)
+    made = getattr(schedules, f"Schedule{schedule}")(
+        own_stages, microbatches, loss_fn=lambda *_: None, scale_grads=False
+    )
     rows = (made.pipeline_order_with_comms[rank] for rank in range(pp))
-    return [[taken for action in row for taken in _taken(action)] for row in rows]
+    return [[ours for action in row for ours in _actions(action)] for row in rows]
 
 
-def _taken(action: Any) -> list[Action]:
-    """Ours of one of PyTorch's: two for an overlapped forward and backward, one after the other as it runs them; none
-    for communication."""
+def _actions(action: Any) -> list[Action]:
+    """Our actions for one of PyTorch's: two for an overlapped forward and backward, in the order in which it runs them;
+    none for communication."""
     parts = action.sub_actions or (action,)
     return [
         Action(a.stage_index, a.computation_type.value, a.microbatch_index)
@@ -191,18 +196,18 @@ def _single(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action
 
 
 class Recorded(NamedTuple):
-    """What all ranks of a pipeline did: the order, the median seconds of each action, the last step by the clock."""
+    """The order of all ranks' actions, the median seconds of each, and the last step by the clock."""
 
     lists: list[list[Action]]
     seconds: dict[Action, float]
-    wall: Timeline
+    wall: PipelineTimeline
 
 
 def gather(recorder: Recorder) -> Recorded:
-    """What the ranks of a pipeline have recorded, on all of them. A collective of the pp group.
+    """The records of all ranks of a pipeline, on each of them. A collective of the pp group.
 
-    Ranks of one host have one clock. Of two hosts, the clocks are set by the moment at which all began the step, which
-    is as exact as a barrier.
+    Ranks of one host have one clock. Clocks of several hosts are aligned at the begin of the step, which is as exact as
+    a barrier.
     """
     everyone: list[Any] = [None] * dist.get_world_size(recorder.group)
     dist.all_gather_object(everyone, (socket.gethostname(), recorder.zero, recorder.steps), group=recorder.group)
@@ -214,4 +219,4 @@ def gather(recorder: Recorder) -> Recorded:
         zero = first if one_clock else own
         rows.append([ActionSpan(action, begin - zero, end - zero) for action, begin, end in steps[-1][0]])
         seconds |= {action: median(taken[action] for _, taken in steps) for action in steps[-1][1]}
-    return Recorded([[box.action for box in row] for row in rows], seconds, Timeline(rows))
+    return Recorded([[span.action for span in row] for row in rows], seconds, PipelineTimeline(rows))

@@ -1,13 +1,13 @@
 """What one call to a process group costs a rank: bytes it sends, by the best algorithm, and by the one gloo has.
 
-With W the bytes of the whole buffer and n ranks, a rank sends::
+With W the bytes of the full buffer and n ranks, a rank sends::
 
                       stated algorithm                       gloo (torch 2.13)
     all-reduce        2 (n-1)/n W   ring: reduce-scatter,    the same
                                     then all-gather
     all-gather          (n-1)/n W   ring                     the same
-    reduce-scatter      (n-1)/n W   ring                     2 (n-1)/n W: an all-reduce, of which a part is kept
-    all-to-all          all but its own part, directly       the same
+    reduce-scatter      (n-1)/n W   ring                     2 (n-1)/n W: an all-reduce, of which 1/n is kept
+    all-to-all          all but its own 1/n, directly        the same
     scatter, gather     what is for, or goes to, the root    the same
     broadcast         W             a chain; the last sends  W for each child in a binomial tree: the root ⌈log₂ n⌉ W
                                     nothing
@@ -16,10 +16,10 @@ With W the bytes of the whole buffer and n ranks, a rank sends::
     send              W                                      the same
     receive, barrier  0                                      the same
 
-W is what all parts make together: an all-gather's output, a reduce-scatter's input. No algorithm lets the busiest rank
-send less; latency, which other algorithms are better at, is not in it. Besides, gloo spends 96 bytes on every message
-that it sends and 48 on every one that it takes, and its rings cut what goes round in two; that is counted as gloo's.
-`tests/parallel/test_wire.py` holds the right column against what the kernel says that a rank's sockets have sent.
+W is an all-gather's output, a reduce-scatter's input. With no algorithm does the busiest rank send less; latency is not
+counted. Besides, gloo adds 96 bytes to every message that it sends and 48 to every one that it receives, and its rings
+split the buffer in two; the right column includes that. `tests/parallel/test_wire.py` compares it with the bytes that
+the kernel counts on a rank's sockets.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005; Patarasuk
 and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (the ring; nothing beats it).
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SEND, TAKE = 96, 48  # bytes that gloo adds to a message, for who sends it and for who takes it
+SEND, RECEIVE = 96, 48  # bytes that gloo adds to a message on the sender, and on the receiver
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Call:
         operation: a row of the table above, such as ``all_reduce``.
         size: ranks of the group. rank: this one's number in it. root: that of the root, where there is one.
         payload: W, in bytes.
-        leaving: bytes that go to others as they are, for all_to_all, scatter, gather and send.
-        tensors: of how many tensors it takes to be made, for what gloo adds to each.
+        leaving: bytes sent to others directly, for all_to_all, scatter, gather and send.
+        tensors: of the call, to each of which gloo adds its bytes.
     """
 
     operation: str
@@ -69,7 +69,7 @@ class Call:
         n, operation = self.size, self.operation
         if n == 1:
             return 0.0
-        hops = (n - 1) * 2 * (SEND + TAKE)  # once round the ring, in halves
+        hops = (n - 1) * 2 * (SEND + RECEIVE)  # once round the ring, in halves
         is_root = self.rank == self.root
         if operation in ("all_reduce", "reduce_scatter"):
             return factor("all_reduce", n) * self.payload + 2 * hops * self.tensors
@@ -78,17 +78,17 @@ class Call:
         if operation == "broadcast":
             place = (self.rank - self.root) % n
             children = sum(place < 1 << k and place + (1 << k) < n for k in range(n.bit_length()))
-            return children * (self.payload + SEND) + TAKE * (not is_root)
+            return children * (self.payload + SEND) + RECEIVE * (not is_root)
         if operation == "reduce":
-            return (n - 1) / n * self.payload + hops + (TAKE * (n - 1) if is_root else self.payload / n + SEND)
+            return (n - 1) / n * self.payload + hops + (RECEIVE * (n - 1) if is_root else self.payload / n + SEND)
         if operation == "barrier":
-            return float((n - 1).bit_length() * (SEND + TAKE))
+            return float((n - 1).bit_length() * (SEND + RECEIVE))
         messages = {
-            "all_to_all": (n - 1) * (SEND + TAKE),
-            "scatter": (n - 1) * SEND if is_root else TAKE,
-            "gather": (n - 1) * TAKE if is_root else SEND,
+            "all_to_all": (n - 1) * (SEND + RECEIVE),
+            "scatter": (n - 1) * SEND if is_root else RECEIVE,
+            "gather": (n - 1) * RECEIVE if is_root else SEND,
             "send": SEND,
-            "receive": TAKE,
+            "receive": RECEIVE,
         }
         return float(self.leaving + messages[operation])
 
@@ -97,7 +97,7 @@ DIRECT = ("all_to_all", "scatter", "gather", "send", "receive", "barrier")
 
 
 def factor(operation: str, ranks: int) -> float:
-    """Bytes that the busiest rank sends by the stated algorithm, of each byte of the whole buffer."""
+    """Bytes that the busiest rank sends by the stated algorithm, of each byte of the full buffer."""
     if ranks == 1:
         return 0.0
     part = (ranks - 1) / ranks

@@ -1,14 +1,14 @@
-"""What each rank will hold of a model at the least: parameters, gradients, optimizer state. By arithmetic alone.
+"""How much of a model each rank will have at least: parameters, gradients, optimizer state. By arithmetic alone.
 
 ::
 
-    of P parameters, k numbers of state for each      parameters   gradients   optimizer state
+    of P parameters, k elements of state for each     parameters   gradients   optimizer state
       ddp                                              P            P           k P
       zero1                                            P            P           k P / dp
       zero2                                            P            P / dp      k P / dp
       fsdp, zero3, hsdp                                each / (dp_shard · cp)
 
-P: of the stages of a pipeline rank, over tp. A bound from below: what tp leaves whole, rows added where ranks do not
+P: of the stages of a pipeline rank, over tp. A lower bound: parameters that tp replicates, padding where ranks do not
 divide a tensor, activations and buffers come on top.
 """
 
@@ -30,12 +30,11 @@ STATE = {"adamw": 2, "sgd": 0}
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the ranks of a run hold.
+    """What the ranks of a run have in memory.
 
     Attributes:
-        parameters: of the model; on the ranks of each pp coordinate, whole.
-        data_parallel: as `mmm.parallel.apply` takes it. state: numbers that the optimizer keeps for a parameter.
-        offload: whether it lies on the host.
+        parameters: unsharded, of the ranks of each pp coordinate.
+        data_parallel, offload: of `mmm.parallel.Techniques`. state: elements that the optimizer has for a parameter.
     """
 
     parameters: tuple[int, ...]
@@ -44,7 +43,7 @@ class Footprint:
     offload: bool = False
 
     def elements(self, layout: Layout) -> list[int]:
-        """Of parameters, gradients and optimizer state, on a rank of each pp coordinate, at the least."""
+        """Of parameters, gradients and optimizer state together, on a rank of each pp coordinate, at least."""
         parameters, gradients, state = 1.0, 1.0, float(self.state)
         if self.data_parallel in UNSHARDED:
             state /= layout.dp if self.data_parallel != "ddp" else 1
@@ -57,12 +56,12 @@ class Footprint:
 def stage_parameters(
     model: nn.Module, parts: Sequence[Part], stages: Sequence[range], pp: int, schedule: str
 ) -> tuple[int, ...]:
-    """Parameters of the stages of each pp coordinate; of the whole model where there are none.
+    """Parameters of the stages of each pp coordinate; of the full model where there are none.
 
     Args:
         model: on the meta device. parts, stages: of `mmm.parallel.pipeline.stages`.
     """
     if not stages:
         return (parameter_count(model),)
-    counts = [parameter_count([model.get_submodule(name) for i in held for name in parts[i]]) for held in stages]
+    counts = [parameter_count([model.get_submodule(name) for i in stage for name in parts[i]]) for stage in stages]
     return tuple(sum(counts[number] for number in stages_of(at, pp, schedule, len(stages) // pp)) for at in range(pp))

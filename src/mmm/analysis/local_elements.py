@@ -1,4 +1,4 @@
-"""How much of a model a rank holds: what the ways of data parallelism differ in."""
+"""How much of a model is local to a rank, in which the data-parallel techniques differ."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.local import to_local
 
 
 def local_elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Numbers that this rank keeps in memory: ``parameters``, ``gradients`` and ``optimizer_state``.
+    """Elements that this rank has in memory: ``parameters``, ``gradients`` and ``optimizer_state``.
 
     To be called between backward and ``zero_grad``, after a step (an optimizer makes its state in the first one).
-    Counts memory, each piece once: with the rows that are added where ranks do not divide a tensor, and, where a part
-    keeps a whole tensor alive, the whole. What is gathered or made for a moment only is not in it.
+    Counts storage, each once: with padding where ranks do not divide a tensor, and in full where a view keeps it alive.
+    Gathered parameters and temporaries are not counted.
     """
-    whole = model.module if isinstance(model, Replicas) else model
-    parameters = list(whole.parameters())
+    inner = model.module if isinstance(model, Replicas) else model
+    parameters = list(inner.parameters())
     gradients = [p.grad for p in (*parameters, *model.parameters()) if p.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     return {
@@ -30,9 +30,8 @@ def local_elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _elements(tensors: Iterable[Tensor]) -> int:
-    pieces = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        memory = local.untyped_storage()
-        pieces[memory.data_ptr()] = memory.nbytes() // local.element_size()
-    return sum(pieces.values())
+    elements = {}
+    for local in map(to_local, tensors):
+        storage = local.untyped_storage()
+        elements[storage.data_ptr()] = storage.nbytes() // local.element_size()
+    return sum(elements.values())

@@ -1,4 +1,4 @@
-"""What a rank hands to its process groups, counted where it is handed over.
+"""The bytes that a rank passes to its process groups, counted where PyTorch dispatches them.
 
 ::
 
@@ -7,16 +7,14 @@
     traffic.sent                  # bytes, by the stated algorithms
     traffic.by_axis["tp"]         # of them, those within the tp axis
 
-All ways to a process group lead through PyTorch's dispatcher: ``torch.distributed`` calls, point-to-point ones and
-DDP's reducer, which is C++, as operators ``c10d::…``; DTensor's as ``_c10d_functional::…``. A dispatch mode sees each
-just before it runs, backward too, because autograd takes the mode along to the thread that it runs in. While one is
-handled the mode is off, so that the ``c10d`` operator below a functional one is not counted again. Nothing is patched,
-nothing is changed on its way, and at the end of the ``with`` block nothing is left. An operator that this file does not
-know is an error, not a gap in the sum.
+Every call to a process group passes PyTorch's dispatcher: ``torch.distributed`` calls, point-to-point ones and DDP's
+C++ reducer as operators ``c10d::…``; DTensor's as ``_c10d_functional::…``. A dispatch mode sees each before it runs, in
+backward too, because autograd's threads inherit the mode. While the mode handles one it is off, so that the ``c10d``
+operator below a functional one is not counted again. Nothing is patched. An operator that this file does not know is an
+error, not a gap in the sum. PyTorch's own ``CommDebugMode`` counts calls only: no bytes, no groups, no point-to-point.
 
-Every operator of the block goes through the mode, so that it is slower: do not time it. What a compiled function sends
-is counted too. Count a step that is not among the first two: a pipeline sends shapes in its first, DDP how it has
-packed its gradients in its second.
+Every operator of the block passes the mode, which is slower: do not time it. What a compiled function sends is counted
+too. Do not count the first two steps: a pipeline sends shapes in the first, DDP its gradient buckets in the second.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from mmm.parallel.mesh import Mesh
 
 
 @dataclass
-class Entry:
-    """Of one operation within one axis: calls, bytes of the whole buffers, and bytes sent, stated and by gloo."""
+class OperationTraffic:
+    """Of one operation within one axis: calls, bytes of the full buffers, and bytes sent, stated and by gloo."""
 
     calls: int = 0
     payload: int = 0
@@ -61,7 +59,7 @@ class Traffic:
         entries: by (axis, operation), in the order in which each came first.
     """
 
-    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    entries: dict[tuple[str, str], OperationTraffic] = field(default_factory=dict)
 
     @property
     def sent(self) -> int:
@@ -70,7 +68,7 @@ class Traffic:
 
     @property
     def wire(self) -> int:
-        """Bytes, by the algorithms that gloo has, with its headers; of what is on CPU, which is where gloo works."""
+        """Bytes, by the algorithms of gloo, with its headers; of CPU tensors only, which are what gloo sends."""
         return round(sum(entry.wire for entry in self.entries.values()))
 
     @property
@@ -118,7 +116,7 @@ class _Count(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor turns it into operators on plain tensors, which come by here
+            return NotImplemented  # DTensor dispatches operators on plain tensors, which come here
         if func.namespace in ("c10d", "_c10d_functional") and _name(func) not in SILENT:
             self._count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -132,7 +130,7 @@ class _Count(TorchDispatchMode):
         on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(given.values())))
         for call in read(given, group.size(), group.rank()):
             key = (self._axis(group), call.operation)
-            self.traffic.entries.setdefault(key, Entry()).add(call, on_gloo)
+            self.traffic.entries.setdefault(key, OperationTraffic()).add(call, on_gloo)
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         ranks = _ranks(group)
@@ -167,33 +165,33 @@ def _bytes(nested: Any) -> int:
 
 
 # One function an operation, for both namespaces, which differ in the names of arguments and in who makes the output:
-# from the arguments, the size of the group and this rank's number in it, to what it is to be counted as.
+# (arguments, size of the group, this rank's number in it) → the calls to count.
 Reader = Callable[[Mapping[str, Any], int, int], list[Call]]
 
 
 def _reader(operation: str, *names: str, by_parts: bool = False) -> Reader:
-    """Of an operation whose whole buffer is the first of the arguments that is there; `by_parts`: 1 / size of it is."""
+    """Of an operation whose full buffer is the first of the named arguments; `by_parts`: 1 / size of it is."""
 
     def read(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-        whole = next(given[name] for name in names if name in given)
+        buffer = next(given[name] for name in names if name in given)
         root = given.get("root_rank", given.get("src", 0))
-        payload = _bytes(whole) * (size if by_parts else 1)
-        return [Call(operation, size, rank, payload, root=root, tensors=len(_tensors(whole)))]
+        payload = _bytes(buffer) * (size if by_parts else 1)
+        return [Call(operation, size, rank, payload, root=root, tensors=len(_tensors(buffer)))]
 
     return read
 
 
 def _gather_lists(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    mine = given["input_tensors"] if "input_tensors" in given else given["input_list"]
-    return [Call("all_gather", size, rank, _bytes(mine) * size, tensors=len(mine))]
+    local = given["input_tensors"] if "input_tensors" in given else given["input_list"]
+    return [Call("all_gather", size, rank, _bytes(local) * size, tensors=len(local))]
 
 
 def _all_to_all_single(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    whole = given["input"]
+    buffer = given["input"]
     rows = list(given.get("input_split_sizes") or given.get("in_splits") or [])
-    own = rows[rank] * math.prod(whole.shape[1:]) if rows else whole.numel() / size
-    payload = _bytes(whole)
-    return [Call("all_to_all", size, rank, payload, leaving=round(payload - own * whole.element_size()))]
+    own = rows[rank] * math.prod(buffer.shape[1:]) if rows else buffer.numel() / size
+    payload = _bytes(buffer)
+    return [Call("all_to_all", size, rank, payload, leaving=round(payload - own * buffer.element_size()))]
 
 
 def _all_to_all(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
@@ -202,13 +200,13 @@ def _all_to_all(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
 
 
 def _gather(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    mine, root = _bytes(given["input_tensors"]), given["root_rank"]
-    return [Call("gather", size, rank, mine * size, root=root, leaving=0 if rank == root else mine)]
+    local, root = _bytes(given["input_tensors"]), given["root_rank"]
+    return [Call("gather", size, rank, local * size, root=root, leaving=0 if rank == root else local)]
 
 
 def _scatter(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    mine, root = _bytes(given["output_tensors"]), given["root_rank"]
-    return [Call("scatter", size, rank, mine * size, root=root, leaving=mine * (size - 1) if rank == root else 0)]
+    local, root = _bytes(given["output_tensors"]), given["root_rank"]
+    return [Call("scatter", size, rank, local * size, root=root, leaving=local * (size - 1) if rank == root else 0)]
 
 
 def _send(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
@@ -260,4 +258,4 @@ READERS: dict[str, Reader] = {
     "irecv": _receive,
     "batch_p2p_ops": _batch_p2p,
 }
-SILENT = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")  # talk to nobody
+SILENT = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")  # send nothing

@@ -14,9 +14,9 @@ import torch.distributed.pipelining
 
 import mmm.parallel
 import mmm.trainer.run  # noqa: F401
-from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import whoami
+from mmm.trainer.flags import run_main
 
 CPU = torch.device("cpu")
 

@@ -26,12 +26,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import tyro
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -45,7 +44,7 @@ from mmm.trainer.run import Run
 class Config(example.TextExampleOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
-    NEEDS: ClassVar = {"cp_style": example.CUT_SEQUENCE}
+    NEEDS: ClassVar = {"cp_style": example.SHARDED_SEQUENCE}
     BREAKS: ClassVar = {
         "positions": "each rank counts its tokens from 0: tokens of different ranks then seem as near as those of one.",
         "triangle": "the ring attends to all keys that pass: a token then sees those after it, which it is to predict.",
@@ -54,17 +53,15 @@ class Config(example.TextExampleOptions):
     """Ranks along cp: over how many each sequence is sharded. Default: all that --tpsize leaves."""
     cp_style: Literal["ring", "ulysses"] | None = None
     """ring (the default), or ulysses: attention is sharded over its heads, which cp · tp has to divide."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is sharded."""
     preset: example.Preset = "debug"
     seq_length: int = 512
     """Tokens a sample: a multiple of 2 · cp · tp."""
 
-    def layout(self, ranks: int) -> Layout:
+    default_batch_size = 1
+
+    def axes(self, ranks: int) -> dict[str, int]:
         cp = Layout(tp=self.tpsize).fit(ranks).dp_shard if self.cp is None else self.cp
-        layout = Layout(cp=cp, tp=self.tpsize).fit(ranks)
-        example.check_needs(self, layout)
-        return layout
+        return {"tp": self.tpsize, "cp": cp}
 
 
 class SendToNext(torch.autograd.Function):
@@ -137,16 +134,15 @@ def compare(run: Run) -> None:
 
 
 def train(config: Config) -> None:
-    layout, style = config.layout(example.whoami().world_size), config.cp_style or "ring"
-    resolved = example.resolve(config, layout, default_batch=1, cp_style=style)
-    model = resolved.model
+    resolved = example.resolve(config)
+    layout, model = resolved.layout, resolved.model
     if config.summary:
         example.print_once(resolved.summary())
         return
 
-    with example.text_run("context_parallel", config, resolved) as run:
+    with example.start_run("context_parallel", config, resolved) as run:
         compare(run)
-        mesh = example.parallelize(run, resolved, cp_style=style)
+        mesh = example.parallelize(run, resolved)
         for layer in model.layers.values() if config.break_ == "triangle" and layout.cp > 1 else ():
             layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), triangle=False)  # type: ignore
 

@@ -16,10 +16,10 @@ A ring all-reduce of P numbers over N ranks sends 2 (N-1)/N · P from each, hard
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
 
 With --accumulate K a step's samples go through the model in K micro-batches. Only the last backward all-reduces
-(``sync_gradients``); the others add to this rank's own gradient. Same losses, activations of b/K samples, one
+(``no_sync``); the others add to this rank's own gradient. Same losses, activations of b/K samples, one
 all-reduce a step.
 
-Before training, one gradient is worked out by hand (backward, then ``dist.all_reduce``) and compared with DDP's; after
+Before training, one gradient is summed by hand (backward, then ``dist.all_reduce``) and compared with DDP's; after
 it, the parameters of all ranks are compared.
 
 Source: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020.
@@ -27,102 +27,103 @@ Source: Li et al., "PyTorch Distributed: experiences on accelerating data parall
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.data.replicas import Replicas
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
+from mmm.parallel import cross_entropy, materialize
 from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
+from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import start_run
+from mmm.trainer.steps import text_steps
 from mmm.trainer.text import TextProgramOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions):
+class Config(TextProgramOptions, BreakOptions):
     """DDP on a small Transformer."""
 
+    BREAKS: ClassVar = {
+        "no_all_reduce": "No backward all-reduces: each rank updates its replica with the gradient of its own samples. "
+        "The loss of the first step is right, since the weights still are; from then on the replicas drift apart.",
+        "same_samples": "Every rank takes the first rank's samples, as where the data does not depend on the rank. All "
+        "compute the same gradient: N ranks learn from the samples of one.",
+    }
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    compile: Unused[bool] = False
+    parallel = "ddp"
+    default_batch_size = 8
     accumulate: int = 1
     """Micro-batches of a step; one all-reduce for all of them."""
 
 
 def train(config: Config) -> None:
-    layout = Layout().fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=8)
-    batch, global_batch, steps, tokens = resolved.batch, resolved.global_batch, resolved.steps, resolved.tokens
-    model: nn.Module = resolved.model
-    if config.accumulate < 1 or batch % config.accumulate:
+    resolved = resolve(config)
+    layout = resolved.layout
+    if config.accumulate < 1 or resolved.local_batch_size % config.accumulate:
         raise ConfigError(
-            f"--accumulate {config.accumulate} does not divide the batch of {batch} a rank into equal "
-            f"micro-batches: use a divisor of {batch}"
+            f"--accumulate {config.accumulate} does not divide the batch of {resolved.local_batch_size} a rank into "
+            f"equal micro-batches: use a divisor of {resolved.local_batch_size}"
         )
     if config.summary:
         print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(data_parallel="ddp"))
-    with start_run("ddp", config, layout, resolved.about_data, holds) as run:
-        run.describe(**resolved.describe())
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        model = apply(model, mesh, transformer_plan(), run.precision, data_parallel="ddp", compile=config.compile)
+    with start_run("ddp", config, resolved) as run:
+        model = resolved.model.to(run.precision.storage)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
+        ddp = DDP(model, gradient_as_bucket_view=True)
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
 
-        mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
-        micro = batch // config.accumulate
-        apart = compare_by_hand(run, model, tokens.batch(0, global_batch, mine, batch).to(run.device))
+        def local_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+            with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
+                logits = module(inputs)
+            return cross_entropy(logits, targets, resolved.global_batch_size * config.seq_length)
+
+        batch = resolved.local_batch(resolved.data.train, 0, run.rank).to(run.device)
+        apart = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))
         run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", apart)
         run.describe(by_hand_difference=apart)
-        for step in range(steps):
-            run.clock.start()
-            total = torch.zeros((), device=run.device)  # this rank's share of the loss
-            for i in range(config.accumulate):
-                part = tokens.batch(step, global_batch, mine + i * micro, micro).to(run.device)
-                run.clock.lap("dtd")
-                sync_gradients(model, i == config.accumulate - 1)
-                loss = cross_entropy(model(part.inputs), part.targets, part.count)
-                total = total + loss.detach()
-                run.clock.lap("dtf")
-                loss.backward()
+        coordinate = 0 if config.break_ == "same_samples" else run.rank.rank
+        for step in text_steps(run, resolved, ddp, optimizer, coordinate=coordinate):
+            micro = (tensor.chunk(config.accumulate) for tensor in (step.batch.inputs, step.batch.targets))
+            for i, (inputs, targets) in enumerate(zip(*micro, strict=True)):
+                last = i == config.accumulate - 1
+                ddp.require_backward_grad_sync = last and config.break_ != "no_all_reduce"  # what ddp.no_sync() sets
+                loss = local_loss(ddp, inputs, targets)
+                step.log(loss)
+                (
+                    loss * layout.dp
+                ).backward()  # DDP averages; local losses are over the global count, and are to be summed
                 run.clock.lap("dtb")
             optimizer.step()
             optimizer.zero_grad()
-            run.clock.lap("dto")
-            run.step(step, total, samples=global_batch, tokens=part.count, last=step == steps - 1)
         spread = parameter_spread(model)
-        run.log.info("parameters of all ranks, after %d steps: differ by %.1e at most", steps, spread)
+        run.log.info("parameters of all ranks, after %d steps: differ by %.1e at most", step.number + 1, spread)
         run.describe(parameter_spread=spread)
 
 
-def compare_by_hand(run: Run, model: nn.Module, part: Batch) -> float:
-    """DDP's gradient against one summed by hand: their largest difference, over the largest number. A collective."""
-    assert isinstance(model, Replicas)
-    parameters = list(model.parameters())
-    with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
-        logits = model.module(part.inputs)  # the model inside: nothing talks
-    own = torch.autograd.grad(cross_entropy(logits, part.targets, part.count), parameters)
-    for gradient in own:
+def compare_by_hand(ddp: DDP, local_loss: Callable[[nn.Module], Tensor]) -> float:
+    """DDP's gradient against one summed by hand: their largest difference, over the largest element. A collective."""
+    parameters = list(ddp.parameters())
+    by_hand = torch.autograd.grad(local_loss(ddp.module), parameters)  # the model inside: no communication
+    for gradient in by_hand:
         dist.all_reduce(gradient)  # in place: the sum over the ranks
-    cross_entropy(model(part.inputs), part.targets, part.count).backward()  # DDP: talks by itself
-    summed = [p.grad for p in parameters if p.grad is not None]
-    apart = max(float((a - b).abs().max()) for a, b in zip(summed, own, strict=True))
-    largest = max(float(by_hand.abs().max()) for by_hand in own)
-    model.zero_grad()
-    return apart / largest
+    (local_loss(ddp) * dist.get_world_size()).backward()
+    apart = max(
+        float((p.grad - hand).abs().max()) for p, hand in zip(parameters, by_hand, strict=True) if p.grad is not None
+    )
+    ddp.zero_grad()
+    return apart / max(float(gradient.abs().max()) for gradient in by_hand)
 
 
 @torch.no_grad()

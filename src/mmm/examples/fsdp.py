@@ -1,126 +1,123 @@
-"""Data parallelism on a small convolutional net: DDP, ZeRO-1, ZeRO-2, FSDP (ZeRO-3), HSDP, by one flag.
+"""Data parallelism on a small convolutional net: DDP, FSDP (ZeRO-3), HSDP, by one flag.
 
     launch python3 -m mmm.examples.fsdp --epochs 2
-    launch python3 -m mmm.examples.fsdp --parallel zero2
+    launch -n 4 python3 -m mmm.examples.fsdp --epochs 2 --parallel hsdp
 
-Every rank has its own samples of each step. What differs is what a rank keeps, of N ranks (each a share of 1/N)::
+Every rank has its own samples of each step. What differs is what a rank keeps, of N ranks (each a part of 1/N)::
 
                 parameters    gradients    optimizer state    communication of a step
       ddp         whole         whole          whole          all-reduce
-      zero1       whole         whole          1/N            all-reduce, all-gather
-      zero2       whole         1/N            1/N            reduce-scatter, all-gather
       fsdp        1/N           1/N            1/N            all-gather twice, reduce-scatter
       hsdp        fsdp within each of R groups of N/R ranks, an all-reduce between the groups
 
 The losses are the same for all of them. 10 epochs unless told otherwise (digits: 8), one row each; every test image
-counts once, whatever the number of ranks.
-The same job with accumulation and clipping: ``mmm.trainer.fsdp``.
+counts once, whatever the number of ranks. At the end a line says what this rank keeps, beside DDP.
+With ZeRO-1 and ZeRO-2, accumulation and clipping: ``mmm.trainer.fsdp``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mmm.data.image_batches import ImageBatch, ImageBatches, evaluation
+from mmm.analysis.footprint import STATE
+from mmm.analysis.local_elements import local_elements
 from mmm.models.cnn import CNN
-from mmm.parallel import apply, build_mesh, cross_entropy, local_value, materialize
-from mmm.parallel.grad_scaler import GradScaler
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.techniques import Techniques
-from mmm.runtime.ranks import whoami
-from mmm.runtime.seed import seed_step
-from mmm.trainer.cnn import CNNOptions, resolve
-from mmm.trainer.fits import footprint
+from mmm.models.weights import parameter_count
+from mmm.parallel import cross_entropy, materialize
 from mmm.trainer.flags import run_main
-from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions, parse
-from mmm.trainer.progress import epochs_bar
-from mmm.trainer.report import model_summary, sharded_model
+from mmm.trainer.options import BreakOptions, parse
+from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.tasks import evaluate_images
+from mmm.trainer.steps import image_steps
+from mmm.trainer.vision import CNNOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, DataParallelOptions, RunOptions):
+class Config(CNNOptions, BreakOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says."""
 
+    BREAKS: ClassVar = {
+        "averaged": "Each rank takes the mean over its own labels, and the gradients are averaged, as DDP and FSDP do "
+        "unless told otherwise. Half of the first rank's images have no label here: a mean of means lets each of its "
+        "others count for more than an image of another rank. With even counts it would be right."
+    }
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "fsdp"
+    """ddp: whole replicas. fsdp: everything sharded. hsdp: replicas of that."""
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     lr: float = 1e-3
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
 
 
+def parallelize(run: Run, model: CNN, config: Config) -> nn.Module:
+    """The model to train, with its initial weights, which are the same on every mesh."""
+    if config.parallel == "hsdp":  # sharded over dp_shard, and gradients all-reduced over dp_replicate
+        sizes, axes = (run.layout.dp_replicate, run.layout.dp_shard), ("dp_replicate", "dp_shard")
+        mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=axes)
+    else:
+        mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
+    run.log.info("%s, %s", config.parallel, mesh)
+
+    if config.parallel == "ddp":
+        materialize(model, run.device, config.seed)
+        return DDP(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+
+    # fc1 has 98 % of the parameters, and is a unit of its own; the rest goes with the root. Sharded on the meta device:
+    # each rank then draws its own part of the weights, and none ever holds the full model.
+    policy = MixedPrecisionPolicy(run.precision.compute, reduce_dtype=run.precision.storage)
+    units: list[Any] = [model.fc1, model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        if isinstance(unit, FSDPModule) and config.break_ != "averaged":
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    materialize(model, run.device, config.seed)
+    return model
+
+
 def train(config: Config) -> None:
-    resolved = resolve(config, config, config.layout(whoami().world_size), whoami())
-    data, layout, batch = resolved.data, resolved.layout, resolved.batch
-    with torch.device("meta"):
-        model: nn.Module = CNN(resolved.model)
-    summary = model_summary(model, resolved.sample)
+    resolved = resolve(config)
     if config.summary:
-        if whoami().is_main:
-            print(summary)
+        print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(data_parallel=config.parallel))
-    with start_run("fsdp", config, layout, data.describe(), holds) as run:
-        run.describe(**resolved.describe())
-        run.log.info("model, whole:\n%s", summary)
-
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        model = apply(model, mesh, cnn_plan(), run.precision, data_parallel=config.parallel)
-        materialize(model, run.device, config.seed)
-        run.log.info("%s, %s\n%s", config.parallel, mesh, sharded_model(model))
+    elements = parameter_count(resolved.model)
+    with start_run("fsdp", config, resolved) as run:
+        model = parallelize(run, resolved.model.to(run.precision.storage), config)
+        run.log.info("after\n%s", sharded_model(model))
+        autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
-        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        # Each local loss is a sum over the *global* count, so that ranks with fewer labels count for less: gradients
+        # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
+        factor = run.layout.dp if config.parallel == "ddp" else 1
+        for step in image_steps(run, resolved, model, optimizer, config.workers):
+            images, labels, count = step.batch.inputs, step.batch.targets, step.batch.count
+            if config.break_ == "averaged":  # the mean over the own labels, and over the ranks
+                count = int((labels >= 0).sum()) * run.layout.dp
+            with torch.autocast(run.device.type, run.precision.compute, enabled=autocast):
+                logits = model(images)
+            loss = cross_entropy(logits, labels, count)
+            step.log(loss)
+            (loss * factor).backward()
+            optimizer.step()
+            local = local_elements(model, optimizer)  # while there are gradients
+            optimizer.zero_grad()
 
-        sequence = ImageBatches(data.train, resolved.global_batch, config.seed)
-        mine = layout.dp_coordinate(run.rank.rank)
-        loader = sequence.loader(mine, layout.dp, workers=config.workers)
-        test_loader = evaluation(data.test, max(batch, 64), mine, layout.dp, workers=config.workers)
-        per_epoch = sequence.steps_per_epoch
-        run.log.info("%s: %d steps of %d images", data.name, resolved.steps, resolved.global_batch)
-        for first in range(0, resolved.steps, per_epoch):
-            steps = range(first, min(first + per_epoch, resolved.steps))
-            optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (first // per_epoch)
-            batches = zip(epochs_bar(steps, per_epoch, run.rank), loader.epoch(first // per_epoch), strict=False)
-            share = train_epoch(run, model, optimizer, scaler, batches)
-            evaluated = evaluate_images(run, model, test_loader)
-            at, row = {"epoch": first // per_epoch + 1}, {"train_loss": share / len(steps)}
-            run.row(at, row, samples=len(steps) * resolved.global_batch, more=evaluated)
+        numbers = sum(local.values()), elements * (2 + STATE[config.optimizer])
+        kept, ddp = (count * run.precision.storage.itemsize / 1e6 for count in numbers)
+        run.log.info("rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB", kept, ddp)
+        run.describe(local_elements=local)
         if config.save_model:
             save_model(run, model)
-
-
-def train_epoch(
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: GradScaler,
-    batches: Iterator[tuple[int, ImageBatch]],
-) -> float:
-    """Train on (step, batch) of an epoch; the sum of this rank's shares of the losses."""
-    model.train()
-    share = 0.0
-    run.clock.start()
-    for step, batch in batches:
-        seed_step(run.options.seed, step, run.layout.dp_coordinate(run.rank.rank))  # for dropout
-        part = batch.to(run.device, run.precision.storage)
-        run.clock.lap("dtd")
-        loss = cross_entropy(model(part.images), part.labels, part.count)
-        share += local_value(loss)
-        run.clock.lap("dtf")
-        scaler.scale(loss).backward()
-        run.clock.lap("dtb")
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        run.clock.lap("dto")
-    return share
 
 
 def main() -> None:

@@ -22,9 +22,8 @@ The same model with offload, tiling, checkpointing, compile, and on any other me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import tyro
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -42,11 +41,10 @@ from torch.distributed.tensor.parallel import (
 from mmm.data import Batch
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, cross_entropy, materialize
+from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
 from mmm.trainer.flags import run_main
+from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
@@ -56,7 +54,7 @@ from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, ValidationOptions, BreakOptions):
+class Config(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
 
     BREAKS: ClassVar = {
@@ -65,8 +63,6 @@ class Config(TextProgramOptions, ValidationOptions, BreakOptions):
         "norms": "ffn_norm is left out of the tensor-parallel plan. Each rank of tp then has the gradient of its own "
         "part of the sequence only: nothing adds the parts up, and the ranks' norms drift apart.",
     }
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is sharded."""
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
 
@@ -114,9 +110,8 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    layout = Layout(tp=config.tpsize).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=16)
-    model = resolved.model
+    resolved = resolve(config)
+    layout, model = resolved.layout, resolved.model
     if resolved.sizes.n_kv_heads % layout.tp:
         heads = f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}"
         raise LayoutError(f"{heads}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
@@ -124,12 +119,8 @@ def train(config: Config) -> None:
         print_once(resolved.summary())
         return
 
-    with start_run("fsdp_tp", config, layout, resolved.about_data, footprint(model, config.optimizer)) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe())
-
-        # Shard first, on the meta device, so that no rank ever holds the full model. Then each rank draws its own part
-        # of the initial weights, which are the same on every mesh.
+    with start_run("fsdp_tp", config, resolved) as run:
+        # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
         materialize(model, run.device, config.seed)

@@ -27,38 +27,62 @@ Source: Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
+from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, Mesh, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import cross_entropy, materialize
 from mmm.parallel.local import to_local
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
+from mmm.runtime.device import Precision
 from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
+from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
+from mmm.trainer.steps import text_steps
 from mmm.trainer.text import TextProgramOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions):
-    """HSDP on a small Transformer. Each copy is cut over the ranks that --replicas leaves."""
+class Config(TextProgramOptions, BreakOptions):
+    """HSDP on a small Transformer. Each replica is sharded over the ranks that --replicas leaves."""
 
+    BREAKS: ClassVar = {
+        "one_axis": "FSDP gets the mesh's row alone. Nothing is all-reduced between the rows: each replica learns from "
+        "its own samples, and the replicas drift apart, though each by itself trains well.",
+        "own_weights": "Each rank draws its weights by normal_, seeded with its rank. Nothing ever makes the replicas "
+        "equal: sums of gradients of different models train none of them.",
+    }
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    compile: Unused[bool] = False
+    parallel = "hsdp"
+    default_batch_size = 8
     replicas: int = 2
-    """Copies of the model: R."""
+    """Replicas of the model: R."""
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        return {"dp_replicate": self.replicas}
+
+
+def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
+    """Shard over dp_shard, and all-reduce gradients over dp_replicate where the mesh has it; in place."""
+    policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)
+    units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # summed, not averaged: each local loss is over the global count
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 def train(config: Config) -> None:
@@ -66,74 +90,54 @@ def train(config: Config) -> None:
         raise LayoutError(
             f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or mmm.examples.fsdp"
         )
-    layout = Layout(dp_replicate=config.replicas).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=8)
-    model, batch, global_batch, steps = resolved.model, resolved.batch, resolved.global_batch, resolved.steps
+    resolved = resolve(config)
+    layout = resolved.layout
     if config.summary:
         print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, Techniques(data_parallel="hsdp"))
-    with start_run("hsdp", config, layout, resolved.about_data, holds) as run:
-        run.describe(**resolved.describe())
-        mesh = build_mesh(layout, run.device.type, config.timeout)  # ("dp_replicate", "dp_shard")
-        everyone: list[Any] = [None] * run.rank.world_size
-        dist.all_gather_object(everyone, groups_of(mesh.device_mesh))
-        rows, columns = (sorted({groups[axis] for groups in everyone}) for axis in ("dp_shard", "dp_replicate"))
+    with start_run("hsdp", config, resolved) as run:
+        sizes = (layout.dp_replicate, layout.dp_shard)
+        mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+        rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis
         run.describe(groups={"dp_shard": rows, "dp_replicate": columns})
-        run.log.info("all-gather and reduce-scatter (dp_shard) in: %s", " ".join(str(list(row)) for row in rows))
-        run.log.info("all-reduce (dp_replicate) in: %s", " ".join(str(list(column)) for column in columns))
+        run.log.info("all-gather and reduce-scatter (dp_shard) in: %s", " ".join(map(str, rows)))
+        run.log.info("all-reduce (dp_replicate) in: %s", " ".join(map(str, columns)))
 
-        apply(model, mesh, transformer_plan(), run.precision, data_parallel="hsdp", compile=config.compile)
-        materialize(model, run.device, config.seed)
+        model = resolved.model.to(run.precision.storage)
+        shard(model, mesh["dp_shard"] if config.break_ == "one_axis" else mesh, run.precision)
+        materialize(model, run.device, config.seed)  # each rank its own part; the replicas are equal
+        if config.break_ == "own_weights":
+            torch.manual_seed(run.rank.rank)
+            for matrix in (p for p in model.parameters() if p.ndim > 1):
+                nn.init.normal_(to_local(matrix.data), std=0.02)
         run.log.info("%s", sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
-        for step in range(steps):
-            run.clock.start()
-            part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
-            run.clock.lap("dtd")
-            loss = cross_entropy(model(part.inputs), part.targets, part.count)
-            run.clock.lap("dtf")
+        for step in text_steps(run, resolved, model, optimizer):
+            loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
+            step.log(loss)
             loss.backward()
-            run.clock.lap("dtb")
             optimizer.step()
-            held = local_elements(model, optimizer)
+            held = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
-            run.clock.lap("dto")
-            run.step(step, loss, samples=global_batch, tokens=part.count, last=step == steps - 1)
 
-        whole = parameter_count(model)
-        shards, copies = layout.dp_shard, layout.dp_replicate
-        run.log.info(
-            "rank 0 holds %s of %s parameters (1/%d in theory: %.1f)",
-            f"{held['parameters']:,}",
-            f"{whole:,}",
-            shards,
-            whole / shards,
-        )
-        run.log.info(
-            "a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f",
-            3 * (shards - 1) / shards * whole,
-            2 * (copies - 1) / copies * whole / shards,
-        )
+        whole, (r, s) = parameter_count(model), sizes
+        held_text = f"rank 0 holds {held['parameters']:,} of {whole:,} parameters (1/{s} in theory: {whole / s:.1f})"
+        run.log.info("%s", held_text)
+        sent = (3 * (s - 1) / s * whole, 2 * (r - 1) / r * whole / s)
+        run.log.info("a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f", *sent)
         spread = copies_spread(model, mesh)
-        run.log.info("the %d copies, after %d steps: differ by %.1e at most", copies, steps, spread)
+        run.log.info("the %d copies, after %d steps: differ by %.1e at most", r, step.number + 1, spread)
         run.describe(held=held, whole=whole, copies_spread=spread)
 
 
-def groups_of(mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
-    """The ranks that this rank talks to, itself among them, along each axis."""
-    return {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in mesh.mesh_dim_names or ()}
-
-
 @torch.no_grad()
-def copies_spread(model: nn.Module, mesh: Mesh) -> float:
+def copies_spread(model: nn.Module, mesh: DeviceMesh) -> float:
     """The largest difference of a parameter between two copies. A collective."""
     numbers = torch.cat([to_local(p).flatten() for p in model.parameters()])
     highest, lowest = numbers.clone(), numbers.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh["dp_replicate"].get_group())
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh["dp_replicate"].get_group())
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group("dp_replicate"))
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group("dp_replicate"))
     apart = (highest - lowest).max() if len(numbers) else numbers.new_zeros(())
     dist.all_reduce(apart, dist.ReduceOp.MAX)
     return float(apart)

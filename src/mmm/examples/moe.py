@@ -25,12 +25,11 @@ every step, lowers it. Same seed and same global batch give the same losses, loa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import tyro
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -44,7 +43,7 @@ from mmm.trainer.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.ExpertOptions, example.TextExampleOptions):
+class Config(example.TextExampleOptions, example.ExpertOptions):
     """A Transformer with routed experts, spread over --ep of the data-parallel ranks; × tensor parallel."""
 
     BREAKS: ClassVar = {
@@ -55,16 +54,16 @@ class Config(example.ExpertOptions, example.TextExampleOptions):
     """Experts in each layer."""
     ep: int | None = None
     """Ranks that share the experts: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is sharded, but for the experts'."""
     preset: example.Preset = "debug"
 
-    def layout(self, ranks: int) -> Layout:
+    default_batch_size = 4
+
+    def axes(self, ranks: int) -> dict[str, int]:
         """The mesh for that many ranks."""
         if self.n_experts < 1:
             raise ConfigError(f"--n_experts {self.n_experts}: it must be at least 1")
         ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
-        return Layout(tp=self.tpsize, ep=ep).fit(ranks)
+        return {"tp": self.tpsize, "ep": ep}
 
 
 def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, group: dist.ProcessGroup) -> Tensor:
@@ -130,14 +129,13 @@ def drop(module: Any, given: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
 
 
 def train(config: Config) -> None:
-    layout = config.layout(example.whoami().world_size)
-    resolved = example.resolve(config, layout, default_batch=4)
+    resolved = example.resolve(config)
     model = resolved.model
     if config.summary:
         example.print_once(resolved.summary())
         return
 
-    with example.text_run("moe", config, resolved) as run:
+    with example.start_run("moe", config, resolved) as run:
         compare(run)
         mesh = example.parallelize(run, resolved)
         for module in model.modules():

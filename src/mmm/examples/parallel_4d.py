@@ -45,7 +45,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import convert
-from mmm.parallel import Layout, Techniques, clip_grad_norm, cross_entropy, materialize, partition_model, to_local
+from mmm.parallel import clip_grad_norm, cross_entropy, materialize, to_local
 from mmm.runtime.device import Precision
 from mmm.trainer import example
 from mmm.trainer.timeline import PipelineTimes
@@ -65,7 +65,6 @@ class Config(example.TextExampleOptions):
     pp: int = 1
     dp_shard: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = -1
     cp: int = 1
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     schedule: Literal["GPipe", "1F1B"] | None = None
     microbatches: int | None = None
     """Parts that a batch goes through the stages in. Default: pp."""
@@ -77,18 +76,21 @@ class Config(example.TextExampleOptions):
     eval_every: int = 0
     default_max_iters = 20
 
-    def layout(self, ranks: int) -> Layout:
-        """The mesh for that many ranks."""
+    default_batch_size = 8
+
+    def axes(self, ranks: int) -> dict[str, int]:
         if self.model != "transformer":
             raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp")
         sizes = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
-        if sizes == {"pp": 1, "dp_shard": -1, "cp": 1, "tp": 1}:
-            for at, axis in enumerate(("pp", "tp", "dp_shard", "cp")):
-                if axis != "dp_shard" and ranks % 2 ** (at + 1) == 0:
-                    sizes[axis] = 2
-        layout = Layout(**sizes).fit(ranks)
-        example.check_needs(self, layout)
-        return layout
+        if not self.chooses():
+            return sizes
+        for place, axis in enumerate(("pp", "tp", "dp_shard", "cp"), start=1):
+            if axis != "dp_shard" and ranks % 2**place == 0:
+                sizes[axis] = 2
+        return sizes
+
+    def chooses(self) -> bool:
+        return (self.pp, self.dp_shard, self.cp, self.tpsize) == (1, -1, 1, 1)
 
 
 def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precision: Precision) -> Transformer:
@@ -136,21 +138,18 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    layout = config.layout(example.whoami().world_size)
-    resolved = example.resolve(config, layout, default_batch=8)
+    resolved = example.resolve(config)
+    layout = resolved.layout
     if resolved.sizes.n_kv_heads % layout.tp:
         raise LayoutError(f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}")
-    microbatches = config.microbatches or layout.pp
-    techniques = Techniques(schedule=config.schedule or "1F1B", microbatches=microbatches)
-    partition = partition_model(resolved.model, resolved.plan, layout, techniques, resolved.sample, config.dtype)
     if config.summary:
         example.print_once(resolved.summary())
         return
 
-    names = partition.names() or [[name for name, _ in resolved.model.named_modules()]]
-    with example.text_run("parallel_4d", config, resolved, techniques, partition) as run:
+    names = resolved.partition.names() or [[name for name, _ in resolved.model.named_modules()]]
+    with example.start_run("parallel_4d", config, resolved) as run:
         run.describe(stages=names)
-        if (config.pp, config.dp_shard, config.cp, config.tpsize) == (1, -1, 1, 1):
+        if config.chooses():
             run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
@@ -162,7 +161,7 @@ def train(config: Config) -> None:
                 to_local(parameter.data).normal_(std=0.02)
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
-        tokens = resolved.global_batch * config.seq_length
+        tokens = resolved.global_batch_size * config.seq_length
         positions = positions_of(at["cp"], layout.cp, config.seq_length).to(run.device)
         whole = {"positions": positions}  # not split into micro-batches
         model.register_forward_pre_hook(lambda _, x, named: (x, named | whole), with_kwargs=True)
@@ -170,7 +169,7 @@ def train(config: Config) -> None:
         kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
-        schedule = kind(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+        schedule = kind(stage, resolved.partition.microbatches, loss_fn=loss_fn, scale_grads=False)
         times = PipelineTimes(run, schedule, [stage])  # dtf, dtb, dtw
 
         def through(go: Callable[..., Any], batch: Batch) -> Tensor:

@@ -24,10 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-import tyro
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -36,7 +35,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize, partition_model
+from mmm.parallel import apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.techniques import ScheduleName
 from mmm.trainer import example
 from mmm.trainer.timeline import PipelineTimes
@@ -52,8 +51,6 @@ class Config(example.TextExampleOptions):
     }
     pp: int = 2
     """Ranks along pp: over how many the layers are split."""
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is sharded."""
     schedule: ScheduleName = "1F1B"
     """The order of forwards and backwards."""
     microbatches: int = 8
@@ -63,6 +60,11 @@ class Config(example.TextExampleOptions):
     default_max_iters = 30
     timeline: bool = False
     """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        if self.pp < 2:
+            raise LayoutError(f"pp {self.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
+        return {"pp": self.pp, "tp": self.tpsize}
 
 
 def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
@@ -78,26 +80,23 @@ def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
 
 
 def train(config: Config) -> None:
-    layout = Layout(pp=config.pp, tp=config.tpsize).fit(example.whoami().world_size)
-    resolved = example.resolve(config, layout, default_batch=16)
-    if layout.pp < 2:
-        raise LayoutError(f"pp {layout.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
+    resolved = example.resolve(config)
+    layout, partition = resolved.layout, resolved.partition
     if config.timeline and resolved.steps < 2:
         why = "the first is left out, because PyTorch finds the shapes in it"
         raise ConfigError(f"--timeline with {resolved.steps} step: {why}; use --max_iters 2 or more")
-    techniques = Techniques(
-        schedule=config.schedule, microbatches=config.microbatches, stages_per_rank=config.stages_per_rank
-    )
-    partition = partition_model(resolved.model, resolved.plan, layout, techniques, resolved.sample, config.dtype)
     if config.summary:
         example.print_once(resolved.summary())
         return
 
     names = partition.names()  # of the modules of each stage
-    with example.text_run("pipeline", config, resolved, techniques, partition) as run:
+    with example.start_run("pipeline", config, resolved) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
-        mesh, tokens = build_mesh(layout, run.device.type, config.timeout), resolved.global_batch * config.seq_length
+        mesh, tokens = (
+            build_mesh(layout, run.device.type, config.timeout),
+            resolved.global_batch_size * config.seq_length,
+        )
         at, there_and_back = mesh["pp"].get_local_rank(), config.schedule in ("ZBVZeroBubble", "DualPipeV")
         numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
         every = {"positions": torch.arange(config.seq_length, device=run.device)}  # not split into micro-batches

@@ -24,32 +24,31 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, Mesh, apply, build_mesh, local_value, loss_of, materialize
+from mmm.parallel import Mesh, apply, build_mesh, local_value, loss_of, materialize
 from mmm.runtime.peak import Peak
 from mmm.runtime.process_group import gather_floats
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
 from mmm.trainer.flags import run_main
+from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import MemoryOptions, Preset, Unused, parse
+from mmm.trainer.options import Unused, parse
 from mmm.trainer.report import print_once
+from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import ResolvedText, TextProgramOptions, resolve
+from mmm.trainer.text import Preset, TextProgramOptions, resolve
 
 WAYS = ("whole", "loss in chunks", "MLP in tiles", "both")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, MemoryOptions):
+class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions):
     """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
     given) by each way."""
 
@@ -57,8 +56,7 @@ class Config(TextProgramOptions, MemoryOptions):
     tile: int = 8
     offload: Unused[bool] = False
     compile: Unused[bool] = False
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is cut. Those that are left are data parallel."""
+    default_batch_size = 1
     preset: Preset = "debug"
     ffn_dim: int | None = 1024
     vocab_size: int | None = 8192
@@ -72,16 +70,13 @@ class Config(TextProgramOptions, MemoryOptions):
 
 def train(config: Config) -> bool:
     """Every way, and the table. Whether the losses are the same."""
-    layout = Layout(tp=config.tpsize).fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=1)
-    config.check_memory(config.seq_length // layout.tp, config.dtype)
+    resolved = resolve(config)
     if config.summary:
         print_once(resolved.summary())
         return True
 
-    with start_run("tiling", config, layout, resolved.about_data, footprint(resolved.model, config.optimizer)) as run:
-        run.describe(**resolved.describe())
-        mesh = build_mesh(layout, run.device.type, config.timeout)
+    with start_run("tiling", config, resolved) as run:
+        mesh = build_mesh(resolved.layout, run.device.type, config.timeout)
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
         apart = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
         limit = TOLERANCE[run.precision.name]
@@ -94,7 +89,7 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(run: Run, mesh: Mesh, resolved: ResolvedText, way: int) -> tuple[int, list[float]]:
+def train_way(run: Run, mesh: Mesh, resolved: Resolved, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.options
     assert isinstance(config, Config)
@@ -105,11 +100,11 @@ def train_way(run: Run, mesh: Mesh, resolved: ResolvedText, way: int) -> tuple[i
     materialize(model, run.device, config.seed)
     loss_fn = loss_of(model)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-    batch, global_batch = resolved.batch, resolved.global_batch
+    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
     mine, losses = batch * run.layout.dp_coordinate(run.rank.rank), []
     for step in range(resolved.steps):
         run.clock.start()
-        part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
+        part = resolved.data.train.batch(step, global_batch, mine, batch).to(run.device)
         run.clock.lap("dtd")
         with Peak(run.device, model) as peak, loss_parallel():
             loss = loss_fn(model(part.inputs), part.targets, part.count)

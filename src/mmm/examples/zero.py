@@ -2,8 +2,8 @@
 
     launch python3 -m mmm.examples.zero
 
-DDP (stage 0) keeps N copies of everything. Each stage cuts one thing more into N parts; with P parameters and AdamW,
-which has two numbers of state for each::
+DDP (stage 0) keeps N replicas of everything. Each stage shards one thing more over the N ranks; with P parameters and
+AdamW, which has two numbers of state for each::
 
                 parameters   gradients   optimizer state    a rank sends in a step
       stage 0       P            P            2P            2P    all-reduce
@@ -11,150 +11,142 @@ which has two numbers of state for each::
       stage 2       P            P/N          2P/N          2P    reduce-scatter, all-gather
       stage 3       P/N          P/N          2P/N          3P    all-gather twice, reduce-scatter (this is FSDP)
 
-(Sent: times (N-1)/N.) Each stage trains a Transformer for 5 steps, from the same weights to the same losses. Then a
-table says what the rank that holds most really holds, beside the theory: a part is a little more than P/N where N does
-not divide a matrix's rows. MB: 10⁶ bytes. With --offload, stages 1 to 3 keep on the host what a rank updates.
-
+(Sent: times (N-1)/N.) Stages 1 and 2 are by hand: each rank updates its slice of each parameter. Each stage trains for
+5 steps, from the same weights to the same losses. Then a table says what the rank that holds most holds, beside the
+theory. MB: 10⁶ bytes. With communication during backward, and with offload: ``mmm.trainer.lm --parallel zero2``.
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
-from mmm.analysis.local_elements import local_elements
 from mmm.models.transformer import Transformer
-from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, Mesh, apply, build_mesh, cross_entropy, local_value, materialize
-from mmm.parallel.memory.offload import moved_text
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
-from mmm.runtime.process_group import gather_floats
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
+from mmm.parallel import cross_entropy, materialize
 from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
+from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once
+from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import ResolvedText, TextProgramOptions, resolve
-
-KINDS = ("parameters", "gradients", "optimizer_state")
-TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
+from mmm.trainer.steps import text_steps
+from mmm.trainer.text import TextProgramOptions, resolve
+from mmm.trainer.zero_stages import most_elements, report_stages
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions):
+class Config(TextProgramOptions, BreakOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
+    BREAKS: ClassVar = {
+        "no_gather": "Stages 1 and 2 leave out the all-gather after the optimizer's step. Each rank has updated its "
+        "own slices alone: the rest of its parameters stays as it was, and from the second step on no two ranks agree."
+    }
     preset: Literal["debug", "small", "medium"] = "debug"
     default_max_iters = 5
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    compile: Unused[bool] = False
+    parallel = "ddp"  # stage 0, which holds most
+    default_batch_size = 2
     optimizer: Literal["adamw"] = "adamw"
     """SGD has no state, and stage 1 would save nothing."""
-    offload: bool = False
-    """Stages 1 to 3: keep on the host, and update there, what a rank updates."""
+
+
+class Slices(nn.Module):
+    """ZeRO-1 or 2 by hand: every rank has all parameters of `module`, and updates its slice of each. `parameters()` are
+    those slices: views of the parameters, so that what an optimizer does to a slice, it does to the parameter."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, stage: int) -> None:
+        super().__init__()
+        self.forward, self.mesh, self.ranks, self.stage = module.forward, mesh, mesh.size(), stage
+        self.slices: dict[str, nn.Parameter] = {}
+        self.memory: list[Tensor] = []
+        for name, p in module.named_parameters():
+            memory = F.pad(p.detach().flatten(), (0, -p.numel() % self.ranks))  # N equal slices
+            p.data = memory[: p.numel()].view(p.shape)
+            self.memory.append(memory)
+            own = self.slices[name] = nn.Parameter(self.own(memory))
+            p.register_post_accumulate_grad_hook(lambda p, own=own: self.reduce(own, p))
+
+    def own(self, full: Tensor) -> DTensor:
+        return DTensor.from_local(full.chunk(self.ranks)[self.mesh.get_local_rank()], self.mesh, [Shard(0)])
+
+    def reduce(self, own: nn.Parameter, p: Tensor) -> None:
+        """As soon as backward has made the gradient of this rank's samples: sum it over the ranks, keep the slice."""
+        gradient = F.pad(p.grad.flatten(), (0, -p.numel() % self.ranks))  # type: ignore[union-attr]
+        p.grad = None
+        if self.stage == 1:
+            dist.all_reduce(gradient)
+            own.grad = self.own(gradient)  # a view: the full gradient stays in memory
+        else:
+            local = gradient.new_empty(len(gradient) // self.ranks)
+            dist.reduce_scatter(local, list(gradient.chunk(self.ranks)))
+            own.grad = DTensor.from_local(local, self.mesh, [Shard(0)])
+
+    def gather(self) -> None:
+        """The optimizer has updated this rank's slices: fill in those of the others."""
+        for memory in self.memory:
+            dist.all_gather(list(memory.chunk(self.ranks)), self.own(memory).to_local().clone())
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.slices.items()
+
+
+def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> tuple[dict[str, int], list[float]]:
+    """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
+    with torch.device("meta"):
+        full = Transformer(resolved.sizes).to(run.precision.storage)
+    if stage == 3:  # all parameters are sharded; a unit is gathered for its forward and its backward
+        units: list[Any] = [full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full]
+        for unit in units:
+            fully_shard(unit, mesh=mesh)
+        for module in (each for each in full.modules() if isinstance(each, FSDPModule)):
+            module.set_gradient_divide_factor(1.0)  # summed, not averaged: each local loss is over the global count
+            module.set_force_sum_reduction_for_comms(True)
+    materialize(full, run.device, run.options.seed)
+    for p in full.parameters() if stage == 0 else ():
+        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
+    model, steps = Slices(full, mesh, stage) if stage in (1, 2) else full, []
+    optimizer = make_optimizer("adamw", model.parameters(), run.options.lr)
+    for step in text_steps(run, resolved, model, optimizer, at={"stage": stage}):
+        with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
+            logits = model(step.batch.inputs)
+        step.log(loss := cross_entropy(logits, step.batch.targets, step.batch.count))
+        loss.backward()
+        optimizer.step()
+        if isinstance(model, Slices) and run.options.break_ is None:
+            model.gather()
+        step.row.update(held := most_elements(model, optimizer, run.device))  # while there are gradients
+        optimizer.zero_grad()
+        steps.append(step)
+    return held, [step.loss for step in steps]
 
 
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
-    layout = Layout().fit(whoami().world_size)
-    resolved = resolve(config, layout, default_batch=2)
-    whole = parameter_count(resolved.model)
+    resolved = resolve(config)
     if config.summary:
         print_once(resolved.summary())
         return True
 
-    holds = footprint(resolved.model, config.optimizer, Techniques(data_parallel="ddp"))  # of stage 0, which holds most
-    with start_run("zero", config, layout, resolved.about_data, holds) as run:
-        run.describe(**resolved.describe(), parameters=whole)
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        held, losses = zip(*(train_stage(run, mesh, resolved, stage) for stage in range(len(TECHNIQUES))), strict=True)
-        width = torch.empty(0, dtype=run.precision.storage).element_size()
-        run.log.info(
-            "numbers kept, on the rank that keeps most\n%s", table(held, whole, layout.dp, width, config.offload)
-        )
-        apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
-        limit = TOLERANCE[run.precision.name]
-        run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit)
-        run.describe(held=held, losses_differ=apart)
-    return apart <= limit
-
-
-def train_stage(run: Run, mesh: Mesh, resolved: ResolvedText, stage: int) -> tuple[dict[str, int], list[float]]:
-    """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
-    with torch.device("meta"):
-        model: nn.Module = Transformer(resolved.sizes)
-    options, technique = run.options, TECHNIQUES[stage]
-    assert isinstance(options, Config)
-    offload = options.offload and stage > 0
-    model = apply(
-        model,
-        mesh,
-        transformer_plan(),
-        run.precision,
-        data_parallel=technique,
-        compile=options.compile,
-        offload=offload,
-    )
-    materialize(model, run.device, options.seed)
-    optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr)
-    batch, global_batch, losses = resolved.batch, resolved.global_batch, []
-    mine = batch * run.layout.dp_coordinate(run.rank.rank)
-    for step in range(resolved.steps):
-        run.clock.start()
-        part = resolved.tokens.batch(step, global_batch, mine, batch).to(run.device)
-        run.clock.lap("dtd")
-        loss = cross_entropy(model(part.inputs), part.targets, part.count)
-        run.clock.lap("dtf")
-        loss.backward()
-        run.clock.lap("dtb")
-        optimizer.step()
-        run.clock.lap("dto")
-        here = local_elements(model, optimizer)  # while there are gradients
-        optimizer.zero_grad()
-        everyone = gather_floats([float(here[kind]) for kind in KINDS], run.device)
-        most = {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
-        at, share = {"stage": stage, "iter": step}, {"loss": local_value(loss)}
-        due = step % options.log_every == 0 or step == resolved.steps - 1
-        losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more=most, due=due))
-    if offload:
-        run.log.info("stage %d, %s", stage, moved_text(model, optimizer, run.device))
-    return most, losses
-
-
-def theory(stage: int, whole: int, ranks: int, offload: bool = False) -> dict[str, float]:
-    """What a rank holds of `whole` parameters. With offload stage 1 keeps only its part of the gradient either."""
-    cut = whole / ranks
-    return {
-        "parameters": cut if stage >= 3 else whole,
-        "gradients": cut if stage >= (1 if offload else 2) else whole,
-        "optimizer_state": 2 * (cut if stage >= 1 else whole),
-    }
-
-
-def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int, offload: bool = False) -> str:
-    """A line a stage: of each kind, the numbers held and the theory; in all, megabytes of numbers of `width` bytes."""
-    heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
-    lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'held':>12}{'theory':>12}" * 4]
-    for stage, numbers in enumerate(held):
-        says = theory(stage, whole, ranks, offload)
-        cells = "".join(f"{numbers[kind]:>12,}{says[kind]:>12,.0f}" for kind in KINDS)
-        megabytes = (sum(values.values()) * width / 1e6 for values in (numbers, says))
-        lines.append(f"{stage} {TECHNIQUES[stage]:<7}{cells}" + "".join(f"{size:>12.2f}" for size in megabytes))
-    return "\n".join(lines)
+    with start_run("zero", config, resolved) as run:
+        mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
+        return report_stages(run, [train_stage(run, mesh, resolved, stage) for stage in range(4)], resolved.model)
 
 
 def main() -> None:
-    if not train(parse(Config, __doc__)):
-        sys.exit(1)
+    sys.exit(not train(parse(Config, __doc__)))
 
 
 if __name__ == "__main__":

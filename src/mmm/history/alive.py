@@ -15,7 +15,7 @@ RECENT = 15 * 60.0  # s without a write after which a run without lock and proce
 class Lock(enum.Enum):
     """The result of asking for a file's lock."""
 
-    HELD = "held by us"
+    LOCKED = "held by us"
     TAKEN = "held by another"
     NONE = "the file system has no locks"
 
@@ -30,7 +30,7 @@ def lock(fd: int) -> Lock:
         return Lock.TAKEN
     except (ImportError, OSError):  # ENOLCK, ENOSYS, EOPNOTSUPP, …
         return Lock.NONE
-    return Lock.HELD
+    return Lock.LOCKED
 
 
 def this_process() -> dict[str, Any]:
@@ -84,7 +84,7 @@ def why_going_on(fd: int, writer: Mapping[str, Any]) -> str | None:
     found = lock(fd)
     if found is Lock.TAKEN:
         return "another process holds its journal's lock"
-    if found is Lock.HELD and writer.get("locks", True):
+    if found is Lock.LOCKED and writer.get("locks", True):
         return None
     without = "this file system has no locks" if found is Lock.NONE else "the run has found no locks where it writes"
     if lives_here(writer):

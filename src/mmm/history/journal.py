@@ -56,7 +56,7 @@ class Journal:
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
         self._fd = -1
-        self._lock = Lock.HELD
+        self._lock = Lock.LOCKED
         self._start(header)
         if self._lock is Lock.NONE:  # a reader on another host may find locks: the header warns it
             self._start(header)

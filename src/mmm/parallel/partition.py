@@ -97,7 +97,7 @@ def _gradient_accumulation(techniques: Techniques, batch: int) -> int:
     if not 1 <= microbatches <= batch:
         raise LayoutError(
             f"microbatches {microbatches}: a batch of {batch} a data-parallel coordinate can be split into 1 to "
-            f"{batch} of them",
+            f"{batch} parts",
             fields=("microbatches",),
         )
     return microbatches

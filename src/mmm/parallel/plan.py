@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -82,18 +82,7 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
 
 
-NAMING = (
-    "tensor",
-    "fsdp_units",
-    "compiled",
-    "compiled_with_tp",
-    "checkpointed",
-    "stages",
-    "attention",
-    "experts",
-    "output",
-    "tiled",
-)
+NAMING = tuple(f.name for f in fields(Plan) if f.name not in ("sequence", "refused", "check", "optional"))
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:
@@ -104,19 +93,19 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     """
     paths = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     general = sorted({".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths})
-    fields: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for field_name in NAMING:
         value = getattr(plan, field_name)
         entries = [value] if isinstance(value, str) else list(value)
         for name in (name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)):
             optional = any(fnmatchcase(name, pattern) for pattern in plan.optional)
             if name and not optional and not any(matches(name, path) for path in paths):
-                fields.setdefault(name, []).append(field_name)
+                found.setdefault(name, []).append(field_name)
     of = type(model).__name__
     return [
         f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
         f"{_meant(name, general)}"
-        for name, where in fields.items()
+        for name, where in found.items()
     ]
 
 

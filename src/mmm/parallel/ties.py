@@ -89,32 +89,25 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
 
     A group that shares one with what is in no group goes with the rest, and is left out here.
     """
-    rest = len(groups)
     number = {id(module): i for i, group in enumerate(groups) for module in group}
-    joined = list(range(rest + 1))  # of each group, one that it has become part of, or itself
+    rest = len(groups)  # stands for the modules in no group
+    joined_to = list(range(rest + 1))
 
     def group_of(name: str) -> int:
         path = name.rpartition(".")[0]
         while path and id(model.get_submodule(path)) not in number:
             path = path.rpartition(".")[0]
-        i = number[id(model.get_submodule(path))] if path else rest
-        while joined[i] != i:
-            i = joined[i]
-        return i
+        return number[id(model.get_submodule(path))] if path else rest
 
     for names in find_ties(model):
-        owners = {group_of(name) for name in names}
-        for i in owners:
-            joined[i] = max(owners)  # the rest has the highest number
+        together = {joined_to[group_of(name)] for name in names}
+        joined_to = [max(together) if into in together else into for into in joined_to]  # the rest is the highest
     order = {id(module): i for i, module in enumerate(model.modules())}
-    together: dict[int, list[nn.Module]] = {}
-    for i, group in enumerate(groups):
-        into = i
-        while joined[into] != into:
-            into = joined[into]
+    joined: dict[int, list[nn.Module]] = {}
+    for group, into in zip(groups, joined_to, strict=False):
         if into != rest:
-            together.setdefault(into, []).extend(group)
-    return [sorted(group, key=lambda module: order[id(module)]) for group in together.values()]
+            joined.setdefault(into, []).extend(group)
+    return [sorted(group, key=lambda module: order[id(module)]) for group in joined.values()]
 
 
 def _tied(names: Tie) -> str:

@@ -19,7 +19,7 @@ OPTIMIZERS = ("sgd", "adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class ParityCase:
-    """A model on a layout by certain techniques. What the techniques mean: `mmm.parallel.assemble.Techniques`.
+    """A model on a layout by certain techniques. What the techniques mean: `mmm.parallel.Techniques`.
 
     Attributes:
         model: its name (`mmm.parity.models`). layout: the name as `canonical` writes it.

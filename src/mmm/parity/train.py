@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmm.analysis.traffic import count_traffic
-from mmm.analysis.traffic_formulas import assembled_traffic
+from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
+from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.mesh import Layout, Mesh, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
@@ -114,7 +115,7 @@ def plan_problems(model: Model) -> list[str]:
 def train(rank: Rank, ready: Prepared, references: Mapping[str, Reference], timeout: float) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
     get_logger().setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
-    with process_group(rank, CPU, timeout):
+    with process_group(rank, CPU, timeout), ignore_views():
         mesh = build_mesh(ready.layout, "cpu", timeout, experts=ready.experts)
         curves = [_train(rank, ready, mesh, name, references[name]) for name in ready.case.optimizers]
     return curves
@@ -174,7 +175,7 @@ def least_traffic(ready: Prepared, parallel_model: ParallelModel, precision: Pre
         module = ready.model.source.parity_model()
     inputs, _ = batch(ready.model.source, ready.training, 0)
     try:
-        by_axis = assembled_traffic(
+        by_axis = expected_traffic(
             module,
             ready.model.plan(),
             ready.layout,

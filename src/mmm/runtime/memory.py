@@ -38,11 +38,11 @@ def _physical() -> int | None:
 def _groups(root: Path) -> list[int]:
     """What each control group over this process still allows, in bytes; version 2 and version 1."""
     try:
-        mine = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
     rooms = []
-    for _, controllers, path in mine:
+    for _, controllers, path in groups:
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")

@@ -23,8 +23,9 @@ def process_group(
 ) -> Iterator[None]:
     """The default process group of all ranks, for the length of a ``with`` block.
 
-    A process that is alone gets a group of one, so that the same program runs on a laptop. When the block fails, the
-    group is left as it is: taking it down would wait for ranks that are gone, and hide the error.
+    A group made inside has the same timeout. A process that is alone gets a group of one, so that the same program runs
+    on a laptop. When the block fails, the group is left as it is: taking it down would wait for ranks that are gone,
+    and hide the error.
 
     Args:
         timeout: seconds that a collective, or the start, may take.
@@ -45,7 +46,7 @@ def process_group(
         dist.init_process_group(store=alone, rank=0, world_size=1, **options)
     else:
         # While ranks meet, a signal makes PyTorch print C++ frames and go on. launch kills who does not heed it.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if MARKER_VARIABLE in os.environ else ())
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if MARKER_VARIABLE in os.environ else ())
         try:
             where = f"tcp://{rank.address}:{rank.port}"
             store, *_ = next(dist.rendezvous(where, rank.rank, rank.world_size, timeout=limit))
@@ -65,9 +66,26 @@ def process_group(
                 f"(MASTER_ADDR, MASTER_PORT): {error}"
             ) from None
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-    yield
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    with default_timeout(limit):
+        yield
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def default_timeout(limit: timedelta) -> Iterator[None]:
+    """Inside, a process group that is made without a timeout gets this one, whatever its backend.
+
+    The groups of a `DeviceMesh` are made without one, and do not take over the default group's. Afterwards PyTorch can
+    change it for gloo and nccl alone: those of xccl would wait half an hour.
+    """
+    c10d = dist.distributed_c10d
+    default = c10d._get_default_timeout
+    c10d._get_default_timeout = lambda backend: limit
+    try:
+        yield
+    finally:
+        c10d._get_default_timeout = default
 
 
 def gather_floats(values: list[float], device: torch.device) -> list[list[float]]:
@@ -79,7 +97,7 @@ def gather_floats(values: list[float], device: torch.device) -> list[list[float]
     world = dist.get_world_size()
     if world == 1:
         return [list(values)]
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(everyone, mine)
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(everyone, own)
     return torch.stack(everyone).tolist()

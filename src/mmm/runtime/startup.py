@@ -105,8 +105,10 @@ def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
 
     found = {
         "launch": [seconds - shared for seconds in between("started", "began")],
-        "imports": [shared + mine for mine in own],
-        "options, data, checks": [seconds - mine for seconds, mine in zip(between("began", "ready"), own, strict=True)],
+        "imports": [shared + imports for imports in own],
+        "options, data, checks": [
+            seconds - imports for seconds, imports in zip(between("began", "ready"), own, strict=True)
+        ],
         "process group": between("ready", "group"),
         "model": between("group", "model"),
         "first step": between("model", "first_step"),

@@ -17,7 +17,7 @@ from mmm.launch.host import lifeline
 
 REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
 LEAVE = 0.2  # s for a process that has closed its pipe to end by itself
-HELD = {signal.SIGINT}
+BLOCKED = {signal.SIGINT}
 
 
 class Child:
@@ -75,7 +75,7 @@ class Children(contextlib.AbstractContextManager):
         ours, theirs = Pipe()
         # The kernel would end the child with the thread that forked it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # or Ctrl-C could make the child a second parent
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # or Ctrl-C could make the child a second parent
         try:
             pid = os.fork()
             if pid == 0:

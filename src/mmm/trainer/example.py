@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmm.models.experts import has_experts
-from mmm.parallel import Mesh, Partition, Techniques, apply, build_mesh, materialize
+from mmm.parallel import Mesh, apply, build_mesh, materialize
 from mmm.runtime.process_group import gather_floats
-from mmm.runtime.ranks import whoami
-from mmm.trainer.fits import footprint
 from mmm.trainer.flags import run_main
-from mmm.trainer.needs import CUT_SEQUENCE, PIPELINE, Need, check_needs
+from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, ExpertOptions, Preset, Unused, parse
+from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, Unused, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
+from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import ResolvedText, TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, resolve
 
 __all__ = [
-    "CUT_SEQUENCE",
     "PIPELINE",
+    "SHARDED_SEQUENCE",
     "ExpertOptions",
     "Need",
     "Preset",
     "TextExampleOptions",
-    "check_needs",
     "compare",
     "make_optimizer",
     "parallelize",
@@ -41,19 +38,17 @@ __all__ = [
     "run_main",
     "sharded_model",
     "stage_table",
-    "text_run",
+    "start_run",
     "text_steps",
-    "whoami",
 ]
 
 BY_HAND = {torch.float64: 1e-12, torch.float32: 1e-5}  # allowed differences
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextExampleOptions(BreakOptions, TextProgramOptions, ValidationOptions):
+class TextExampleOptions(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
     """Flags of an example that trains a Transformer on text: its sizes, and its run."""
 
-    BREAKS: ClassVar[dict[str, str]] = {}
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
 
@@ -73,30 +68,10 @@ def compare(run: Run, found: Iterable[Tensor], expected: Iterable[Tensor]) -> No
         raise RuntimeError(f"what is computed by hand differs from one device's by {worst:.1e}, more than {limit:.0e}")
 
 
-def parallelize(run: Run, resolved: ResolvedText, **techniques: Any) -> Mesh:
-    """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective.
-
-    Args:
-        techniques: of `mmm.parallel.Techniques`.
-    """
+def parallelize(run: Run, resolved: Resolved) -> Mesh:
+    """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
     mesh = build_mesh(resolved.layout, run.device.type, run.options.timeout, experts=has_experts(resolved.model))
-    apply(resolved.model, mesh, resolved.plan, run.precision, **techniques)
+    apply(resolved.model, mesh, resolved.plan, run.precision, resolved.techniques)
     materialize(resolved.model, run.device, run.options.seed)
     run.log.info("%s\n%s", mesh, sharded_model(resolved.model), stacklevel=2)
     return mesh
-
-
-@contextmanager
-def text_run(
-    name: str,
-    config: TextExampleOptions,
-    resolved: ResolvedText,
-    techniques: Techniques | None = None,
-    partition: Partition | None = None,
-) -> Iterator[Run]:
-    """A run that begins with the summary of the unsharded model."""
-    holds = footprint(resolved.model, config.optimizer, techniques, partition, resolved.layout.pp)
-    with start_run(name, config, resolved.layout, resolved.about_data, holds) as run:
-        run.log.info("model, whole:\n%s", resolved.summary())
-        run.describe(**resolved.describe())
-        yield run

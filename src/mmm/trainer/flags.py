@@ -9,8 +9,13 @@ from typing import NoReturn
 from mmm.errors import UserError
 from mmm.runtime import failure
 
-# Flags that are not called as the field is.
-FLAGS = {"checkpointing": "activation_checkpointing", "data_parallel": "parallel", "fc_dropout 0": "no-dropout"}
+# Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
+FLAGS = {
+    "tp": "tpsize",
+    "data_parallel": "parallel",
+    "checkpointing": "activation_checkpointing",
+    "fc_dropout 0": "no-dropout",
+}
 
 
 def with_flags(error: UserError) -> str:

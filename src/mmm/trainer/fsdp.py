@@ -11,25 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from mmm.models.cnn import CNN
-from mmm.parallel.partition import partition_model
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.runtime.ranks import whoami
-from mmm.trainer.cnn import CNNOptions, resolve
-from mmm.trainer.fits import footprint
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import LoopOptions, Unused, parse
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.report import model_summary, print_once
+from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
 from mmm.trainer.tasks import ImageTask
+from mmm.trainer.vision import CNNOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,34 +37,21 @@ class Config(CNNOptions, LayoutOptions, LoopOptions):
 
 
 def train(config: Config) -> None:
-    rank, plan, techniques = whoami(), cnn_plan(), config.techniques(config.compile)
-    resolved = resolve(config, config, config.layout(rank.world_size), rank)
-    with torch.device("meta"):
-        model = CNN(resolved.model)
-    partition = partition_model(model, plan, resolved.layout, techniques, resolved.sample, config.dtype)
-    summary = model_summary(model, resolved.sample)
+    resolved = resolve(config)  # everything here is checked before any rank talks to another
     if config.summary:
-        print_once(summary)
+        print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, techniques, partition, resolved.layout.pp)
-    with start_run("fsdp", config, resolved.layout, resolved.data.describe(), holds) as run:
-        run.describe(**resolved.describe())
-        run.log.info("model, whole:\n%s", summary)
-        parallel = parallelize(run, model, plan, techniques, partition)
-        optimizer = make_optimizer(config.optimizer, parallel.parameters(), resolved.lr)
-        task = ImageTask(run, resolved.data, resolved.batch, resolved.global_batch, config.workers)
+    with start_run("fsdp", config, resolved) as run:
+        model = parallelize(run, resolved)
+        optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
+        task = ImageTask(run, resolved, config.workers)
+        run.log.info("%s: %d steps of %d images", resolved.data.name, resolved.steps, resolved.global_batch_size)
         decay = step_decay(task.steps_per_epoch, resolved.gamma)
-        run.log.info("%s: %d steps of %d images", resolved.data.name, resolved.steps, resolved.global_batch)
-        fit(
-            run,
-            parallel,
-            optimizer,
-            task,
-            Fit(steps=resolved.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True),
-        )
+        how = Fit(steps=resolved.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True)
+        fit(run, model, optimizer, task, how)
         if config.save_model:
-            save_model(run, parallel)
+            save_model(run, model)
 
 
 def main() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,8 +15,6 @@ from mmm.trainer.run import Run
 from mmm.trainer.schedule import Schedule, constant
 from mmm.trainer.tasks import Task
 
-Callback = Callable[[Run, ParallelModel, int], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -25,12 +22,11 @@ class Fit:
 
     Attributes:
         steps: optimizer steps in all.
-        max_norm: the gradient's norm is cut down to this; 0 leaves it.
+        max_norm: the gradient's norm is clipped to this; 0 leaves it.
         schedule: factor of the learning rate at a step.
         eval_every: steps between two evaluations; 0 for the end alone. by_epoch: one row, and one evaluation, an epoch
             (and at the end), instead of a row a step.
         balance_rate: how far a step moves the biases of experts (`mmm.parallel.expert.apply.balance_experts`).
-        callbacks: called as ``callback(run, model, step)`` after each row.
     """
 
     steps: int
@@ -39,7 +35,6 @@ class Fit:
     eval_every: int = 0
     by_epoch: bool = False
     balance_rate: float = BALANCE_RATE
-    callbacks: tuple[Callback, ...] = field(default=())
 
 
 def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit) -> dict[str, float]:
@@ -52,7 +47,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-    clock, share, since, evaluated = run.clock, 0.0, 0, {}
+    clock, local_loss, since, evaluated = run.clock, 0.0, 0, {}
     batches = task.all_batches()
     clock.start()
     steps = range(options.steps)
@@ -63,7 +58,8 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
             group["lr"] = rate * options.schedule(step)
         batch = next(batches)
         clock.lap("dtd")
-        share += model.step(batch.inputs, batch.targets, batch.count, scaler).item()  # laps dtf, dtb and, with pp, dtw
+        # Laps dtf, dtb and, with pp, dtw.
+        local_loss += model.step(batch.inputs, batch.targets, batch.count, scaler).item()
         scaler.unscale_(optimizer)
         if options.max_norm:
             model.clip(options.max_norm)
@@ -72,28 +68,25 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         optimizer.zero_grad()
         since, last = since + 1, step == options.steps - 1
         end_of_epoch = (step + 1) % task.steps_per_epoch == 0
-        judge = last or (
+        evaluate_now = last or (
             end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
         )
-        due = judge or (not options.by_epoch and step % run.options.log_every == 0)
-        uneven = model.balance_experts(
-            0.0 if scaler.skipped else options.balance_rate, due
-        )  # a skipped step moves nothing
+        due = evaluate_now or (not options.by_epoch and step % run.options.log_every == 0)
+        rate = 0.0 if scaler.skipped else options.balance_rate  # a skipped step moves nothing
+        imbalance = model.balance_experts(rate, due)
         clock.lap("dto")
 
-        if options.by_epoch and not judge:
+        if options.by_epoch and not evaluate_now:
             continue
-        more = {} if uneven is None else {"imbalance": uneven}
-        if judge:
+        more = {} if imbalance is None else {"imbalance": imbalance}
+        if evaluate_now:
             model.train(False)
             evaluated = task.evaluate(model)
             more |= evaluated
         at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
-        name = {"train_loss" if options.by_epoch else "loss": share / since}
-        size = since * task.global_batch, since * task.tokens
+        name = {"train_loss" if options.by_epoch else "loss": local_loss / since}
+        size = since * task.global_batch_size, since * task.tokens
         run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
-        for callback in options.callbacks:
-            callback(run, model, step)
-        share, since = 0.0, 0
+        local_loss, since = 0.0, 0
         clock.start()
     return evaluated

@@ -21,6 +21,7 @@ from mmm.data import Batch
 from mmm.models.weights import canonical_name, convert
 from mmm.parallel import cross_entropy, materialize
 from mmm.trainer.run import Run
+from mmm.trainer.tasks import PADDING
 
 STEPS = 3
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}  # relative: sums go in another order
@@ -46,6 +47,16 @@ class Difference:
     def wrong(self, limit: float) -> list[str]:
         """The parameters whose gradients differ by more."""
         return [name for name, apart in self.gradients.items() if not apart <= limit]  # NaN is wrong as well
+
+
+def without_labels(batch: Batch, first_sample: int, without: int) -> Batch:
+    """`batch`, where the first `without` samples of the global batch have no label: ranks' counts are then uneven.
+
+    Args:
+        batch: of samples with one target each. first_sample: which of the global batch its first one is.
+    """
+    sample = first_sample + torch.arange(len(batch.targets), device=batch.targets.device)
+    return Batch(batch.inputs, batch.targets.masked_fill(sample < without, PADDING), batch.count - without)
 
 
 class OneDevice:
@@ -130,5 +141,6 @@ def _apart(gradient: Tensor | None, expected: Tensor | None) -> float:
     if gradient is None:
         return math.inf
     full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    full = full.flatten()[: expected.numel()].view_as(expected)  # flat, and padded, where an example shards it by hand
     apart = float((full - expected).abs().max() / expected.abs().max())
     return math.inf if math.isnan(apart) else apart

@@ -1,31 +1,78 @@
-"""The command line, as dataclasses: an example's ``Config`` inherits what it needs, and tyro makes the flags."""
+"""The command line, as dataclasses: a program's ``Config`` inherits what it needs, and tyro makes the flags.
+
+From options to what a run needs goes one way: `values_of` says what the flags say of a `Layout` and of `Techniques`.
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
 import sys
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from mmm.data import Corpus, RandomTokens, TextTokens, Tokens, read_text_files, standard_library
-from mmm.data.text import BYTES
 from mmm.errors import ConfigError
-from mmm.models.transformer import PRESETS, TransformerConfig
-from mmm.parallel.memory.offload import check_offload
+from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.mesh import Layout
+from mmm.parallel.techniques import Techniques
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import LONGEST, command_line
-from mmm.trainer.needs import EXPERTS, Need
+from mmm.trainer.flags import FLAGS
 
 T = TypeVar("T")
 
 
 # A flag that a program inherits and has no use for: not in --help, and an error on the command line.
 Unused = Annotated[T, tyro.conf.Suppress, tyro.conf.Fixed]
+
+
+def values_of(options: Any, kind: type) -> dict[str, Any]:
+    """What options say of the fields of a dataclass. Missing: those that the program has no flag for, or that are None.
+
+    Args:
+        kind: `Layout` or `Techniques`.
+    """
+    given = {field.name: getattr(options, FLAGS.get(field.name, field.name), None) for field in fields(kind)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a flag needs to have an effect.
+
+    A class of options has a table ``NEEDS``, flag → `Need`. A flag in it has None for its default, so that it is known
+    whether it was given.
+
+    Attributes:
+        met: (options, fitted layout) → whether it is there.
+        without: the flag that is missing, or differs. why: what is so without it. give: what to give for it.
+    """
+
+    met: Callable[[Any, Layout], bool]
+    without: str
+    why: str
+    give: str
+
+
+PIPELINE = Need(lambda options, layout: layout.pp > 1, "--pp", "there is one stage, the model", "--pp 2")
+SHARDED_SEQUENCE = Need(lambda options, layout: layout.cp > 1, "--cp", "no sequence is sharded", "--cp 2")
+EXPERTS = Need(lambda options, layout: options.n_experts > 0, "--n_experts", "there are no experts", "--n_experts 8")
+
+
+def check_needs(options: Any, layout: Layout) -> None:
+    """Raises ConfigError for the first flag that was given, and has no effect."""
+    for owner in reversed(type(options).__mro__):
+        for flag, need in vars(owner).get("NEEDS", {}).items():
+            value = getattr(options, flag)
+            if value is not None and not need.met(options, layout):
+                raise ConfigError(
+                    f"--{flag} {value} without {need.without}: {need.why}; leave --{flag} out, or give {need.give}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +132,7 @@ class RunOptions(BatchOptions):
     """Flags that every example and trainer that trains has."""
 
     default_max_iters: ClassVar[int] = 50
+    default_batch_size: ClassVar[int] = 16  # samples a step, per data-parallel coordinate
     max_iters: int | None = None
     """End after this many optimizer steps, whatever --epochs says. With neither: 50, unless the text above says
     otherwise."""
@@ -117,6 +165,26 @@ class RunOptions(BatchOptions):
         limits += [] if self.epochs is None else [self.epochs * steps_per_epoch]
         return min(limits, default=self.default_max_iters)
 
+    def axes(self, ranks: int) -> dict[str, int]:
+        """Sizes of the axes that the program has flags for, on so many ranks."""
+        return values_of(self, Layout)
+
+    def layout(self, ranks: int) -> Layout:
+        """The mesh for that many ranks.
+
+        Raises:
+            LayoutError: the sizes do not multiply to it, or the data-parallel technique does not go with them.
+            ConfigError: a flag that has no effect on it (`Need`).
+        """
+        layout = Layout(**self.axes(ranks)).fit(ranks)
+        check_data_parallel(self.techniques().data_parallel, layout)
+        check_needs(self, layout)
+        return layout
+
+    def techniques(self) -> Techniques:
+        """The techniques that the program has flags for; the others are as `Techniques` has them."""
+        return Techniques(**values_of(self, Techniques))
+
 
 @dataclass(frozen=True, kw_only=True)
 class BreakOptions(BaseOptions):
@@ -138,7 +206,7 @@ class LoopOptions(RunOptions):
     """Flags of the shared training loop, on top of every run's, whatever it trains."""
 
     max_norm: float = 0.0
-    """Cut the gradient's norm down to this; 0 leaves it."""
+    """Clip the gradient's norm to this; 0 leaves it."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
 
@@ -164,142 +232,6 @@ class TrainingOptions(LoopOptions):
         for name in ("warmup", "eval_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} {getattr(self, name)}: it must not be negative")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """Flags of what is too large for one device: worked out piece by piece, or kept on the host."""
-
-    loss_chunks: int = 1
-    """Chunks of the sequence that logits and loss are worked out in: the whole logits never exist."""
-    tile: int = 1
-    """Tiles of the sequence that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
-    offload: bool = False
-    """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there."""
-
-    def check_memory(self, tokens: int, dtype: str) -> None:
-        """Whether there are as many tokens as pieces, and offload goes with the dtype.
-
-        Args:
-            tokens: of a sequence, on one rank.
-
-        Raises:
-            ConfigError: fewer than one piece, or more than tokens; a dtype that does not go.
-        """
-        for name in ("loss_chunks", "tile"):
-            if not 1 <= (value := getattr(self, name)) <= tokens:
-                raise ConfigError(
-                    f"--{name} {value}: it must be at least 1, and at most the {tokens} tokens of a "
-                    f"sequence that a rank has"
-                )
-        if self.offload:
-            check_offload("fsdp", dtype)
-
-    def memory(self) -> dict[str, Any]:
-        """What ``parallel.apply`` takes of them."""
-        return {"loss_chunks": self.loss_chunks, "tile": self.tile, "offload": self.offload}
-
-
-Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerOptions:
-    """Flags of a Transformer's sizes: a preset, and what differs from it."""
-
-    preset: Preset = "small"
-    """Sizes to start from; the flags below change single ones."""
-    n_layers: int | None = None
-    dim: int | None = None
-    n_heads: int | None = None
-    n_kv_heads: int | None = None
-    ffn_dim: int | None = None
-    vocab_size: int | None = None
-
-    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
-        """The sizes asked for.
-
-        Args:
-            default_vocab: vocabulary of the data, where ``--vocab_size`` is not given; None for the preset's.
-        """
-        changed = {f.name: getattr(self, f.name) for f in fields(TransformerOptions) if f.name != "preset"}
-        changed = {name: value for name, value in changed.items() if value is not None}
-        if default_vocab is not None:
-            changed.setdefault("vocab_size", default_vocab)
-        preset = PRESETS[self.preset]
-        if "dim" in changed and "ffn_dim" not in changed:
-            changed["ffn_dim"] = None  # follows dim
-        return replace(preset, **changed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions(TransformerOptions):
-    """Flags of a Transformer that may have routed experts."""
-
-    NEEDS: ClassVar[dict[str, Need]] = {"top_k": EXPERTS, "expert_dim": EXPERTS, "balance_rate": EXPERTS}
-    n_experts: int = 0
-    """Experts in each layer; 0: one feed-forward network instead."""
-    top_k: int | None = None
-    """Experts that each token goes through. Default: 2, or the only one."""
-    expert_dim: int | None = None
-    """Width of one expert. Default: that of the preset's feed-forward layer."""
-    balance_rate: float | None = None
-    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
-    runs of many thousand steps take less: 0.001."""
-
-    def balance(self) -> float:
-        """`balance_rate`, or what stands for it."""
-        return 0.01 if self.balance_rate is None else self.balance_rate
-
-    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
-        """As `TransformerOptions.model_config`.
-
-        Raises:
-            ConfigError: a number of experts, or a rate, below 0.
-        """
-        if self.n_experts < 0:
-            raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
-        if not 0 <= self.balance() < math.inf:
-            raise ConfigError(f"--balance_rate {self.balance_rate}: it must be a number from 0 on, and finite")
-        dense = super().model_config(default_vocab)
-        if not self.n_experts:
-            return dense
-        top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
-        return replace(dense, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """Flags of where tokens come from."""
-
-    dataset: Literal["text", "random"] = "text"
-    """text: the Python standard library's source, byte by byte (or --text). random: uniform tokens, to time."""
-    text: tuple[Path, ...] = ()
-    """Files to train on instead."""
-    seq_length: int = 128
-    """Tokens a sample."""
-
-    def default_vocab(self) -> int | None:
-        """Vocabulary of the data: 256 bytes, or whatever the model has for random tokens."""
-        return BYTES if self.dataset == "text" else None
-
-    def load(self, vocab_size: int, seed: int) -> tuple[Tokens, Tokens, dict[str, object]]:
-        """Tokens to train on, tokens to validate on, and what the record says of them.
-
-        Raises:
-            ConfigError, DataError: flags that contradict each other; a text that is missing, empty or too short.
-        """
-        if self.dataset == "random":
-            if self.text:
-                raise ConfigError("--text and --dataset random contradict each other: leave one out")
-            train = RandomTokens(vocab_size, self.seq_length, seed)
-            about: dict[str, object] = {"source": f"uniform random tokens below {vocab_size}"}
-            return train, RandomTokens(vocab_size, self.seq_length, seed + 1), {"dataset": "random", **about}
-        if vocab_size < BYTES:
-            raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
-        corpus: Corpus = read_text_files(self.text) if self.text else standard_library()
-        validation = TextTokens(corpus.validation, self.seq_length, seed, shuffle=False)
-        return TextTokens(corpus.train, self.seq_length, seed), validation, {"dataset": "text", **corpus.describe()}
 
 
 def parse(config: type[T], doc: str | None = None) -> T:

@@ -1,4 +1,4 @@
-"""Tables for people: the model before it is cut, its parameters after, and who the ranks are."""
+"""Tables for people: the model before it is sharded, its parameters after, and who the ranks are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mmm.models.weights import canonical_name
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import to_local
 from mmm.runtime.ranks import whoami
@@ -45,21 +46,20 @@ def _as_text(table: Table, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def _cut(parameter: Tensor) -> str:
+def _placement(parameter: Tensor) -> str:
     """How a parameter lies on the mesh: ``dim 0 over tp, then dp_shard``."""
-    if not isinstance(parameter, DTensor):
-        return "whole on every rank"
-    names = parameter.device_mesh.mesh_dim_names or ()
-    cuts: dict[int, list[str]] = {}
-    for name, placement in zip(reversed(names), reversed(parameter.placements), strict=True):
-        dim = getattr(placement, "dim", None)
-        if dim is not None and parameter.device_mesh[name].size() > 1:
-            cuts.setdefault(dim, []).append(name)
-    return ", ".join(f"dim {d} over {', then '.join(axes)}" for d, axes in cuts.items()) or "whole on every rank"
+    dims: dict[int, list[str]] = {}
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(reversed(names), reversed(parameter.placements), strict=True):
+            dim = getattr(placement, "dim", None)
+            if dim is not None and parameter.device_mesh[name].size() > 1:
+                dims.setdefault(dim, []).append(name)
+    return ", ".join(f"dim {d} over {', then '.join(axes)}" for d, axes in dims.items()) or "replicated"
 
 
-def held_parameters(model: nn.Module) -> int:
-    """Elements of the model's parameters, or parts of them, on this rank."""
+def local_parameters(model: nn.Module) -> int:
+    """Elements of the model's parameters, or shards of them, on this rank."""
     model = model.module if isinstance(model, Replicas) else model
     return sum(to_local(p).numel() for p in model.parameters())
 
@@ -69,24 +69,23 @@ def sharded_model(model: nn.Module) -> str:
     model = model.module if isinstance(model, Replicas) else model
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
-        whole, local = ("×".join(map(str, t.shape)) for t in (parameter, to_local(parameter)))
-        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        lines.setdefault((general, whole, _cut(parameter), local, str(parameter.dtype)[6:]), []).append(name)
-    table = Table(title="parameters, cut (rank 0's view)", title_justify="left", box=None, pad_edge=False)
-    for heading in ("parameter", "times", "whole", "cut", "held here", "dtype"):
+        full, local = ("×".join(map(str, t.shape)) for t in (parameter, to_local(parameter)))
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", canonical_name(name))
+        lines.setdefault((general, full, _placement(parameter), local, str(parameter.dtype)[6:]), []).append(name)
+    table = Table(title="parameters, sharded (rank 0's view)", title_justify="left", box=None, pad_edge=False)
+    for heading in ("parameter", "times", "full", "sharded", "local", "dtype"):
         table.add_column(heading, justify="right" if heading == "times" else "left")
-    for (general, whole, cut, local, dtype), names in lines.items():
-        table.add_row(general if len(names) > 1 else names[0], str(len(names)), whole, cut, local, dtype)
-    held = held_parameters(model)
-    whole_count = sum(p.numel() for p in model.parameters())
-    return f"{_as_text(table)}\nheld here: {held:,} of {whole_count:,} parameters ({held / whole_count:.1%})"
+    for (general, *cells), names in lines.items():
+        table.add_row(general if len(names) > 1 else names[0], str(len(names)), *cells)
+    local_count, full_count = local_parameters(model), sum(p.numel() for p in model.parameters())
+    return f"{_as_text(table)}\nlocal: {local_count:,} of {full_count:,} parameters ({local_count / full_count:.1%})"
 
 
 def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
-    """A line a stage: its part of the work, and its modules."""
+    """A line a stage: its part of the computation, and its modules."""
     return "\n".join(
-        f"stage {number}, {share:.0%} of the work: {' '.join(held)}"
-        for number, (held, share) in enumerate(zip(names, shares, strict=True))
+        f"stage {number}, {share:.0%} of the computation: {' '.join(modules)}"
+        for number, (modules, share) in enumerate(zip(names, shares, strict=True))
     )
 
 

@@ -27,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm import history
+from mmm.analysis.fits import check_fits
 from mmm.analysis.footprint import Footprint
 from mmm.contract import LINE_VARIABLE
 from mmm.errors import DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
+from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
@@ -42,9 +44,9 @@ from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, facts_of_run
-from mmm.trainer.fits import check_fits
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
+from mmm.trainer.resolve import Resolved
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 
@@ -98,7 +100,7 @@ class Run:
 
         Args:
             step: from 0. last: whether it ends the run, and so is logged whatever ``--log_every`` says.
-            loss: this rank's share; the shares add up to the global loss.
+            loss: this rank's local loss; the local losses add up to the global loss.
             samples, tokens: in the global batch. more: further numbers for the row, which is then logged.
 
         Returns:
@@ -108,13 +110,13 @@ class Run:
             DivergedError: it is not finite; on every rank.
         """
         due = bool(step % self.options.log_every == 0 or last or more)
-        share = {"loss": local_value(loss)}
-        return self.row({"iter": step}, share, samples=samples, tokens=tokens, more=more, due=due, depth=2)
+        local_loss = {"loss": local_value(loss)}
+        return self.row({"iter": step}, local_loss, samples=samples, tokens=tokens, more=more, due=due, depth=2)
 
     def row(
         self,
         at: dict[str, int],
-        share: dict[str, float],
+        local_loss: dict[str, float],
         *,
         samples: int,
         tokens: int = 0,
@@ -125,7 +127,7 @@ class Run:
         """Log and record what has happened since the clock was started. A collective.
 
         Args:
-            at: where the run is, such as ``{"iter": 3}``. share: name and this rank's share of the loss.
+            at: where the run is, such as ``{"iter": 3}``. local_loss: its name, and this rank's.
             samples, tokens: since the clock was started. more: further numbers for the row.
             due: whether to log; a loss that is not finite is always logged.
             depth: callers between the program and here, so that the log names the program's line.
@@ -134,18 +136,18 @@ class Run:
         """
         self.record_startup()
         seconds = self.clock.seconds()
-        ((name, mine),) = share.items()
-        everyone = gather_floats([mine, *seconds.values()], self.device)
-        shares = {rank: everyone[rank][0] for rank in self.layout.loss_ranks()}
-        total = sum(shares.values())
+        ((name, local),) = local_loss.items()
+        by_rank = gather_floats([local, *seconds.values()], self.device)
+        losses = {rank: by_rank[rank][0] for rank in self.layout.loss_ranks()}
+        total = sum(losses.values())
         finite = math.isfinite(total)
         if self.record is not None and (due or not finite):
-            per_rank = {part: [row[i + 1] for row in everyone] for i, part in enumerate(seconds)}
+            per_rank = {part: [row[i + 1] for row in by_rank] for i, part in enumerate(seconds)}
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
             line = self.record.update({**at, name: total, **seconds, **(more or {}), **rate}, per_rank)
             self.log.info(line, stacklevel=depth + 1)
         if not finite:
-            wrong = [rank for rank, share in shares.items() if not math.isfinite(share)] or list(shares)
+            wrong = [rank for rank, loss in losses.items() if not math.isfinite(loss)] or list(losses)
             places = ", ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in wrong[:8])
             others = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
@@ -167,45 +169,46 @@ class Run:
         self.describe(startup=startup.as_record(times.source, marks, _gather(times.imports, self.rank)))
 
 
-def _gather(mine: Any, rank: Rank) -> list[Any]:
-    """Every rank's `mine`, by rank. A collective."""
-    everyone: list[Any] = [mine] * rank.world_size
+def _gather(local: Any, rank: Rank) -> list[Any]:
+    """Every rank's `local`, by rank. A collective."""
+    by_rank: list[Any] = [local] * rank.world_size
     if rank.world_size > 1:
-        dist.all_gather_object(everyone, mine)
-    return everyone
+        dist.all_gather_object(by_rank, local)
+    return by_rank
 
 
 def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
     """What every rank says of itself, by rank."""
-    mine = {
+    local = {
         "rank": rank.rank,
         "local_rank": rank.local_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": str(device),
     }
-    return [{**about, **layout.coordinates(about["rank"])} for about in _gather(mine, rank)]
+    return [{**about, **layout.coordinates(about["rank"])} for about in _gather(local, rank)]
 
 
 @contextmanager
 def start_run(
     module: str,
     options: BaseOptions,
-    layout: Layout,
+    resolved: Resolved | Layout,
     data: Mapping[str, Any] | None = None,
-    holds: Footprint | None = None,
+    footprint: Footprint | None = None,
 ) -> Iterator[Run]:
-    """A run, for the length of a ``with`` block: everything up before it, the record whole and on disk after it.
+    """A run, for the length of a ``with`` block: everything up before it, the record complete and on disk after it.
 
     Everything that can be refused without the other ranks is refused before they meet; then the ranks compare what has
     to be equal on all of them (`mmm.trainer.facts`), and rank 0 prepares the run's folder, before any process group.
 
     Args:
         module: short name, for the log and the default folder.
-        layout: fitted to the number of ranks.
+        resolved: what has been decided; or, of a program that has no model, the layout, fitted to the number of ranks,
+            and beside it data and footprint.
         data: what the record keeps of the data, None for a program that reads none. Its name (``dataset``) and hash
             (``sha256``) have to be equal on all ranks; what it has to tell the user (``note``) is logged.
-        holds: what the ranks will hold; None for next to nothing.
+        footprint: what the ranks will hold; None for next to nothing.
 
     Raises:
         ConfigError: it cannot fit into the memory here; or the ranks differ, and then on every rank.
@@ -215,8 +218,11 @@ def start_run(
     rank = whoami()
     device = choose_device(options.device, rank)
     precision = choose_precision(options.dtype, device)
-    if holds is not None:
-        check_fits(holds, layout, rank, device, precision)
+    layout = resolved.layout if isinstance(resolved, Resolved) else resolved
+    if isinstance(resolved, Resolved):
+        data, footprint = resolved.data.describe(), resolved.footprint
+    if footprint is not None:
+        check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[Path] = []
     earlier: list[str] = []  # attempts of the same launch
@@ -233,6 +239,7 @@ def start_run(
     times = startup.ready()
     with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
         stack.enter_context(full_float32(precision))
+        stack.enter_context(ignore_views())
         outdir = prepared[0] if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
@@ -273,6 +280,12 @@ def start_run(
             run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])
+        if isinstance(resolved, Resolved):
+            if rank.is_main or options.log_all_ranks:
+                log.info("model:\n%s", resolved.summary())
+            run.describe(**resolved.describe())
+            for note in resolved.notes:
+                run.note(note)
         if outdir is None:
             yield run
             run.record_startup()  # of a program that has no steps

@@ -27,13 +27,14 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.parallel.loss import local_value
 from mmm.runtime.seed import seed_step
-from mmm.trainer.cnn import ResolvedCNN
-from mmm.trainer.mistakes import STEPS, OneDevice
+from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.options import BreakOptions
 from mmm.trainer.progress import epochs_bar
+from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
 from mmm.trainer.tasks import ImageTask, evaluate_images
-from mmm.trainer.text import ResolvedText, ValidationOptions, validate
+from mmm.trainer.text import ValidationOptions, validate
+from mmm.trainer.vision import ResolvedCNN
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Step:
 
 def text_steps(
     run: Run,
-    resolved: ResolvedText,
+    resolved: Resolved,
     model: nn.Module | Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     local_loss: Callable[[Batch], Tensor] | None = None,
@@ -84,7 +85,7 @@ def text_steps(
         at: what a row says besides its step, such as ``{"stage": 1}``.
     """
     options, steps = run.options, resolved.steps
-    size, global_batch = resolved.batch, resolved.global_batch
+    size, global_batch, tokens = resolved.local_batch_size, resolved.global_batch_size, resolved.data.train
     first_sample = size * (run.layout.dp_coordinate(run.rank.rank) if coordinate is None else coordinate)
     one_device = None
     if options.break_ is not None:
@@ -97,14 +98,14 @@ def text_steps(
             full,
             modules,
             optimizer,
-            lambda step: resolved.tokens.batch(step, global_batch, 0, global_batch).to(run.device),
+            lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
         )
     optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
     if not at:
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, resolved.tokens.seq_length, stacklevel=2)
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
     for number in range(steps):
         run.clock.start()
-        batch = resolved.tokens.batch(number, global_batch, first_sample, size).to(run.device)
+        batch = tokens.batch(number, global_batch, first_sample, size).to(run.device)
         run.clock.lap("dtd")
         last = number == steps - 1
         step = Step(run, number, batch, due=last or number % options.log_every == 0)
@@ -132,7 +133,8 @@ def image_steps(
 ) -> Iterator[Step]:
     """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
 
-    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets.
+    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets. With ``--break``
+    half the images of the first data-parallel coordinate have no label, and dropout is off.
 
     Args:
         workers: processes that read images ahead.
@@ -140,18 +142,18 @@ def image_steps(
 
     def whole_batch(step: int) -> Batch:
         images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
-        return Batch(images.images, images.labels, images.count)
+        return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.local_batch_size // 2)
 
-    task = ImageTask(run, resolved.data, resolved.batch, resolved.global_batch, workers)
+    task = ImageTask(run, resolved, workers)
     steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
     one_device = None
     if run.options.break_ is not None:
         steps = per_epoch = min(steps, STEPS)
         with torch.device("meta"):
-            full = CNN(resolved.model)
+            full = CNN(resolved.sizes)
         one_device = OneDevice(run, full, [model], optimizer, whole_batch)
     optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
-    run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch, stacklevel=2)
+    run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
     batches, local_loss, since = task.all_batches(), 0.0, 0
     for number in epochs_bar(range(steps), per_epoch, run.rank):
         if since == 0:
@@ -159,7 +161,10 @@ def image_steps(
             optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
         seed_step(run.options.seed, number, coordinate)  # for dropout
-        step = Step(run, number, next(batches))
+        batch = next(batches)
+        if one_device is not None:
+            batch = without_labels(batch, coordinate * resolved.local_batch_size, resolved.local_batch_size // 2)
+        step = Step(run, number, batch)
         run.clock.lap("dtd")
         yield step
         run.clock.lap("dto")
@@ -170,7 +175,7 @@ def image_steps(
             run.row(
                 {"epoch": number // per_epoch + 1},
                 {"train_loss": local_loss / since},
-                samples=since * resolved.global_batch,
+                samples=since * resolved.global_batch_size,
                 more={**step.row, **evaluate_images(run, model, task.test_loader)},
                 depth=2,
             )

@@ -3,24 +3,155 @@ meet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Batch, Tokens
+from mmm.data import Batch, Corpus, RandomTokens, TextTokens, Tokens, read_text_files, standard_library
+from mmm.data.text import BYTES
 from mmm.errors import ConfigError, DataError
-from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, batch_sizes, local_value
-from mmm.parallel.plan import Plan
+from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
+from mmm.parallel import batch_sizes, local_value
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
-from mmm.trainer.options import RunOptions, TextOptions, TransformerOptions
-from mmm.trainer.report import model_summary
+from mmm.runtime.ranks import whoami
+from mmm.trainer.options import EXPERTS, Need, RunOptions
+from mmm.trainer.resolve import Resolved, resolve_model
 from mmm.trainer.run import Run
-from mmm.trainer.tasks import fitting_eval_batches
+
+Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerOptions:
+    """Flags of a Transformer's sizes: a preset, and what differs from it."""
+
+    preset: Preset = "small"
+    """Sizes to start from; the flags below change single ones."""
+    n_layers: int | None = None
+    dim: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    ffn_dim: int | None = None
+    vocab_size: int | None = None
+
+    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
+        """The sizes asked for.
+
+        Args:
+            default_vocab: vocabulary of the data, where ``--vocab_size`` is not given; None for the preset's.
+        """
+        changed = {f.name: getattr(self, f.name) for f in fields(TransformerOptions) if f.name != "preset"}
+        changed = {name: value for name, value in changed.items() if value is not None}
+        if default_vocab is not None:
+            changed.setdefault("vocab_size", default_vocab)
+        preset = PRESETS[self.preset]
+        if "dim" in changed and "ffn_dim" not in changed:
+            changed["ffn_dim"] = None  # follows dim
+        return replace(preset, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions(TransformerOptions):
+    """Flags of a Transformer that may have routed experts."""
+
+    NEEDS: ClassVar[dict[str, Need]] = {"top_k": EXPERTS, "expert_dim": EXPERTS, "balance_rate": EXPERTS}
+    n_experts: int = 0
+    """Experts in each layer; 0: one feed-forward network instead."""
+    top_k: int | None = None
+    """Experts that each token goes through. Default: 2, or the only one."""
+    expert_dim: int | None = None
+    """Width of one expert. Default: that of the preset's feed-forward layer."""
+    balance_rate: float | None = None
+    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
+    runs of many thousand steps take less: 0.001."""
+
+    def balance(self) -> float:
+        """`balance_rate`, or what stands for it."""
+        return 0.01 if self.balance_rate is None else self.balance_rate
+
+    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
+        """As `TransformerOptions.model_config`.
+
+        Raises:
+            ConfigError: a number of experts, or a rate, below 0.
+        """
+        if self.n_experts < 0:
+            raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
+        if not 0 <= self.balance() < math.inf:
+            raise ConfigError(f"--balance_rate {self.balance_rate}: it must be a number from 0 on, and finite")
+        dense = super().model_config(default_vocab)
+        if not self.n_experts:
+            return dense
+        top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
+        return replace(dense, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Tokens to train on, tokens to validate on, and what the record says of them."""
+
+    train: Tokens
+    validation: Tokens
+    about: dict[str, object]
+
+    def describe(self) -> dict[str, object]:
+        return self.about
+
+    def check(self, global_batch_size: int) -> int:
+        """Steps of an epoch.
+
+        Raises:
+            DataError: there is less text than one global batch, to train on or to validate on.
+        """
+        steps = self.train.steps_per_epoch(global_batch_size)
+        try:
+            self.validation.steps_per_epoch(global_batch_size)
+        except DataError as error:
+            raise DataError(f"the text's last tenth, for validation: {error}") from None
+        return steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Flags of where tokens come from."""
+
+    dataset: Literal["text", "random"] = "text"
+    """text: the Python standard library's source, byte by byte (or --text). random: uniform tokens, to time."""
+    text: tuple[Path, ...] = ()
+    """Files to train on instead."""
+    seq_length: int = 128
+    """Tokens a sample."""
+
+    def default_vocab(self) -> int | None:
+        """Vocabulary of the data: 256 bytes, or whatever the model has for random tokens."""
+        return BYTES if self.dataset == "text" else None
+
+    def load(self, vocab_size: int, seed: int) -> TextData:
+        """The tokens.
+
+        Raises:
+            ConfigError, DataError: flags that contradict each other; a text that is missing, empty or too short.
+        """
+        if self.dataset == "random":
+            if self.text:
+                raise ConfigError("--text and --dataset random contradict each other: leave one out")
+            train, validation = (RandomTokens(vocab_size, self.seq_length, each) for each in (seed, seed + 1))
+            source = f"uniform random tokens below {vocab_size}"
+            return TextData(train, validation, {"dataset": "random", "source": source})
+        if vocab_size < BYTES:
+            raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
+        corpus: Corpus = read_text_files(self.text) if self.text else standard_library()
+        return TextData(
+            TextTokens(corpus.train, self.seq_length, seed),
+            TextTokens(corpus.validation, self.seq_length, seed, shuffle=False),
+            {"dataset": "text", **corpus.describe()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +159,9 @@ class TextProgramOptions(TransformerOptions, TextOptions, RunOptions):
     """Flags of a program that trains a Transformer on text."""
 
 
-def check_validation_text(validation: Tokens, global_batch: int) -> None:
-    """Raises DataError where the validation text has less than one global batch."""
-    try:
-        validation.steps_per_epoch(global_batch)
-    except DataError as error:
-        raise DataError(f"the text's last tenth, for validation: {error}") from None
-
-
-def check_tokens(train: Tokens, validation: Tokens, global_batch: int) -> None:
-    """Raises DataError where there is less text than one global batch, to train on or to validate by."""
-    train.steps_per_epoch(global_batch)
-    check_validation_text(validation, global_batch)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions:
-    """How often to judge by the validation text, and by how much of it."""
+    """How often to evaluate on the validation text, and on how much of it."""
 
     eval_every: int = 50
     """Steps between two validations, one more at the end; 0: at the end alone."""
@@ -55,93 +172,63 @@ class ValidationOptions:
         """Whether to after this step."""
         return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)
 
-    def check_validation(self, tokens: Tokens, global_batch: int) -> None:
-        """Before anything is trained: whether there is a batch to judge by.
-
-        Raises:
-            UserError: a number that is too small; less validation text than one global batch.
-        """
+    def check_validation(self) -> None:
+        """Raises ConfigError for a number that is too small."""
         if self.eval_every < 0:
             raise ConfigError(f"--eval_every {self.eval_every}: it must not be negative")
         if self.eval_batches < 1:
             raise ConfigError(f"--eval_batches {self.eval_batches}: it must be at least 1")
-        check_validation_text(tokens, global_batch)
 
 
-@dataclass(frozen=True)
-class ResolvedText:
-    """Everything that is decided before the ranks meet.
-
-    Attributes:
-        sizes: of the model. model: on the meta device: shapes without memory, so that no rank ever holds it whole.
-        plan: how it is cut.
-        batch, global_batch: samples of a step, of one data-parallel coordinate and of all. steps: of the run.
-        tokens, validation: to train on, and to judge by. about_data: what the record says of them.
-        sample: what a step's forward takes of one coordinate, (batch, seq) int64, on the meta device.
-    """
-
-    layout: Layout
-    sizes: TransformerConfig
-    model: Transformer
-    plan: Plan
-    batch: int
-    global_batch: int
-    steps: int
-    tokens: Tokens
-    validation: Tokens
-    about_data: dict[str, object]
-    sample: Tensor
-
-    def summary(self) -> str:
-        """The model, whole, before it is cut."""
-        return model_summary(self.model, self.sample)
-
-    def describe(self) -> dict[str, Any]:
-        """What the record keeps."""
-        return {
-            "model": self.sizes,
-            "global_batch_size": self.global_batch,
-            "steps": self.steps,
-        }
-
-
-def resolve(options: TextProgramOptions, layout: Layout, default_batch: int, cp_style: str = "ring") -> ResolvedText:
-    """Find the text, and work out model, batch and steps; needs no process group.
-
-    Args:
-        layout: fitted. default_batch: samples of a data-parallel coordinate, where no flag says. cp_style: with cp.
+def resolve(options: TextProgramOptions) -> Resolved:
+    """Find the text, and decide on layout, model, batch and steps; needs no process group.
 
     Raises:
         UserError: anything that does not fit.
     """
     options.check()
+    layout = options.layout(whoami().world_size)
     sizes = options.model_config(options.default_vocab())
-    check_transformer(sizes, layout, options.seq_length, cp_style)
-    batch, global_batch = batch_sizes(options.batch_size, options.global_batch_size, layout.dp, default_batch)
-    tokens, validation, about = options.load(sizes.vocab_size, options.seed)
-    steps = options.steps(tokens.steps_per_epoch(global_batch))
+    check_transformer(sizes, layout, options.seq_length, options.techniques().cp_style)
+    local_batch_size, global_batch_size = batch_sizes(
+        options.batch_size, options.global_batch_size, layout.dp, options.default_batch_size
+    )
+    data = options.load(sizes.vocab_size, options.seed)
+    notes = []
     if isinstance(options, ValidationOptions):
-        options.check_validation(validation, global_batch)
+        options.check_validation()
+        steps_per_epoch, there = data.check(global_batch_size), data.validation.steps_per_epoch(global_batch_size)
+        if there < options.eval_batches:
+            asked = f"{there} global batches instead of {options.eval_batches}"
+            notes.append(f"validation: {asked}, all that the text has")
+    else:
+        steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     with torch.device("meta"):
         model = Transformer(sizes)
-        sample = torch.zeros(batch, options.seq_length, dtype=torch.int64)
+        sample = torch.zeros(local_batch_size, options.seq_length, dtype=torch.int64)
+    tokens = options.seq_length // (layout.cp * layout.tp)
+    steps = options.steps(steps_per_epoch)
     plan = transformer_plan(sizes)
-    return ResolvedText(layout, sizes, model, plan, batch, global_batch, steps, tokens, validation, about, sample)
+    return resolve_model(options, layout, sizes, model, plan, sample, data, steps, tokens, tuple(notes))
+
+
+def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[Batch]:
+    """This rank's samples of the first global batches of the validation text, on the run's device: the same on every
+    mesh, every time. Where the text has fewer, all of them."""
+    validation = resolved.data.validation
+    for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
+        yield resolved.local_batch(validation, step, run.rank).to(run.device)
 
 
 @torch.no_grad()
-def validate(run: Run, resolved: ResolvedText, batches: int, share: Callable[[Batch], Tensor]) -> float:
-    """Mean loss over the first global batches of the validation text: the same samples on every mesh, every time. A
-    collective.
+def validate(run: Run, resolved: Resolved, batches: int, local_loss: Callable[[Batch], Tensor]) -> float:
+    """Mean loss over the first global batches of the validation text. A collective.
 
     Args:
-        share: of the samples of this rank's data-parallel coordinate → this rank's share of the loss of a global batch.
+        local_loss: of the samples of this rank's data-parallel coordinate: its part of the loss of a global batch.
     """
-    batches = fitting_eval_batches(run, resolved.validation, resolved.global_batch, batches)
-    first = run.layout.dp_coordinate(run.rank.rank) * resolved.batch
-    total = 0.0
-    for step in range(batches):
-        part = resolved.validation.batch(step, resolved.global_batch, first, resolved.batch).to(run.device)
+    losses = []
+    for batch in validation_batches(run, resolved, batches):
         with loss_parallel():
-            total += local_value(share(part))
-    return run.global_sum(total) / batches
+            losses.append(local_value(local_loss(batch)))
+    return run.global_sum(sum(losses)) / len(losses)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from mmm.analysis.bubble import Recorded, Timeline, bubble_formula, gather, replay
+from mmm.analysis.bubble import PipelineTimeline, Recorded, bubble_formula, gather, replay
 from mmm.history import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
 from mmm.parallel.loss import local_value
@@ -67,7 +67,7 @@ class PipelineTimes:
         report_timeline(self.run, gather(self.recorder), schedule, microbatches, len(self.stages))
 
 
-def panel(title: str, timeline: Timeline) -> Panel:
+def panel(title: str, timeline: PipelineTimeline) -> Panel:
     rows = []
     for row in timeline.rows:
         stages = sorted({box.action.stage for box in row})
@@ -80,7 +80,7 @@ def panel(title: str, timeline: Timeline) -> Panel:
     return Panel(title, rows)
 
 
-def bubble_table(replayed: Timeline, wall: Timeline, formula: float | None) -> str:
+def bubble_table(replayed: PipelineTimeline, wall: PipelineTimeline, formula: float | None) -> str:
     """A line a rank, how much of the step it waits; and all ranks together, beside the formula."""
     lines = [f"{'waiting':10}{'replayed':>10}{'formula':>10}{'wall':>10}"]
     for rank in range(len(replayed.rows)):

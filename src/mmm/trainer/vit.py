@@ -16,23 +16,21 @@ import torch
 from mmm.errors import ConfigError
 from mmm.models.vit import PRESETS, SDPA_BACKENDS, ViT, ViTConfig
 from mmm.parallel import batch_sizes
-from mmm.parallel.memory.tiling import check_tiling
-from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.ranks import whoami
 from mmm.runtime.sdpa import check_sdpa
-from mmm.trainer.fits import footprint
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, Unused, parse
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.report import model_summary, print_once
+from mmm.trainer.report import print_once
+from mmm.trainer.resolve import Resolved, resolve_model
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.schedule import fitting_warmup, warmup_cosine
+from mmm.trainer.schedule import fitting_warmup_cosine
 from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import ImageOptions, check_images
 
@@ -52,90 +50,77 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
     n_layers: int | None = None
     n_heads: int | None = None
     attention: Literal["sdpa", "native"] = "sdpa"
-    """sdpa: PyTorch's fused kernels. native: written out."""
+    """sdpa: PyTorch's fused kernels. native: the math, step by step."""
     sdpa_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
     tile: int = 1
-    """Tiles of the patches that each MLP is worked out in, once more in backward: 1 / tile of its activations."""
+    """Tiles of the patches that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
     ep: Unused[int] = 1
-    cp: Unused[int] = 1  # its sequence is not cut
+    cp: Unused[int] = 1  # its sequence is not sharded
     cp_style: Unused[None] = None
     lr: float = 1e-3
     max_norm: float = 1.0
     warmup: int = 10
 
-    def sizes(self, preset: str) -> ViTConfig:
-        """The model asked for, but for what the data decide (`for_data`)."""
-        names = ("image_size", "patch_size", "channels", "dim", "n_layers", "n_heads")
+    def sizes(self, accelerator: bool) -> tuple[ViTConfig, tuple[str, ...]]:
+        """The model asked for, but for what the data decide; and notes of why it is that one, where no flag says."""
+        preset: str = self.preset
+        notes: tuple[str, ...] = ()
+        if preset == "auto":
+            preset = "large" if accelerator else "debug"
+            why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
+            notes = (f"preset {preset}: {why}",)
+        names = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(PRESETS[preset], attention=self.attention, sdpa_backend=self.sdpa_backend, **given)
+        return replace(PRESETS[preset], attention=self.attention, sdpa_backend=self.sdpa_backend, **given), notes
 
 
-def train(config: Config) -> None:
+def resolve(config: Config) -> Resolved:
+    """Find the images, and decide on layout, model, batch and steps; needs no process group.
+
+    Raises:
+        UserError: anything that does not fit.
+    """
     config.check()
-    rank, plan, techniques = whoami(), vit_plan(), config.techniques(config.compile, tile=config.tile)
-    layout = config.layout(rank.world_size)
-    device = choose_device(config.device, rank)
-    accelerator = device.type != "cpu"
-    preset = config.preset if config.preset != "auto" else ("large" if accelerator else "debug")
-    sizes = config.sizes(preset)
+    rank = whoami()
+    layout, device = config.layout(rank.world_size), choose_device(config.device, rank)
+    sizes, notes = config.sizes(device.type != "cpu")
     check_vit(sizes, layout)
-    if not 1 <= config.tile <= sizes.patches:
-        raise ConfigError(
-            f"--tile {config.tile}: it must be at least 1, and at most the {sizes.patches} patches of an image"
-        )
-    check_tiling(config.tile, config.activation_checkpointing)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, 64 if accelerator else 16)
-    if config.summary:
-        data, sizes = None, replace(sizes, classes=config.classes or sizes.classes)
-    else:
-        check_sdpa(
-            sizes.sdpa_backend,
-            SDPA_BACKENDS,
-            device,
-            choose_precision(config.dtype, device).compute,
-            (sizes.patches, sizes.head_dim),
-        )
-        fake_classes = config.classes or sizes.classes
-        data = config.load_images(rank, sizes.image_size, sizes.channels, fake_classes, config.seed)
+    local_batch_size, global_batch_size = batch_sizes(
+        config.batch_size, config.global_batch_size, layout.dp, 16 if device.type == "cpu" else 64
+    )
+    data, steps = None, 0
+    if not config.summary:
+        compute = choose_precision(config.dtype, device).compute
+        check_sdpa(sizes.sdpa_backend, SDPA_BACKENDS, device, compute, (sizes.patches, sizes.head_dim))
+        data = config.load_images(rank, sizes.image_size, sizes.channels, sizes.classes, config.seed)
         if config.classes not in (None, len(data.classes)):
             raise ConfigError(f"--classes {config.classes}, but {data.name} has {len(data.classes)} classes")
         sizes = replace(sizes, classes=len(data.classes))
-        check_images(data, global_batch, layout.dp)
+        steps = config.steps(check_images(data, global_batch_size, layout.dp))
     with torch.device("meta"):
         model = ViT(sizes)
-        sample = torch.zeros(batch, sizes.channels, sizes.image_size, sizes.image_size)
-    partition = partition_model(model, plan, layout, techniques, sample, config.dtype)
-    summary = model_summary(model, sample)
-    if data is None:
-        print_once(summary)
+        sample = torch.zeros(local_batch_size, sizes.channels, sizes.image_size, sizes.image_size)
+    return resolve_model(config, layout, sizes, model, vit_plan(), sample, data, steps, sizes.patches, notes)
+
+
+def train(config: Config) -> None:
+    resolved = resolve(config)  # everything here is checked before any rank talks to another
+    if config.summary:
+        print_once(resolved.summary())
         return
 
-    holds = footprint(model, config.optimizer, techniques, partition, layout.pp)
-    with start_run("vit", config, layout, data.describe(), holds) as run:
-        if config.preset == "auto":
-            why = "there is an accelerator" if accelerator else "no accelerator here; --preset large asks for large"
-            run.note(f"preset {preset}: {why}")
-        run.log.info("model, whole:\n%s", summary)
-        parallel = parallelize(run, model, plan, techniques, partition)
-        optimizer = make_optimizer(config.optimizer, parallel.parameters(), config.lr)
-        task = ImageTask(run, data, batch, global_batch, config.workers)
-        steps = config.steps(task.steps_per_epoch)
-        run.describe(model=sizes, global_batch_size=global_batch, steps=steps)
-        run.log.info("%s, %d images: %d steps of %d", data.name, data.train.samples, steps, global_batch)
-        warmup, cut = fitting_warmup(config.warmup, steps)
-        if cut:
-            run.note(cut)
-        schedule = warmup_cosine(steps, warmup)
-        evaluated = fit(
-            run,
-            parallel,
-            optimizer,
-            task,
-            Fit(steps=steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every),
-        )
+    with start_run("vit", config, resolved) as run:
+        model, data, steps = parallelize(run, resolved), resolved.data, resolved.steps
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        task = ImageTask(run, resolved, config.workers)
+        images = data.train.samples
+        run.log.info("%s, %d images: %d steps of %d", data.name, images, steps, resolved.global_batch_size)
+        schedule = fitting_warmup_cosine(run, steps, config.warmup)
+        how = Fit(steps=steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every)
+        evaluated = fit(run, model, optimizer, task, how)
         run.log.info("test accuracy %.2f %% of %d images", evaluated["test_acc"], data.test.samples)
         if config.save_model:
-            save_model(run, parallel)
+            save_model(run, model)
 
 
 def main() -> None:

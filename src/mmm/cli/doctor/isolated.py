@@ -30,8 +30,8 @@ def isolated(name: str, check: Callable[[], Iterable[Finding]], timeout: float, 
         except TimeoutError:
             findings.append(Finding(name, "fail", f"gave no answer in {timeout:g} s, and was ended", fix))
         except (EOFError, OSError):
-            how = ended(child.stop(LEAVE))
-            findings.append(Finding(name, "fail", f"the process of this check: {how}", fix))
+            outcome = ended(child.stop(LEAVE))
+            findings.append(Finding(name, "fail", f"the process of this check: {outcome}", fix))
     return findings
 
 

@@ -28,48 +28,30 @@ class RemoteAgent:
     done: bool = False  # its ranks are gone, it has said so
 
 
-def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[tuple[RemoteAgent, Message]]:
+def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message]:
     """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
-    shared = dict(plan.shared)
-    common: dict[str, Any] = {
-        "by": plan.by,
-        "device": plan.device,
-        "bind": plan.bind,
-        "prefork": plan.prefork,
-        "threads": plan.threads,
-    }
+    common: dict[str, Any] = {name: getattr(plan, name) for name in ("by", "device", "bind", "prefork", "threads")}
     if plan.device == plan.site.device and plan.site.device_variable:
         common["device_variable"], common["device_order"] = plan.site.device_variable, plan.site.device_order
-    made = []
-    if plan.by == "host":
-        for index, agent in enumerate(agents):
-            first = index * plan.per_host
-            ranks = range(first, min(first + plan.per_host, plan.ranks))
-            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in ranks]
-            its = shared | {"LOCAL_WORLD_SIZE": str(len(places))}
-            made.append((agent, {**common, "shared": its, "ranks": places}))
-        return made
+    made: list[Message] = []
     there: dict[str, list[RemoteAgent]] = {}
     for agent in agents:
         there.setdefault(agent.host, []).append(agent)
     for agent in agents:
-        mates = there[agent.host]
-        local = agent.hello.get("local_rank")
-        local = mates.index(agent) if local is None else local
-        of_rank = {"RANK": str(agent.index), "LOCAL_RANK": str(local)}
-        shares = len({m.hello["cpus"] for m in mates}) == 1  # bound to the same cores: they divide them
-        cores = max(1, agent.hello["cores"] // (len(mates) if shares else 1))
-        made.append(
-            (
-                agent,
-                {
-                    **common,
-                    "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))},
-                    "ranks": [of_rank],
-                    "cores": cores,
-                },
-            )
-        )
+        if plan.by == "host":
+            first = agent.index * plan.per_host
+            local_ranks = range(first, min(first + plan.per_host, plan.ranks))
+            ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in local_ranks]
+            message = {"ranks": ranks, "shared": plan.shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}}
+        else:
+            mates = there[agent.host]
+            local = agent.hello.get("local_rank")
+            rank = {"RANK": str(agent.index), "LOCAL_RANK": str(mates.index(agent) if local is None else local)}
+            same_cores = len({mate.hello["cpus"] for mate in mates}) == 1  # then they divide them
+            cores = max(1, agent.hello["cores"] // (len(mates) if same_cores else 1))
+            shared = plan.shared | {"LOCAL_WORLD_SIZE": str(len(mates))}
+            message = {"ranks": [rank], "shared": shared, "cores": cores}
+        made.append(common | message)
     return made
 
 

@@ -206,7 +206,8 @@ class Controller(Run):
         self.rendezvous_ends, self.under_way = None, True
         assert self.output is not None
         self.output.last = time.monotonic()
-        for agent, message in start_commands(self.plan, [self.agents[i] for i in range(len(self.agents))]):
+        agents = [self.agents[index] for index in range(len(self.agents))]
+        for agent, message in zip(agents, start_commands(self.plan, agents), strict=True):
             agent.ranks = [int(rank["RANK"]) for rank in message["ranks"]]
             try:
                 agent.link.send({"go": message})
@@ -237,22 +238,22 @@ class Controller(Run):
         elif "bye" in message:
             agent.done = True
 
-    def on_lost(self, agent: RemoteAgent, how: str) -> None:
+    def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
         if not self.under_way:
             del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
             return
         ranks = [rank for rank in agent.ranks if rank not in self.ended]
         which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
-        text = f"lost {which} on {agent.host}: the connection to launch broke ({how})"
+        text = f"lost {which} on {agent.host}: the connection to launch broke ({reason})"
         self.failures.append(Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=agent.host))
         self.ended.update(ranks)
 
     def launcher_died(self) -> None:
         assert self.launcher is not None
         code = self.launcher.returncode
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        self.give_up(f"{self.plan.command[0]} {how} while its ranks ran", 128 - code if code < 0 else code or 1)
+        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        self.give_up(f"{self.plan.command[0]} {reason} while its ranks ran", 128 - code if code < 0 else code or 1)
 
     def give_up(self, text: str, code: int) -> None:
         self.exit_code, self.again = code, True
@@ -276,7 +277,7 @@ class Controller(Run):
         self.tell({"signal": number, "verdict": self.verdict})
         return True
 
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         if not self.send(number):
             self.pending.append(number)
 
@@ -320,8 +321,8 @@ class Controller(Run):
             return self.exit_code
         if len(self.ended) == self.total:
             return 0
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         what = "while its ranks ran" if self.under_way else f"before the ranks could start: {self.missing()}"
-        say(f"launch: {self.plan.command[0]} {how} {what}")
+        say(f"launch: {self.plan.command[0]} {reason} {what}")
         self.again = True
         return 128 - code if code < 0 else code or 1

@@ -55,14 +55,14 @@ class Link:
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise Lost(_how(error)) from None
+            raise Lost(_reason(error)) from None
 
     def read(self) -> list[Message]:
         """The messages that have come; waits for some of one. Raises `Lost`."""
         try:
             data = self.socket.recv(CHUNK)
         except OSError as error:
-            raise Lost(_how(error)) from None
+            raise Lost(_reason(error)) from None
         if not data:
             raise Lost("its end was closed")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
@@ -109,7 +109,7 @@ def reach(addresses: list[list[Any]], token: str, hello: Message) -> Link:
             link = Link(socket.create_connection((host, port), timeout=CONNECT_TIMEOUT))
             nonce = str(link.one(CONNECT_TIMEOUT).get("nonce"))
         except OSError as error:
-            tried.append(f"{host}:{port}: {_how(error)}")
+            tried.append(f"{host}:{port}: {_reason(error)}")
             continue
         except Lost as error:
             tried.append(f"{host}:{port}: {error}")
@@ -120,7 +120,7 @@ def reach(addresses: list[list[Any]], token: str, hello: Message) -> Link:
     raise Lost("; ".join(tried))
 
 
-def _how(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError) and not error.errno:
         return "no answer"
     return f"no answer for {LOST_AFTER} s" if isinstance(error, TimeoutError) else error.strerror or str(error)

@@ -17,9 +17,9 @@ class Output:
     def __init__(self, selector: selectors.BaseSelector) -> None:
         out, self.stdout = os.pipe()  # the write ends: for the process that is started
         err, self.stderr = os.pipe()
-        self.copies = {out: 1, err: 2}
+        self.duplicates = {out: 1, err: 2}
         self.last = time.monotonic()
-        for fd in self.copies:
+        for fd in self.duplicates:
             selector.register(fd, selectors.EVENT_READ)
 
     def started(self) -> None:
@@ -31,29 +31,29 @@ class Output:
     def copy(self, ready: set[int], selector: selectors.BaseSelector) -> bool:
         """Copy what is there. False once nobody reads it any more."""
         read = True
-        for fd in [fd for fd in self.copies if fd in ready]:
+        for fd in [fd for fd in self.duplicates if fd in ready]:
             data = os.read(fd, CHUNK)
             if not data:
                 selector.unregister(fd)
                 os.close(fd)
-                del self.copies[fd]
+                del self.duplicates[fd]
                 continue
             self.last = time.monotonic()
-            read &= write(self.copies[fd], data)
+            read &= write(self.duplicates[fd], data)
         return read
 
     def drain(self, selector: selectors.BaseSelector, until: float) -> None:
         """Copy what is left, until the pipes end or it is `until`: a process that was left behind may hold them."""
-        while self.copies and (left := until - time.monotonic()) > 0:
-            ready, _, _ = select.select(list(self.copies), [], [], left)
+        while self.duplicates and (left := until - time.monotonic()) > 0:
+            ready, _, _ = select.select(list(self.duplicates), [], [], left)
             if not self.copy(set(ready), selector):
                 return
 
     def close(self) -> None:
-        for fd in self.copies:
+        for fd in self.duplicates:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self.copies = {}
+        self.duplicates = {}
 
 
 def write(fd: int, data: bytes) -> bool:

@@ -14,12 +14,11 @@ from mmm.contract import ENDING
 from mmm.launch.control import failures, stacks
 from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
+from mmm.launch.control.wire import PASSED_ON
 from mmm.launch.job.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C
-
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # what schedulers send before a job's end; the program's to handle
 
 
 class Run(ABC):
@@ -32,7 +31,7 @@ class Run(ABC):
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.exit_code: int | None = None  # once it is decided
-        self.decide_at: float | None = None  # when the failures known by then decide
+        self.decide_at: float | None = None  # when the cause is looked for among the failures known by then
         self.kill_at: float | None = None
         self.interrupted_at = -REPEAT
         self.again = False  # a new start may help: no signal, no user's mistake
@@ -54,7 +53,7 @@ class Run(ABC):
         """Send every rank signal `number`. False if there is none yet."""
 
     @abstractmethod
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Send every rank a signal that is the program's to handle, once there are ranks."""
 
     @abstractmethod
@@ -171,7 +170,7 @@ class Run(ABC):
         number = self.limits.signal or 0
         left = (self.limits.job_end or time.time()) - time.time()
         say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
-        self.pass_on(number)
+        self.forward_signal(number)
 
     def left(self) -> str:
         left = self.total - len(self.ended)
@@ -196,7 +195,7 @@ class Run(ABC):
         if number == signal.SIGTSTP:
             self.stop()
         if number in PASSED_ON:
-            self.pass_on(number)
+            self.forward_signal(number)
         if number not in ENDING:
             return
         now = time.monotonic()

@@ -123,10 +123,10 @@ class Supervisor(Run):
         if self.verdict and self.verdict_fd is not None:
             os.pwrite(self.verdict_fd, self.verdict.encode("utf-8", "backslashreplace"), 0)
         if self.pids:
-            self.pass_on(number)
+            self.forward_signal(number)
         return bool(self.pids)
 
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self.control, bytes([number]))  # the fork server reads it when all ranks have been started
 
@@ -162,8 +162,8 @@ class Supervisor(Run):
         if len(self.ended) == len(self.plan.ranks):
             return 0
         self.again = True
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        say(f"launch: the process that holds the ranks (pid {self.fork_server.pid}) {how}; the ranks were killed")
+        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        say(f"launch: the process that holds the ranks (pid {self.fork_server.pid}) {reason}; the ranks were killed")
         return 128 - code if code < 0 else code or 1
 
     def stop(self) -> None:

@@ -7,9 +7,12 @@ launch ── verdict: a file in memory, empty until launch ends a run that has 
 """
 
 import json
+import signal
 from dataclasses import asdict, dataclass, field
 
 FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # its instructions, JSON; taken out of the ranks' environment
+# What schedulers send to every process before a job's end: for the program to handle, and no other process.
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
 CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
 FORK_SERVER = "mmm.launch.host.forkserver"  # the module by which launch, or an agent, starts a host's ranks
@@ -26,7 +29,7 @@ class Instructions:
     ranks: list[dict[str, str]]  # what differs in each rank's environment
     fork: bool  # fork the ranks from this process, or exec each
     command: list[str]  # with fork=False: what each rank executes
-    launcher: int  # launch's own pid
+    launch_pid: int  # launch's, or an agent's
     shielded: bool = False  # SIGTERM comes to every process of the run: not the fork server's
     ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
     skip: list[str] = field(default_factory=list)  # modules not to preload; ["*"]: none at all

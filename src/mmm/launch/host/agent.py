@@ -23,9 +23,8 @@ from mmm.launch.control import commands
 from mmm.launch.control import link as links
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Link, Lost
-from mmm.launch.control.run import PASSED_ON
 from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.control.wire import CPUS_VARIABLE, Status
+from mmm.launch.control.wire import CPUS_VARIABLE, PASSED_ON, Status
 from mmm.launch.job import binding, local
 from mmm.launch.job import target as targets
 from mmm.launch.job.local import LaunchPlan
@@ -83,7 +82,7 @@ class Entry(Supervisor):
         elif "where" in message:
             self.tell({"stacks": self.stacks()})
         elif "signal" in message:
-            self.pass_on(message["signal"])
+            self.forward_signal(message["signal"])
 
     def on_status(self, status: Status) -> None:
         super().on_status(status)
@@ -109,12 +108,12 @@ class Entry(Supervisor):
             except Lost as lost:
                 self.launch_is_gone(str(lost))
 
-    def launch_is_gone(self, how: str) -> None:
+    def launch_is_gone(self, reason: str) -> None:
         assert self.link is not None
         self.selector.unregister(self.link)
         self.link.close()
         self.link, self.lost = None, True
-        verdict = f"{self.host} has lost launch ({how})"
+        verdict = f"{self.host} has lost launch ({reason})"
         say(f"launch: {verdict}: ending {self.left()}")
         if self.exit_code is None:
             self.exit_code = 1
@@ -220,11 +219,11 @@ def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
     threads = []
     for place in places:
         local_rank = int(place["LOCAL_RANK"])
-        mine = cpus[local_rank]
-        if mine is not None:
-            place[CPUS_VARIABLE] = mine
+        own_cpus = cpus[local_rank]
+        if own_cpus is not None:
+            place[CPUS_VARIABLE] = own_cpus
         unbound = go.get("cores") or max(1, local.available_cores() // len(places))
-        threads.append(go["threads"] or (len(binding.cpu_list(mine)) if mine is not None else unbound))
+        threads.append(go["threads"] or (len(binding.cpu_list(own_cpus)) if own_cpus is not None else unbound))
         if local_rank < len(order):
             place[go["device_variable"]] = str(order[local_rank])
     if "OMP_NUM_THREADS" not in shared:

@@ -54,11 +54,11 @@ def prepare() -> None:
         faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     lifeline.tie_forks()
     # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
-    held = threading.local()
+    nested = threading.local()
     os.register_at_fork(
-        before=lambda: setattr(held, "mask", signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, held.mask),
-        after_in_child=lambda: _default_signals(held.mask),
+        before=lambda: setattr(nested, "mask", signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, nested.mask),
+        after_in_child=lambda: _default_signals(nested.mask),
     )
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -207,24 +207,25 @@ def _is_users(name: str) -> bool:
 
 
 def main() -> int:
-    sys.path.pop(0) if _has_current_folder() else None
     fd = os.environ.pop(FAILURE_VARIABLE, None)
     if fd is not None:
         contract.attach(int(fd))
     prepare()
-    target = targets.from_tail([*_interpreter_flags(), *sys.argv[1:]])
+    target = own_target()
     if target is None:
         raise SystemExit("usage: python -m mmm.launch.host.child (-m MODULE | -c CODE | SCRIPT) ARGS…")
     return run(target)
 
 
-def _has_current_folder() -> bool:
-    """`python -m` has put the current folder first on sys.path, for a module that is not the target."""
-    return not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+def own_target() -> Target | None:
+    """The target in this process's own command line.
 
-
-def _interpreter_flags() -> list[str]:
-    return [] if _has_current_folder() else ["-I"]
+    `python -m` has put the current folder first on sys.path, for a module that is not the target: takes it off.
+    """
+    isolated = sys.flags.isolated or getattr(sys.flags, "safe_path", False)
+    if not isolated:
+        sys.path.pop(0)
+    return targets.from_tail([*(["-I"] if isolated else []), *sys.argv[1:]])
 
 
 if __name__ == "__main__":

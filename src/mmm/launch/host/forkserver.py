@@ -27,13 +27,13 @@ from mmm.launch.control.wire import (
     FAILURE_VARIABLE,
     FORK_SERVER,
     FORK_SERVER_VARIABLE,
+    PASSED_ON,
     Instructions,
     Status,
 )
 from mmm.launch.host import child, lifeline
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.job import binding
-from mmm.launch.job import target as targets
 from mmm.launch.job.preloads import preloads
 from mmm.launch.job.target import Target
 
@@ -45,8 +45,6 @@ NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
     *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"),
 )
-# A batch system sends these to all processes of a job before it ends. They are for the ranks, not for this process.
-RANKS_ALONE = (signal.SIGUSR1, signal.SIGUSR2)
 PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
 
 
@@ -54,14 +52,12 @@ def main() -> NoReturn:
     """The fork server's whole life, and that of each rank it forks."""
     todo = Instructions.loads(os.environ.pop(FORK_SERVER_VARIABLE))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
-    for number in (*RANKS_ALONE, *([signal.SIGTERM] if todo.shielded else [])):
+    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.shielded else [])):
         signal.signal(number, signal.SIG_IGN)
-    lifeline.die_with_parent(todo.launcher)  # until there are ranks, which have to be ended first
+    lifeline.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, False)
-    if child._has_current_folder():
-        sys.path.pop(0)
-    target = targets.from_tail([*child._interpreter_flags(), *sys.argv[1:]]) if todo.fork else None
+    target = child.own_target()  # None where ranks are not forked
     if target is not None:
         preload(target, todo)
     server = ForkServer(todo)
@@ -187,7 +183,7 @@ class ForkServer:
         """In the forked child: drop everything of the fork server's, take the rank's own environment."""
         lifeline.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, *RANKS_ALONE):
+        for number in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
             signal.signal(number, signal.SIG_IGN if number in self.todo.ignored else signal.SIG_DFL)
         for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
             os.close(fd)

@@ -90,8 +90,8 @@ def plan(
         return None
     site, why["machine"] = sites.find(environ, options.site)
     launcher, mpiexec, why["launcher"] = _launcher(options, job, site, environ, version)
-    here = any(hosts.is_here(name) for name in listed)
-    found = (found or accelerators.find(environ=environ, build=build)) if here else None
+    is_listed = any(hosts.is_here(name) for name in listed)
+    found = (found or accelerators.find(environ=environ, build=build)) if is_listed else None
     device, why[DEVICE_VARIABLE] = _device(options, site, environ, found)
     devices, why["accelerators"] = _devices(device, site, job, found)
     per_host, ranks, used, why["ranks"] = _ranks(options, job, listed, device, devices, why["accelerators"])

@@ -161,5 +161,5 @@ def _users(environ: Mapping[str, str]) -> Path:
 
 
 def _say(kind: type, inner: type) -> str:
-    whole = {int: "a whole number", str: "a string", list: "a list", dict: "an object"}[kind]
-    return f"{whole} of {'whole numbers' if inner is int else 'strings'}" if kind in (list, dict) else whole
+    wanted = {int: "a whole number", str: "a string", list: "a list", dict: "an object"}[kind]
+    return f"{wanted} of {'wanted numbers' if inner is int else 'strings'}" if kind in (list, dict) else wanted

@@ -35,10 +35,11 @@ class DDP(Replicas):
     earlier ones left in ``.grad`` is already a sum over the ranks, and would be summed again.)
     """
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         group = self.mesh.get_group()
         # In a list, so that it is not a submodule, which would give the parameters a second name.
         self.ddp = [DistributedDataParallel(self.module, process_group=group, gradient_as_bucket_view=True)]
+        self.connected = True
 
     def _run(self, *inputs: Any, **named: Any) -> Tensor:
         return ScaleGradient.apply(self.ddp[0](*inputs, **named), self.mesh.size())

@@ -26,16 +26,11 @@ class Replicas(nn.Module, ABC):
         self.module = module
         self.mesh = mesh
         self.precision = precision
-        self.connected = False
-
-    def connect(self) -> None:
-        """Set up the communication, once the parameters have memory and weights. A collective."""
-        self._connect()
-        self.connected = True
+        self.connected = False  # `connect` has run
 
     @abstractmethod
-    def _connect(self) -> None:
-        """What `connect` does."""
+    def connect(self) -> None:
+        """Set up the communication, once the parameters have memory and weights. A collective."""
 
     @abstractmethod
     def sync_gradients(self, now: bool) -> None:

@@ -130,7 +130,7 @@ class Zero(Replicas):
         self.sharded: dict[str, ShardedParameter] = {}
         self.pending: list[tuple[ShardedParameter, dist.Work, Tensor]] = []
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         # The same ranks, by their CPU backend: what is summed over shards on the host, such as a norm, goes by gloo.
         host = DeviceMesh.from_group(self.mesh.get_group(), "cpu") if self.offload else None
         for name, parameter in self.module.named_parameters():
@@ -149,6 +149,7 @@ class Zero(Replicas):
                 zero.gather()
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        self.connected = True
 
     def _to_host(self) -> None:
         """Copy this rank's rows of the full parameters to the shards on the host."""

@@ -17,7 +17,7 @@ from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank
 
 
-def footprint(
+def footprint_of(
     model: nn.Module,
     optimizer: str,
     techniques: Techniques | None = None,
@@ -27,7 +27,8 @@ def footprint(
     """What the ranks will hold of `model`.
 
     Args:
-        model: on the meta device. optimizer: adamw or sgd. how: None for FSDP. division: of a pipeline over `pp` ranks.
+        model: on the meta device. optimizer: adamw or sgd. techniques: None for FSDP.
+        partition: of a pipeline over `pp` ranks.
     """
     techniques = techniques or Techniques()
     counts: tuple[int, ...] = (parameter_count(model),)

@@ -1,0 +1,61 @@
+"""What a rank holds under each stage of ZeRO, with AdamW: measured, and beside it the theory.
+
+Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from mmm.analysis.local_elements import local_elements
+from mmm.models.weights import parameter_count
+from mmm.runtime.process_group import gather_floats
+from mmm.trainer.mistakes import TOLERANCE
+from mmm.trainer.run import Run
+
+KINDS = ("parameters", "gradients", "optimizer_state")
+TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
+
+
+def most_elements(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """Of each kind, the elements on the rank that holds most; to be called as `local_elements`. A collective."""
+    local = local_elements(model, optimizer)
+    everyone = gather_floats([float(local[kind]) for kind in KINDS], device)
+    return {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
+
+
+def theory(stage: int, whole: int, ranks: int) -> dict[str, float]:
+    """What a rank holds of `whole` parameters."""
+    shards = [ranks if stage >= first else 1 for first in (3, 2, 1)]
+    return {kind: n * whole / shard for kind, n, shard in zip(KINDS, (1, 1, 2), shards, strict=True)}
+
+
+def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int) -> str:
+    """A line a stage: of each kind, the numbers held and the theory; in all, megabytes of numbers of `width` bytes."""
+    heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
+    lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'held':>12}{'theory':>12}" * 4]
+    for stage, numbers in enumerate(held):
+        says = theory(stage, whole, ranks)
+        cells = "".join(f"{numbers[kind]:>12,}{says[kind]:>12,.0f}" for kind in KINDS)
+        megabytes = (sum(values.values()) * width / 1e6 for values in (numbers, says))
+        lines.append(f"{stage} {TECHNIQUES[stage]:<7}{cells}" + "".join(f"{size:>12.2f}" for size in megabytes))
+    return "\n".join(lines)
+
+
+def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]], model: nn.Module) -> bool:
+    """Log and record what the stages held. Whether their losses are the same.
+
+    Args:
+        stages: of each, what the rank that holds most held, and the losses. model: unsharded.
+    """
+    held, losses = zip(*stages, strict=True)
+    whole, limit = parameter_count(model), TOLERANCE[run.precision.name]
+    text = table(held, whole, run.layout.dp, run.precision.storage.itemsize)
+    run.log.info("numbers kept, on the rank that keeps most\n%s", text, stacklevel=2)
+    apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
+    run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=2)
+    run.describe(parameters=whole, held=held, losses_differ=apart)
+    return apart <= limit
