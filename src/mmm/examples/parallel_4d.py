@@ -169,7 +169,9 @@ def train(config: Config) -> None:
         kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
-        schedule = kind(stage, resolved.partition.microbatches, loss_fn=loss_fn, scale_grads=False)
+        schedule = kind(
+            stage, config.microbatches or resolved.partition.microbatches, loss_fn=loss_fn, scale_grads=False
+        )
         times = PipelineTimes(run, schedule, [stage])  # dtf, dtb, dtw
 
         def through(go: Callable[..., Any], batch: Batch) -> Tensor:

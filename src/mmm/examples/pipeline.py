@@ -104,7 +104,7 @@ def train(config: Config) -> None:
         stages: list[PipelineStage] = []
         for number in numbers:
             module = make_stage(resolved.sizes, names[number])
-            apply(module, mesh, resolved.plan, run.precision)  # tp and FSDP, within the stage
+            apply(module, mesh, resolved.plan, run.precision, resolved.techniques)  # tp and FSDP, within the stage
             materialize(module, run.device, config.seed)
             module.register_forward_pre_hook(lambda _, x, named: (x, named | every), with_kwargs=True)
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
