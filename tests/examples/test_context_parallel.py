@@ -7,10 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import mmm.history
 from mmm.errors import UserError
-from mmm.examples.context_parallel import Config, train
+from mmm.examples.context_parallel import Config, positions_of, ring_attention, train
+from mmm.parallel.context.apply import positions_of as package_positions
+from mmm.parallel.context.ring import RingAttention
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
@@ -40,7 +44,6 @@ def test_same_losses_as_on_one_device(tmp_path):
         ({"cp_style": "ulysses", "n_heads": 2, "n_kv_heads": 2}, "n_heads 2 is not divisible by cp 4"),
         ({"cp": 0}, "cp 0: an axis of the mesh has at least 1 rank"),
         ({"cp": 3}, "cp 3 needs a multiple of 3 ranks, and there are 4"),
-        ({"compile": True}, "compile with cp 4"),
     ],
     ids=str,
 )
@@ -50,3 +53,35 @@ def test_refused_before_any_process_group(monkeypatch, config, words):
     monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
         train(Config(**config))
+
+
+def rings(rank):
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    torch.manual_seed(rank.rank)
+    tensors = [torch.randn(2, heads, 6, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    dy = torch.randn(2, 4, 6, 8, dtype=torch.float64)
+    found = []
+    for attend in (lambda q, k, v: ring_attention(q, k, v, mesh.get_group()), RingAttention(mesh)):
+        y = attend(*tensors)
+        found.append([y.detach(), *torch.autograd.grad(y, tensors, dy)])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_ring_by_hand_is_the_packages(run_on_ranks, ranks):
+    for by_hand, package in run_on_ranks(rings, ranks):
+        for a, b in zip(by_hand, package, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    for rank in range(ranks):
+        assert positions_of(rank, ranks, 24).tolist() == package_positions(rank, ranks, 24).tolist()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", ["positions", "triangle"])
+def test_a_mistake_shows_and_ends_with_1(tmp_path, mistake):
+    flags = ["--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1", "--dtype", "fp64", "--no-plots"]
+    command = [LAUNCH, "-n", "2", "--device", "cpu", "python3", "-m", "mmm.examples.context_parallel", *flags]
+    done = subprocess.run([*command, "--break", mistake, "--outdir", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert f"--break {mistake}, on purpose" in done.stdout
+    assert "It shows first in the loss of step 0" in done.stdout

@@ -11,7 +11,8 @@ import torch
 
 import mmm.history
 from mmm.errors import UserError
-from mmm.examples.moe import Config, train
+from mmm.examples.moe import Config, dense, moe_layer, train
+from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, apply, build_mesh
 from mmm.parallel.plans.transformer import transformer_plan
@@ -50,7 +51,6 @@ def test_same_losses_as_on_one_device(tmp_path, flags, layout):
         ({"n_experts": 0}, "--n_experts 0"),
         ({"balance_rate": -1.0}, "--balance_rate -1.0"),
         ({"tpsize": 3}, "tp 3 needs a multiple of 3 ranks"),
-        ({"tpsize": 2, "compile": True}, "compile with tp 2"),
     ],
     ids=str,
 )
@@ -79,3 +79,40 @@ def optimizers(rank):
 
 def test_parameters_of_two_meshes_are_not_updated_at_once(run_on_ranks):
     assert run_on_ranks(optimizers, 2) == [[[None, None], [False, False]]] * 2
+
+
+def layers(rank, top_k):
+    """Output and gradients of a rank's tokens by hand over the ranks, and of the model's layer on one device."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(16, 24, 4, top_k).double()
+    x, dy = torch.randn(2, rank.world_size, 10, 16, dtype=torch.float64)
+    x.requires_grad_()
+    router, (w1, w2, w3) = layer.router.weight, (layer.experts.w1, layer.experts.w2, layer.experts.w3)
+    here = [w.chunk(rank.world_size)[rank.rank] for w in (w1, w2, w3)]
+    y = moe_layer(x[rank.rank], router, here, top_k, torch.distributed.group.WORLD)
+    found = [y, *torch.autograd.grad(y, (x, router, w1, w2, w3), dy[rank.rank])]
+    whole = layer(x)
+    on_one = [whole[rank.rank], *torch.autograd.grad(whole, (x, router, w1, w2, w3), dy)]
+    beside = dense(x.flatten(0, 1), router, [w1, w2, w3], top_k).view_as(x)[rank.rank]
+    return [[t.detach() for t in tensors] for tensors in (found, on_one, [beside])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_layer_by_hand_is_the_models(run_on_ranks, ranks):
+    everyone = run_on_ranks(layers, ranks, 2)
+    for found, on_one, (beside,) in everyone:
+        torch.testing.assert_close(found[0], on_one[0], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(beside, on_one[0], rtol=1e-9, atol=1e-12)
+    parts = zip(*(found[1:] for found, *_ in everyone), strict=True)  # of each gradient, by rank
+    for by_hand, wanted in zip(parts, everyone[0][1][1:], strict=True):
+        torch.testing.assert_close(sum(by_hand), wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.long
+def test_a_capacity_shows_and_ends_with_1(tmp_path):
+    flags = ["--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1", "--dtype", "fp64", "--no-plots"]
+    command = [LAUNCH, "-n", "2", "--device", "cpu", "python3", "-m", "mmm.examples.moe", "--ep", "2", *flags]
+    done = subprocess.run([*command, "--break", "capacity", "--outdir", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "--break capacity, on purpose" in done.stdout
+    assert "It shows first in the loss of step 0" in done.stdout

@@ -104,3 +104,13 @@ def test_summary_costs_no_run(monkeypatch, tmp_path, capsys):
     pipeline.train(pipeline.Config(**TINY, summary=True))
     assert "TransformerBlock" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_gradients_divided_twice_show_and_end_with_1(tmp_path):
+    done = launch(2, tmp_path, "--break", "scale", "--microbatches", "4", "--no-plots")
+    assert done.returncode == 1, done.stderr
+    assert "--break scale, on purpose" in done.stdout
+    assert (
+        "It shows first in the gradients of step 0 (tok_embeddings.weight), then in the loss of step 1" in done.stdout
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from fuzz.flags import Flags, Value, flags_of
 from mmm.parallel.pipeline.schedules import SCHEDULES
@@ -45,8 +46,7 @@ def _number(flags: Flags, name: str, default: int) -> int:
 def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, int]) -> dict[str, Value] | None:
     """Flags for these sizes; None where the problem does not go onto them."""
     pp, dp, cp, tp = axes["pp"], axes["dp"], axes["cp"], axes["tp"]
-    model = {"lm": "transformer", "fsdp_tp": "transformer"}.get(program, program)
-    model = str(flags["model"]) if program == "4d" else model
+    model = {"lm": "transformer", "fsdp_tp": "transformer", "4d": "transformer"}.get(program, program)
     known, out = flags_of(program), {}
     # batch
     batch = _number(flags, "global_batch_size", 16 * dp)
@@ -69,9 +69,9 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         return None
     style = rng.choice(("ring", "ulysses"))
     if cp > 1:
-        if style == "ulysses" and heads % (cp * tp):
+        if style == "ulysses" and "cp_style" in known and heads % (cp * tp):
             return None
-        out["cp_style"] = style
+        out |= {"cp_style": style} if "cp_style" in known else {}
     out |= {name: str(size) for name, size in (("pp", pp), ("cp", cp), ("tpsize", tp)) if size > 1 and name in known}
     # data parallel
     if "parallel" in known:
@@ -88,11 +88,11 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         out["ep"] = str(sizes[-1])
     # micro-batches and pipeline
     if pp > 1:
-        pipeline = _pipeline(rng, model, flags, pp, local)
+        pipeline = _pipeline(rng, model, flags, pp, local, known["schedule"].choices)
         if pipeline is None or flags["dtype"] == "fp16":
             return None
         out |= pipeline
-    elif "microbatches" in known and rng.random() < 0.3:
+    elif "microbatches" in known and program != "4d" and rng.random() < 0.3:
         out["microbatches"] = str(min(rng.choice((1, 2, 2, 3, 4, local)), local))
     # memory
     tokens = seq // (cp * tp)
@@ -126,12 +126,14 @@ def _data_parallel(rng: random.Random, others: int, dp: int) -> dict[str, Value]
     return out | ({"dp_shard": str(dp)} if rng.random() < 0.2 else {})
 
 
-def _pipeline(rng: random.Random, model: str, flags: Flags, pp: int, local: int) -> dict[str, Value] | None:
+def _pipeline(
+    rng: random.Random, model: str, flags: Flags, pp: int, local: int, names: Sequence[str]
+) -> dict[str, Value] | None:
     """A schedule whose stages the model has parts for, and whose micro-batches the batch divides into."""
     parts = 4 if model == "cnn" else _number(flags, "n_layers", 4) + 2
     if model != "cnn" and _number(flags, "n_layers", 4) < pp:
         return None
-    name = rng.choice(list(SCHEDULES))
+    name = rng.choice(names)
     schedule = SCHEDULES[name]
     most = schedule.most or 3
     stages = [n for n in range(schedule.least, most + 1) if pp * n <= parts]
@@ -142,6 +144,6 @@ def _pipeline(rng: random.Random, model: str, flags: Flags, pp: int, local: int)
     out: dict[str, Value] = {} if name == "1F1B" and rng.random() < 0.5 else {"schedule": name}
     if least not in counts or rng.random() < 0.6:
         out["microbatches"] = str(rng.choice(counts[:3]))
-    if rng.random() < 0.4:
+    if len(names) > 2 and rng.random() < 0.4:  # not of the example
         out["stages_per_rank"] = str(rng.choice(stages))
     return out

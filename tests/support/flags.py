@@ -71,7 +71,10 @@ def reads(program: ModuleType) -> set[str]:
                 found |= _flags_of(Layout)
             if not isinstance(node, ast.Attribute):
                 continue
-            if isinstance(node.value, ast.Name) and node.value.id in ("run", "self") and hasattr(Run, node.attr):
+            through = getattr(names.get(ast.unparse(node.value)), node.attr, None)  # module.function
+            if inspect.ismodule(names.get(ast.unparse(node.value))) and _is_ours(through):
+                todo += [(through, False)] if not _is_followed_by_name(through) else []
+            elif isinstance(node.value, ast.Name) and node.value.id in ("run", "self") and hasattr(Run, node.attr):
                 todo.append((getattr(Run, node.attr), False))
             elif _of_options(node.value, inside):
                 for owner in config.__mro__:  # also those that are overridden: super() reads them

@@ -17,6 +17,9 @@ NOTHING_TO_DRAW = {"plots"}
 # What shared code reads, and the program has no flag for: by design.
 FIXED = {
     "mmm.examples.collectives": {"seed", "dtype", *NOTHING_TO_DRAW},  # counts, in float32
+    "mmm.examples.context_parallel": {"compile"},  # a trainer's flag
+    "mmm.examples.moe": {"compile"},
+    "mmm.examples.pipeline": {"compile"},
     "mmm.examples.startup": {"seed", "dtype"},  # starts programs, computes nothing
     "mmm.examples.tensor_parallel": NOTHING_TO_DRAW,
     "mmm.examples.traffic": NOTHING_TO_DRAW,

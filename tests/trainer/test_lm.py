@@ -74,6 +74,7 @@ def alone(tmp_path_factory):
         pytest.param({"pp": 2, "parallel": "hsdp"}, marks=pytest.mark.long),
         pytest.param({"cp": 2, "dp_replicate": 2, "activation_checkpointing": "full"}, marks=pytest.mark.long),
         pytest.param({"pp": 2, "cp": 2, "cp_style": "ulysses"}, marks=pytest.mark.long),
+        pytest.param({"pp": 2, "cp": 2, "schedule": "ZBVZeroBubble", "microbatches": 4}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -1,55 +1,59 @@
-"""Context parallel: every sequence cut over the ranks, for texts that are too long for one of them.
+"""Context parallel: every sequence sharded over the ranks, for texts that are too long for one of them.
 
     launch python3 -m mmm.examples.context_parallel
     launch -n 4 --device cpu python3 -m mmm.examples.context_parallel --cp_style ulysses
+    launch -n 2 --device cpu python3 -m mmm.examples.context_parallel --break positions
 
-N ranks stand on a mesh of dp × cp × tp. Along cp the ranks have the same samples, but different tokens of them: two
-chunks each, one from the head and one from the tail, because later tokens have more to look back at; cp = 4::
+Along cp the ranks have the same samples, but other tokens of them: two chunks each, one from the head and one from the
+tail, because later tokens have more to look back at; cp = 4, 512 tokens::
 
     a sequence     ┌────┬────┬────┬────┬────┬────┬────┬────┐
-                   │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank holds the chunk
+                   │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank has the chunk of 64 tokens
                    └────┴────┴────┴────┴────┴────┴────┴────┘
-    all but attention         each rank its own tokens, nothing to send
-    attention, ring           keys and values go from rank to rank, cp - 1 times, while each attends to what is there
-    attention, ulysses        all-to-all: each rank gets the whole sequence of heads / cp heads; and back
+    all but attention      each rank its own 128 tokens, nothing to send
+    attention, ring        hop 1, 2, 3: send the keys and values held to the next rank, take those of the rank before
+                           rank 1 has keys of    hop 0: rank 1    hop 1: rank 0    hop 2: rank 3    hop 3: rank 2
+    attention, ulysses     all-to-all: each rank gets the full sequence of heads / cp heads; and back
 
-Parameters are cut over dp × cp together (FSDP), gradients are added up over both. Activations, which grow with the
-sequence, are 1 / cp on each rank. The losses are those of one device, whatever the style and the mesh.
+`ring_attention` writes the ring out, and is compared with attention to the full sequence; the model trains with the
+package's, which sends while it computes. Parameters are sharded over dp × cp together (FSDP). The losses are those of
+one device. Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
-from mmm.parallel.context.apply import shard_batch
-from mmm.parallel.grad_scaler import GradScaler
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import SHARDED_SEQUENCE, Need, parse
-from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import start_run
-from mmm.trainer.text import Preset, TextProgramOptions, ValidationOptions, resolve, validate
+from mmm.parallel import Layout, cross_entropy
+from mmm.trainer import example
+from mmm.trainer.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions, ValidationOptions):
+class Config(example.TextExampleOptions):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
-    NEEDS: ClassVar[dict[str, Need]] = {"cp_style": SHARDED_SEQUENCE}
+    NEEDS: ClassVar = {"cp_style": example.SHARDED_SEQUENCE}
+    BREAKS: ClassVar = {
+        "positions": "each rank counts its tokens from 0: tokens of different ranks then seem as near as those of one.",
+        "triangle": "the ring attends to all keys that pass: a token then sees those after it, which it is to predict.",
+    }
     cp: int | None = None
-    """Ranks along cp: over how many each sequence is cut. Default: all that --tpsize leaves."""
+    """Ranks along cp: over how many each sequence is sharded. Default: all that --tpsize leaves."""
     cp_style: Literal["ring", "ulysses"] | None = None
-    """ring: keys and values go round. ulysses: attention is cut over its heads, which cp · tp has to divide.
-    Default: ring."""
-    preset: Preset = "debug"
-    """Sizes to start from: small ones, so that long sequences are quick without an accelerator."""
+    """ring (the default), or ulysses: attention is sharded over its heads, which cp · tp has to divide."""
+    preset: example.Preset = "debug"
     seq_length: int = 512
     """Tokens a sample: a multiple of 2 · cp · tp."""
 
@@ -60,56 +64,104 @@ class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions, Validatio
         return {"tp": self.tpsize, "cp": cp}
 
 
+class SendToNext(torch.autograd.Function):
+    """To the next rank of the ring, in exchange for what the rank before sends; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int = 1) -> Tensor:
+        ctx.group, ctx.step = group, step
+        ranks, received = dist.get_process_group_ranks(group), torch.empty_like(x)
+        at = dist.get_rank(group)
+        send = dist.P2POp(dist.isend, x.contiguous(), ranks[(at + step) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, received, ranks[(at - step) % len(ranks)], group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return SendToNext.apply(gradient, ctx.group, -ctx.step), None, None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over some of the keys, and the logarithm of its sum of exponentials: (…, queries, head_dim), (…, 1)."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (batch, heads, queries, keys)
+    scores = scores.masked_fill(~visible, -1e30)  # not -inf: a query that sees none of these keys merges with weight 0
+    lse = scores.logsumexp(-1, keepdim=True)
+    return torch.exp(scores - lse) @ v, lse
+
+
+def positions_of(rank: int, ranks: int, seq: int) -> Tensor:
+    """The tokens that a rank has: one chunk from the head and one from the tail, (seq / ranks,)."""
+    chunks = torch.arange(seq).chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, triangle: bool = True) -> Tensor:
+    """Causal attention of this rank's tokens to those of all ranks: (batch, heads, seq / ranks, head_dim) each."""
+    rank, ranks, wide = dist.get_rank(group), dist.get_world_size(group), torch.promote_types(q.dtype, torch.float32)
+    kv = torch.stack((k, v)).to(wide)  # (2, batch, kv heads, seq / ranks, head_dim)
+    mine = positions_of(rank, ranks, ranks * q.shape[2])
+    for hop in range(ranks):
+        if hop:
+            kv = SendToNext.apply(kv, group)
+        theirs = positions_of((rank - hop) % ranks, ranks, ranks * q.shape[2])
+        visible = mine[:, None] >= theirs if triangle else torch.ones(len(mine), len(mine), dtype=torch.bool)
+        heads = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)  # each serves several heads of q
+        part, part_lse = attention(q.to(wide), heads[0], heads[1], visible.to(q.device))
+        if not hop:
+            out, lse = part, part_lse
+            continue
+        total = torch.logaddexp(lse, part_lse)  # the softmax over both: each weighed by its sum of exponentials
+        out, lse = out * torch.exp(lse - total) + part * torch.exp(part_lse - total), total
+    return out.to(q.dtype)
+
+
+def compare(run: Run) -> None:
+    """The ring over all ranks beside attention to the full sequence."""
+    torch.manual_seed(0)  # the same on every rank: q, k, v, and the gradient of y; (batch, heads, seq, head_dim)
+    full = torch.randn(4, 2, 4, 8 * run.rank.world_size, 16).to(run.device, run.precision.storage)
+    mine = positions_of(run.rank.rank, run.rank.world_size, full.shape[3])
+
+    def forward_backward(attend: Callable[..., Tensor], tensors: Tensor) -> Tensor:
+        q, k, v = tensors[:3].clone().requires_grad_().unbind()
+        y = attend(q, k, v)
+        return torch.stack((y, *torch.autograd.grad(y, (q, k, v), tensors[3])))
+
+    found = forward_backward(partial(ring_attention, group=dist.group.WORLD), full[..., mine, :])  # type: ignore[arg-type]
+    expected = forward_backward(partial(F.scaled_dot_product_attention, is_causal=True), full)
+    example.compare(run, found, expected[..., mine, :])
+
+
 def train(config: Config) -> None:
-    # Does it fit? Everything here is checked before any rank talks to another.
-    resolved = resolve(config)
-    layout = resolved.layout
-    model, plan, global_batch, steps = resolved.model, resolved.plan, resolved.global_batch_size, resolved.steps
+    resolved = example.resolve(config)
+    layout, model = resolved.layout, resolved.model
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("context_parallel", config, resolved) as run:
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        apply(model, mesh, plan, run.precision, resolved.techniques)
-        materialize(model, run.device, config.seed)
-        loss_fn = loss_of(model)  # cross-entropy of the logits, or in chunks
-        run.log.info("%s\n%s", mesh, sharded_model(model))
+    with example.start_run("context_parallel", config, resolved) as run:
+        compare(run)
+        mesh = example.parallelize(run, resolved)
+        for layer in model.layers.values() if config.break_ == "triangle" and layout.cp > 1 else ():
+            layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), triangle=False)  # type: ignore
 
-        def share(samples: Batch) -> Tensor:
-            # Of the samples the tokens of this cp coordinate, and where they stand in the whole sequence, (seq / cp,):
-            # the model turns heads by it, and cannot count from 0.
-            part, positions = shard_batch(samples, layout.coordinates(run.rank.rank)["cp"], layout.cp)
-            return loss_fn(model(part.inputs, positions), part.targets, part.count)
+        # Which tokens this rank has, and where they stand in the full sequence: the model cannot count from 0.
+        mine = positions_of(layout.coordinates(run.rank.rank)["cp"], layout.cp, config.seq_length).to(run.device)
+        positions = torch.arange(len(mine), device=run.device) if config.break_ == "positions" else mine
 
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
-        mine = layout.dp_coordinate(run.rank.rank) * resolved.local_batch_size  # its first sample of each global batch
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
-        for step in range(steps):
-            run.clock.start()
-            samples = resolved.data.train.batch(step, global_batch, mine, resolved.local_batch_size).to(run.device)
-            run.clock.lap("dtd")
-            with loss_parallel():  # under tp the logits stay cut over the vocabulary
-                loss = share(samples)
-                run.clock.lap("dtf")
-                scaler.scale(loss).backward()
-            run.clock.lap("dtb")
-            scaler.step(optimizer)
-            scaler.update()
+        def local_loss(batch: Batch) -> Tensor:
+            return cross_entropy(model(batch.inputs[:, mine], positions), batch.targets[:, mine], batch.count)
+
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        for step in example.text_steps(run, resolved, model, optimizer, local_loss):
+            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+                loss = local_loss(step.batch)
+                step.log(loss)
+                loss.backward()
+            optimizer.step()
             optimizer.zero_grad()
-            run.clock.lap("dto")
-
-            last = step == steps - 1
-            more = {}
-            if config.validates(step, steps):
-                more["val_loss"] = validate(run, resolved, config.eval_batches, share)
-            run.step(step, loss, samples=global_batch, tokens=samples.count, last=last, **more)
-
-
-def main() -> None:
-    train(parse(Config, __doc__))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

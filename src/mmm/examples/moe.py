@@ -1,115 +1,164 @@
-"""Mixture of experts: a Transformer whose tokens choose their feed-forward networks, and experts cut over the ranks.
+"""Mixture of experts: a Transformer whose tokens choose their feed-forward networks, and experts spread over the ranks.
 
     launch python3 -m mmm.examples.moe --n_experts 8 --ep 2
+    launch -n 2 --device cpu python3 -m mmm.examples.moe --ep 2 --break capacity
 
-Every layer has --n_experts feed-forward networks; each token goes through the --top_k that its router scores highest:
-many parameters, little work a token. On 4 ranks with --ep 2 (``dp4·ep2``) each rank has samples of its own::
+Each token goes through the --top_k of a layer's --n_experts networks that its router scores highest. On 4 ranks with
+--ep 2 (``dp4·ep2``) ranks 0 and 1 share the experts, and so do 2 and 3. Each rank has samples of its own: 4 of 128
+tokens, × 2 choices = 1024 rows. What rank 1 does in a layer, with numbers such as these::
 
-       expert parallel, ep: neighbours        rank 0 ◄──── tokens ────► rank 1     experts 0–3 │ experts 4–7
-       share the experts out, whole             │                         │
-                                              FSDP: the same experts,   FSDP
-                                              gradients added up          │
-                                                │                         │
-                                              rank 2 ◄──── tokens ────► rank 3     experts 0–3 │ experts 4–7
+    route        512 tokens score 8 experts, take 2 each                 no communication
+    count        rows by expert: 130 120 140 110 │ 128 132 124 140       all-to-all with rank 0: 4 numbers each way
+    all-to-all   500 rows of 64 numbers to rank 0: experts 0–3           524 stay; as many come as rank 0's tokens chose
+    experts      4–7 compute 524 rows of rank 1 and, say, 490 of rank 0  no communication
+    all-to-all   490 rows back to rank 0                                 500 come back
+    weigh        each token: the sum of its 2 rows by their weights      no communication
 
-    in a layer    route: each token scores the experts        │ no communication
-                  send: tokens to the ranks of their experts  │ all-to-all in [0 1] and [2 3], each time of other sizes
-                  each expert works out what came to it       │ no communication
-                  send back, add up by the router's weights   │ all-to-all
+So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and in backward as much again: 1 MB a step. FSDP
+comes on top: experts are sharded over [0 2] and [1 3], which have the same ones, the other parameters over all four.
 
-All other parameters are cut over all four ranks, as without ep. No token is dropped. ``imbalance`` is the load of the
-busiest expert over the mean: a bias on each expert's score, moved after every step, brings it down without a second
-loss. Same seed and same global batch give the same losses, loads and biases on every mesh.
+`moe_layer` writes that out, and is compared with the dense computation; the model trains with the package's. No token
+is dropped. ``imbalance`` is the load of the busiest expert over the mean: a bias on each expert's score, moved after
+every step, lowers it. Same seed and same global batch give the same losses, loads and biases on every mesh.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.expert.balance import balance_experts, imbalance
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import TensorParallelOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
-from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import start_run
-from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, resolve, validate
+from mmm.models.experts import Experts
+from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
+from mmm.trainer import example
+from mmm.trainer.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TensorParallelOptions, ExpertOptions, TextProgramOptions, ValidationOptions):
-    """A Transformer with routed experts, cut over --ep of the data-parallel ranks; × tensor parallel."""
+class Config(example.TextExampleOptions, example.ExpertOptions):
+    """A Transformer with routed experts, spread over --ep of the data-parallel ranks; × tensor parallel."""
 
+    BREAKS: ClassVar = {
+        "capacity": "an expert takes its even share of a rank's rows and drops the rest: those tokens lack an expert, "
+        "and which they are depends on the mesh."
+    }
     n_experts: int = 8
     """Experts in each layer."""
     ep: int | None = None
-    """Ranks that share the experts out: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
-    preset: Preset = "debug"
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Ranks that share the experts: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
+    preset: example.Preset = "debug"
 
     default_batch_size = 4
 
     def axes(self, ranks: int) -> dict[str, int]:
+        """The mesh for that many ranks."""
+        if self.n_experts < 1:
+            raise ConfigError(f"--n_experts {self.n_experts}: it must be at least 1")
         ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
         return {"tp": self.tpsize, "ep": ep}
 
 
+def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, group: dist.ProcessGroup) -> Tensor:
+    """A rank's tokens through experts that are spread over the ranks of `group`.
+
+    Args:
+        x: (tokens, dim). router: (n_experts, dim). experts: w1, w2, w3 of this rank's, (n_experts / ranks, …) each.
+    """
+    ranks, local = dist.get_world_size(group), len(router) // dist.get_world_size(group)
+    # Route, then sort the choices by expert, and so by rank.
+    weight, chosen = (x @ router.T).sigmoid().topk(top_k)  # (tokens, top_k) each
+    weight = weight / weight.sum(1, keepdim=True)
+    order = chosen.flatten().argsort(stable=True)  # (tokens · top_k,): choice i is of token i // top_k
+    # Count: how many rows go to each expert, and how many come from each rank for each expert here.
+    outgoing = chosen.flatten().bincount(minlength=len(router))  # (n_experts,)
+    incoming = torch.empty_like(outgoing)  # (ranks · local,)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    send, receive = (rows.view(ranks, local).sum(1).tolist() for rows in (outgoing, incoming))
+    # All-to-all: rows to the ranks of their experts. Its backward is the all-to-all the other way.
+    rows = wait_tensor(all_to_all_single_autograd(x[order // top_k], receive, send, group))
+    # Experts: each computes the rows that came for it.
+    expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(incoming)  # of each row
+    done = torch.zeros_like(rows)
+    for number, (w1, w2, w3) in enumerate(zip(*experts, strict=True)):
+        its = (expert == number).nonzero().flatten()
+        done = done.index_add(0, its, (F.silu(rows[its] @ w1.T) * (rows[its] @ w3.T)) @ w2.T)
+    # All-to-all back. A token is the sum of its rows by their weights.
+    back = wait_tensor(all_to_all_single_autograd(done, send, receive, group))  # (tokens · top_k, dim)
+    return torch.zeros_like(x).index_add(0, order // top_k, weight.flatten()[order, None] * back)
+
+
+def dense(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int) -> Tensor:
+    """The same on one device: all experts compute all tokens, with weight 0 for those that were not chosen."""
+    weight, chosen = (x @ router.T).sigmoid().topk(top_k)
+    weight = x.new_zeros(len(x), len(router)).scatter(1, chosen, weight / weight.sum(1, keepdim=True))
+    w1, w2, w3 = experts
+    outputs = (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT  # (n_experts, tokens, dim)
+    return torch.einsum("te,etd->td", weight, outputs)
+
+
+def compare(run: Run) -> None:
+    """`moe_layer` over all ranks beside `dense`."""
+    rank, ranks, dim, hidden = run.rank.rank, run.rank.world_size, 16, 24
+    torch.manual_seed(0)  # the same numbers on every rank, which has 32 tokens and 2 experts of its own
+    shapes = [(32, dim), (32, dim), (2, dim), (2, hidden, dim), (2, dim, hidden), (2, hidden, dim)]
+    made: dict[str, Any] = {"device": run.device, "dtype": run.precision.storage}
+    dy, *inputs = (torch.randn(ranks, *shape).to(**made).requires_grad_() for shape in shapes)
+    x, router, *experts = (tensor.flatten(0, 1) for tensor in inputs)
+    expected = dense(x, router, experts, top_k=2)
+    y = moe_layer(inputs[0][rank], router, [w[rank] for w in inputs[2:]], 2, dist.group.WORLD)  # type: ignore[arg-type]
+    gradients = torch.autograd.grad(y, inputs, dy[rank])
+    for gradient in gradients:
+        dist.all_reduce(gradient)  # each rank has a part of the sum
+    wanted = torch.autograd.grad(expected, inputs, dy.flatten(0, 1))
+    example.compare(run, [y, *gradients], [expected.view_as(dy)[rank], *wanted])
+
+
+def drop(module: Any, given: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+    """The mistake, as a hook on `Experts`: rows of an expert after its capacity are 0. They are sorted by expert."""
+    count = given[1]  # (n_experts,): rows of each
+    place = torch.arange(len(output), device=output.device) - (count.cumsum(0) - count).repeat_interleave(count)
+    return output * (place < len(output) // len(count))[:, None]
+
+
 def train(config: Config) -> None:
-    # Does it fit? Everything here is checked before any rank talks to another.
-    if config.n_experts < 1:
-        raise ConfigError(f"--n_experts {config.n_experts}: it must be at least 1")
-    resolved = resolve(config)
-    layout = resolved.layout
-    model, steps = resolved.model, resolved.steps
-    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
+    resolved = example.resolve(config)
+    model = resolved.model
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("moe", config, resolved) as run:
-        mesh = build_mesh(layout, run.device.type, config.timeout, experts=True)
-        apply(model, mesh, resolved.plan, run.precision, resolved.techniques)
-        materialize(model, run.device, config.seed)
-        run.log.info("%s\n%s", mesh, sharded_model(model))
+    with example.start_run("moe", config, resolved) as run:
+        compare(run)
+        mesh = example.parallelize(run, resolved)
+        for module in model.modules():
+            if config.break_ == "capacity" and isinstance(module, Experts):
+                module.register_forward_hook(drop)
 
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        mine = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
-        for step in range(steps):
-            run.clock.start()
-            part = resolved.data.train.batch(step, global_batch, mine, batch).to(run.device)
-            run.clock.lap("dtd")
-            with loss_parallel():  # under tp the logits stay cut over the vocabulary
-                loss = cross_entropy(model(part.inputs), part.targets, part.count)
-                run.clock.lap("dtf")
+        def local_loss(batch: Batch) -> Tensor:
+            return cross_entropy(model(batch.inputs), batch.targets, batch.count)
+
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        rate = 0.0 if config.break_ else config.balance()  # one device's steps have the first biases
+        for step in example.text_steps(run, resolved, model, optimizer, local_loss):
+            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+                loss = local_loss(step.batch)
+                step.log(loss)
                 loss.backward()
-            run.clock.lap("dtb")
             optimizer.step()
             optimizer.zero_grad()
-            load = balance_experts(model, mesh, config.balance())  # (layers, experts): tokens of all ranks
-            run.clock.lap("dto")
-
-            last = step == steps - 1
-            more = {"imbalance": imbalance(load)} if last or step % config.log_every == 0 else {}
-            if config.validates(step, steps):
-                more["val_loss"] = validate(
-                    run,
-                    resolved,
-                    config.eval_batches,
-                    lambda part: cross_entropy(model(part.inputs), part.targets, part.count),
-                )
-            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
+            load = balance_experts(model, mesh, rate)  # (layers, experts): tokens of all ranks
+            if step.due:
+                step.row["imbalance"] = imbalance(load)
         run.log.info("tokens of the last step, by layer and expert: %s", load.tolist())
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

@@ -1,7 +1,8 @@
-"""Four axes at once, from flags alone, for each model: pipeline × data × context × tensor parallel.
+"""Four axes at once for a Transformer, built rank by rank: pipeline × data × context × tensor parallel.
 
-    launch python3 -m mmm.examples.parallel_4d --model vit
+    launch python3 -m mmm.examples.parallel_4d
     launch -n 8 --device cpu python3 -m mmm.examples.parallel_4d --pp 2 --cp 2 --tp 2
+    launch -n 2 --device cpu python3 -m mmm.examples.parallel_4d --dp_shard 2 --break samples
 
 N ranks stand on a mesh of pp × dp × cp × tp, tp varying fastest; the 16 of pp2·dp2·cp2·tp2::
 
@@ -14,162 +15,183 @@ N ranks stand on a mesh of pp × dp × cp × tp, tp varying fastest; the 16 of p
       dp 1  │   4  │   5  │   6  │   7  │ ────────► │  12  │  13  │  14  │  15  │   samples b … 2b-1
             └──────┴──────┴──────┴──────┘           └──────┴──────┴──────┴──────┘
 
-Which ranks talk to rank 0, what about, and how often::
-
     tp   0 1        parts of the same matrices: activations, several times in every layer
     cp   0 2        parts of the same sequences: keys and values, once in every layer
     dp   0 2 4 6    the same layers (FSDP, over dp × cp): parameters and gradients, once a layer and step
     pp   0 8        other layers: the activations of a micro-batch, once a stage
 
-What talks most stands innermost, on neighbours. An axis of size 1 costs nothing, and is not there. A model lacks the
-axes it has nothing to be cut by: images have no cp. With --n_experts the Transformer has experts, and
---ep cuts them over ranks of dp. 20 steps. Same seed and same global batch give one device's losses.
+Those are the ranks that talk to rank 0; what talks most stands innermost. Other techniques on any layout:
+``mmm.trainer.lm``, and for the ViT and the CNN ``mmm.trainer.vit`` and ``mmm.trainer.fsdp``. 20 steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import nn
+import torch.distributed.pipelining as pipelining
+import torch.distributed.tensor.parallel as tp
+import tyro
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
 
-from mmm.data.datasets import load_images
-from mmm.models.cnn import CNN, CNNConfig
+from mmm.data import Batch
+from mmm.errors import ConfigError, LayoutError
+from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.vit import PRESETS, ViT
-from mmm.parallel import batch_sizes
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
-from mmm.parallel.plans.vit import check_vit, vit_plan
-from mmm.runtime.ranks import whoami
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import LayoutOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Need, parse
-from mmm.trainer.parallelize import parallelize
-from mmm.trainer.report import print_once
-from mmm.trainer.resolve import Resolved, resolve_model
-from mmm.trainer.run import start_run
-from mmm.trainer.tasks import ImageTask, Task, TokenTask
-from mmm.trainer.text import TextOptions
-from mmm.trainer.vision import check_images
-
-MAX_NORM = 1.0
-TOKENS = Need(
-    lambda config, _: config.model == "transformer",
-    "--model transformer",
-    "images have none of it",
-    "--model transformer",
-)
-LAYERS = Need(
-    lambda config, _: config.model != "cnn", "--model transformer or vit", "the CNN's layers are four", "--model vit"
-)
+from mmm.models.weights import convert
+from mmm.parallel import clip_grad_norm, cross_entropy, materialize, to_local
+from mmm.runtime.device import Precision
+from mmm.trainer import example
+from mmm.trainer.timeline import PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions):
-    """A small model on any layout, where no axis is given one chosen for the ranks there are."""
+class Config(example.TextExampleOptions):
+    """A small Transformer on four axes. Where no axis is given, each in turn gets 2 ranks, as long as they divide."""
 
-    NEEDS: ClassVar[dict[str, Need]] = {"n_layers": LAYERS, "seq_length": TOKENS, "n_experts": TOKENS}
-    model: Literal["transformer", "vit", "cnn"] = "transformer"
-    """The Transformer trains on the standard library's source, the others on the digits: both come with the package."""
-    n_layers: int | None = None
-    """Of the Transformer and the ViT. Default: 4."""
-    seq_length: int | None = None
-    """Tokens a sample, of the Transformer. Default: 128."""
-    n_experts: int | None = None
-    """Of each layer of the Transformer, for --ep to cut. Default: none."""
+    BREAKS: ClassVar[dict[str, str]] = {
+        "samples": "every dp rank trains on the samples of the first: the others are never seen, and those count twice",
+        "init": "each rank draws what it holds from a generator of its own: the model depends on the mesh",
+    }
+    NEEDS: ClassVar[dict[str, example.Need]] = {"schedule": example.PIPELINE, "microbatches": example.PIPELINE}
+    model: str = "transformer"
+    """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.fsdp."""
+    pp: int = 1
+    dp_shard: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = -1
+    cp: int = 1
+    schedule: Literal["GPipe", "1F1B"] | None = None
+    microbatches: int | None = None
+    """Parts that a batch goes through the stages in. Default: pp."""
+    preset: example.Preset = "debug"
+    n_layers: int | None = 4
+    n_heads: int | None = 8
+    n_kv_heads: int | None = 4
+    ffn_dim: int | None = 192
+    eval_every: int = 0
     default_max_iters = 20
-    default_batch_size = 8
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
-    def chooses(self, ranks: int) -> bool:
-        return self.parallel == "fsdp" and super().axes(ranks) == LayoutOptions().axes(ranks)
+    default_batch_size = 8
 
     def axes(self, ranks: int) -> dict[str, int]:
-        """As given. Chosen: 2 along each axis in turn, as long as the ranks divide; dp the rest."""
-        if not self.chooses(ranks):
-            return super().axes(ranks)
-        sizes = dict.fromkeys(("pp", "tp", "dp_shard", *(["cp"] if self.model == "transformer" else [])), 1)
-        for axis in sizes:
-            if ranks % 2 == 0:
-                sizes[axis], ranks = 2, ranks // 2
-        return {**sizes, "dp_shard": sizes["dp_shard"] * ranks}
+        if self.model != "transformer":
+            raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp")
+        sizes = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
+        if not self.chooses():
+            return sizes
+        for place, axis in enumerate(("pp", "tp", "dp_shard", "cp"), start=1):
+            if axis != "dp_shard" and ranks % 2**place == 0:
+                sizes[axis] = 2
+        return sizes
+
+    def chooses(self) -> bool:
+        return (self.pp, self.dp_shard, self.cp, self.tpsize) == (1, -1, 1, 1)
 
 
-def resolve(config: Config) -> Resolved:
-    """The model asked for, its plan, and what it trains on; needs no process group."""
-    config.check()
-    ranks = whoami().world_size
-    layout = config.layout(ranks)
-    batch, global_batch = batch_sizes(config.batch_size, config.global_batch_size, layout.dp, config.default_batch_size)
-    n_layers = 4 if config.n_layers is None else config.n_layers
-    sizes: Any
-    data: Any
-    with torch.device("meta"):  # shapes without memory: no rank ever holds the full model
-        if config.model == "transformer":
-            sizes = TransformerConfig(
-                dim=64,
-                n_layers=n_layers,
-                n_heads=8,
-                n_kv_heads=4,
-                ffn_dim=192,
-                n_experts=config.n_experts or 0,
-                top_k=1 if config.n_experts == 1 else 2,
-            )
-            seq_length = 128 if config.seq_length is None else config.seq_length
-            check_transformer(sizes, layout, seq_length, config.techniques().cp_style)
-            model: nn.Module = Transformer(sizes)
-            plan, sample = transformer_plan(sizes), torch.zeros(batch, seq_length).long()
-        else:
-            sample = torch.zeros(batch, 1, 16, 16)
-            if config.model == "vit":
-                sizes = replace(PRESETS["debug"], image_size=16, patch_size=4, channels=1, n_layers=n_layers)
-                check_vit(sizes, layout)
-                model, plan = ViT(sizes), vit_plan()
-            else:
-                sizes = CNNConfig(image_size=16).without_dropout()
-                model, plan = CNN(sizes), cnn_plan()
-    if config.model == "transformer":
-        data = TextOptions(seq_length=seq_length).load(sizes.vocab_size, config.seed)
-        steps = config.steps(data.check(global_batch))
-    else:
-        data = load_images("digits", image_size=16)
-        steps = config.steps(check_images(data, global_batch, layout.dp))
-    notes = (f"no axis was given a size: layout {layout} chosen for {ranks} ranks",) if config.chooses(ranks) else ()
-    return resolve_model(config, layout, sizes, model, plan, sample, data, steps, notes=notes)
+def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precision: Precision) -> Transformer:
+    """One rank's part of the model, on the meta device. names: the modules of its stage. mesh: pp, dp, cp, tp."""
+    # 1. Its stage: the others' modules are left out, and forward skips them.
+    with torch.device("meta"):
+        model = Transformer(sizes)
+    convert(model, precision.storage)
+    for number in [number for number in model.layers if f"layers.{number}" not in names]:
+        del model.layers[number]
+    for name in {"tok_embeddings", "norm", "output"}.difference(names):
+        setattr(model, name, None)
+    # 2. Tensor parallel: columns, then rows; between them the sequence, dim 1, is sharded (mmm.examples.fsdp_tp).
+    columns, rows, norm = tp.ColwiseParallel, tp.RowwiseParallel(output_layouts=Shard(1)), tp.SequenceParallel
+    split, full = Shard(1), Replicate()
+    plan = {
+        "tok_embeddings": tp.RowwiseParallel(input_layouts=full, output_layouts=split),
+        "layers.*.attention_norm": norm(),
+        "layers.*.attention": tp.PrepareModuleInput(
+            input_layouts=(split, None, None), desired_input_layouts=(full, None, None)
+        ),
+        **{f"layers.*.{name}": columns() for name in ("attention.wq", "attention.wk", "attention.wv")},
+        **{f"layers.*.{name}": rows for name in ("attention.wo", "feed_forward.w2")},
+        "layers.*.ffn_norm": norm(),
+        "layers.*.feed_forward": tp.PrepareModuleInput(input_layouts=split, desired_input_layouts=full),
+        **{f"layers.*.{name}": columns() for name in ("feed_forward.w1", "feed_forward.w3")},
+        "norm": norm(),
+        "output": columns(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+    }
+    if mesh["tp"].size() > 1:
+        here = {name: style for name, style in plan.items() if name.startswith("layers.") or name in names}
+        tp.parallelize_module(model, mesh["tp"], here)
+    # 3. Context parallel: attention to the tokens of all ranks of cp (mmm.examples.context_parallel).
+    for layer in model.layers.values() if mesh["cp"].size() > 1 else ():
+        layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group())  # type: ignore
+    # 4. FSDP over dp × cp, whose ranks have other tokens: gradients are summed. A stage is gathered once a step.
+    dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
+    policy = MixedPrecisionPolicy(precision.compute, precision.storage, cast_forward_inputs=False)
+    for module in (*model.layers.values(), model):  # the root takes what is left
+        unit = fully_shard(module, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    return model
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config)  # everything here is checked before any rank talks to another
+    # Does it fit? Everything here is checked before any rank talks to another.
+    resolved = example.resolve(config)
+    layout = resolved.layout
+    if resolved.sizes.n_kv_heads % layout.tp:
+        raise LayoutError(f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}")
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("parallel_4d", config, resolved) as run:
-        model = parallelize(run, resolved)  # split into stages, each sharded over tp, cp and dp; then the weights
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        text = config.model == "transformer"
-        task: Task = TokenTask(run, resolved, eval_batches=4) if text else ImageTask(run, resolved)
-        batches = task.all_batches()
-        for step in range(resolved.steps):
-            run.clock.start()
-            batch = next(batches)  # of this dp coordinate: the same on each of its stages, and along cp and tp
-            run.clock.lap("dtd")
-            loss = model.step(batch.inputs, batch.targets, batch.count)  # laps dtf, dtb and, with pp, dtw
-            model.clip(MAX_NORM)  # of the full gradient, over all stages and ranks
+    names = resolved.partition.names() or [[name for name, _ in resolved.model.named_modules()]]
+    with example.start_run("parallel_4d", config, resolved) as run:
+        run.describe(stages=names)
+        if config.chooses():
+            run.note(f"no axis was given a size: layout {layout} chosen for {layout.ranks} ranks")
+        axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
+        mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+        model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)
+        materialize(model, run.device, config.seed)
+        if config.break_ == "init":
+            torch.manual_seed(config.seed + run.rank.rank)
+            for parameter in model.parameters():
+                to_local(parameter.data).normal_(std=0.02)
+        run.log.info("%s\n%s", mesh, example.sharded_model(model))
+
+        tokens = resolved.global_batch_size * config.seq_length
+        positions = positions_of(at["cp"], layout.cp, config.seq_length).to(run.device)
+        whole = {"positions": positions}  # not split into micro-batches
+        model.register_forward_pre_hook(lambda _, x, named: (x, named | whole), with_kwargs=True)
+        stage = pipelining.PipelineStage(model, at["pp"], layout.pp, run.device, group=mesh["pp"].get_group())
+        kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
+        # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
+        loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
+        schedule = kind(
+            stage, config.microbatches or resolved.partition.microbatches, loss_fn=loss_fn, scale_grads=False
+        )
+        times = PipelineTimes(run, schedule, [stage])  # dtf, dtb, dtw
+
+        def through(go: Callable[..., Any], batch: Batch) -> Tensor:
+            losses: list[Tensor] = []
+            inputs = [batch.inputs[:, positions]] if stage.is_first else []
+            targets = batch.targets[:, positions] if stage.is_last else None
+            go(*inputs, target=targets, losses=losses, return_outputs=False)
+            return times.local_loss(losses)
+
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        samples_of = 0 if config.break_ == "samples" else at["dp_shard"]
+        evaluate = partial(through, schedule.eval)
+        for step in example.text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
+            with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary
+                step.log(through(schedule.step, step.batch))
+            if config.break_ is None:
+                clip_grad_norm(model.parameters(), 1.0, stages=mesh["pp"])
             optimizer.step()
             optimizer.zero_grad()
-            model.balance_experts(measured=False)
-            run.clock.lap("dto")
-            more = task.evaluate(model) if (last := step == resolved.steps - 1) else {}
-            run.step(step, loss, samples=task.global_batch_size, tokens=task.tokens, last=last, **more)
-
-
-def main() -> None:
-    train(parse(Config, __doc__))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

@@ -2,52 +2,55 @@
 
     launch python3 -m mmm.examples.pipeline
     launch -n 4 --device cpu python3 -m mmm.examples.pipeline --pp 2 --tpsize 2 --schedule ZBVZeroBubble
+    launch -n 2 --device cpu python3 -m mmm.examples.pipeline --break scale
 
-Each rank has some of the layers, and gives its activations to the next. With one batch at a time all but one would
-wait; cut into micro-batches, they work on different ones. By 1F1B (F: forward, B: backward, ·: waiting)::
+Each rank has some of the layers. With one batch at a time all ranks but one would wait; split into micro-batches, they
+compute different ones. By 1F1B (F: forward, B: backward, ·: waiting)::
 
                                          Warmup      Steady                   Cooldown
     rank 0   embedding, layers 0 1       F0 F1  ·  · B0 B0 F2 B1 B1 F3 B2 B2  · B3 B3
                ↓ activations  ↑ gradients
     rank 1   layers 2 3, norm, output     · F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  ·  ·    → loss
 
-The cuts make the slowest stage as cheap as can be. pp talks least of all axes, and so is the outermost: between hosts.
---tpsize cuts each layer's matrices within a stage, and the ranks that are left are data parallel (FSDP within a stage).
-``dtw`` is what a rank waits, and --timeline draws it: each rank's forwards, backwards and idling. 30 steps. Same seed
-and same global batch give the losses of ``mmm.examples.fsdp_tp``.
+What passes between two ranks: of each micro-batch the activations (samples, seq, dim) forward, and their gradients, as
+many, back. By default 2 samples of 128 tokens of 256 float32: 0.26 MB, 8 times a step each way. That is less than any
+other axis sends, so pp is the outermost: between hosts. ``dtw`` is what a rank waits, and --timeline draws it.
+
+The split makes the slowest stage as fast as can be. Within a stage --tpsize shards matrices, and the ranks that are
+left are data parallel (FSDP). 30 steps. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.analysis.bubble import gather
-from mmm.errors import ConfigError
-from mmm.parallel import apply, build_mesh, loss_of, materialize
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.recorder import Recorder
-from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
-from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
+from mmm.data import Batch
+from mmm.errors import ConfigError, LayoutError
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.techniques import ScheduleName
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
-from mmm.trainer.report import print_once, sharded_model, stage_table
-from mmm.trainer.run import start_run
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve, validate
-from mmm.trainer.timeline import report_timeline
+from mmm.trainer import example
+from mmm.trainer.timeline import PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions, ValidationOptions):
+class Config(example.TextExampleOptions):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
+    BREAKS: ClassVar = {
+        "scale": "PyTorch's schedule divides gradients by the number of micro-batches (its default, for losses that "
+        "are means). Each loss here is its sum over the tokens of the global batch: they just add up."
+    }
     pp: int = 2
-    """Ranks along pp: over how many the layers are cut."""
+    """Ranks along pp: over how many the layers are split."""
     schedule: ScheduleName = "1F1B"
     """The order of forwards and backwards."""
     microbatches: int = 8
@@ -58,96 +61,84 @@ class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions, Validatio
     timeline: bool = False
     """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
 
+    def axes(self, ranks: int) -> dict[str, int]:
+        if self.pp < 2:
+            raise LayoutError(f"pp {self.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
+        return {"pp": self.pp, "tp": self.tpsize}
+
+
+def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
+    """The model with only those of its modules; forward skips the others. On the meta device."""
+    with torch.device("meta"):
+        model = Transformer(sizes)
+    for name in ("tok_embeddings", "norm", "output"):
+        if name not in names:
+            setattr(model, name, None)
+    for number in [number for number in model.layers if f"layers.{number}" not in names]:
+        del model.layers[number]
+    return model
+
 
 def train(config: Config) -> None:
-    # Does it fit? Everything here is checked before any rank talks to another.
-    resolved = resolve(config)
-    layout, plan = resolved.layout, resolved.plan
-    model, steps = resolved.model, resolved.steps
-    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
-    if config.timeline and steps < 2:
-        raise ConfigError(
-            f"--timeline with {steps} step: the first is left out, because PyTorch works out shapes in "
-            f"it; use --max_iters 2 or more"
-        )
-    parts = parts_of(model, plan)
-    each = check_pipeline(
-        layout,
-        config.schedule,
-        config.microbatches,
-        batch,
-        len(parts),
-        config.stages_per_rank,
-        dtype=config.dtype,
-        compile=plan if config.compile else None,
-    )
-    costs = part_costs(model, parts, resolved.sample)
-    cuts = balance_stages(costs, layout.pp * each)
+    resolved = example.resolve(config)
+    layout, partition = resolved.layout, resolved.partition
+    if config.timeline and resolved.steps < 2:
+        why = "the first is left out, because PyTorch finds the shapes in it"
+        raise ConfigError(f"--timeline with {resolved.steps} step: {why}; use --max_iters 2 or more")
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("pipeline", config, resolved) as run:
-        stages = [[name for i in held for name in parts[i]] for held in cuts]
-        run.describe(stages=stages)
-        shares = [sum(costs[held.start : held.stop]) / sum(costs) for held in cuts]
-        run.log.info("the stages\n%s", stage_table(stages, shares))
-
-        # Cut into stages first; each then goes the way of a whole model: mesh -> plan -> weights.
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        numbers = stages_of(layout.coordinates(run.rank.rank)["pp"], layout.pp, config.schedule, each)
-        mine = {number: take_stage(model, parts, cuts[number]) for number in numbers}
-        for number, stage in mine.items():
-            apply(stage, mesh, plan, run.precision, resolved.techniques)
-            materialize(stage, run.device, config.seed)
-            run.log.info("%s, stage %d\n%s", mesh, number, sharded_model(stage))
-
-        tokens_of_step = global_batch * config.seq_length  # micro-batches divide by it: their losses add up
-        loss_fn = loss_of(*mine.values())  # cross-entropy of the logits, or in chunks
-        pipeline = Pipeline(
-            mine,
-            len(cuts),
-            mesh,
-            schedule=config.schedule,
-            microbatches=config.microbatches,
-            loss=lambda output, targets: loss_fn(output, targets, tokens_of_step),
-            device=run.device,
-            lap=run.clock.lap,
+    names = partition.names()  # of the modules of each stage
+    with example.start_run("pipeline", config, resolved) as run:
+        run.describe(stages=names)
+        run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
+        mesh, tokens = (
+            build_mesh(layout, run.device.type, config.timeout),
+            resolved.global_batch_size * config.seq_length,
         )
-        optimizer = make_optimizer(config.optimizer, pipeline.parameters(), config.lr)
-        first = layout.dp_coordinate(run.rank.rank) * batch  # this rank's first sample of each global batch
-        positions = torch.arange(config.seq_length, device=run.device)
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, config.seq_length)
-        recorder = Recorder(run.device, mesh["pp"].get_group())
-        for step in range(steps):
-            if config.timeline and step == 1:
-                pipeline.record_to(recorder)
-            run.clock.start()
-            part = resolved.data.train.batch(step, global_batch, first, batch).to(run.device)
-            run.clock.lap("dtd")
-            with loss_parallel():  # the logits stay cut over the vocabulary
-                loss = pipeline.step(part.inputs, part.targets, positions=positions)  # laps dtf, dtb, dtw
+        at, there_and_back = mesh["pp"].get_local_rank(), config.schedule in ("ZBVZeroBubble", "DualPipeV")
+        numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
+        every = {"positions": torch.arange(config.seq_length, device=run.device)}  # not split into micro-batches
+
+        stages: list[PipelineStage] = []
+        for number in numbers:
+            module = make_stage(resolved.sizes, names[number])
+            apply(module, mesh, resolved.plan, run.precision, resolved.techniques)  # tp and FSDP, within the stage
+            materialize(module, run.device, config.seed)
+            module.register_forward_pre_hook(lambda _, x, named: (x, named | every), with_kwargs=True)
+            for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
+                unit.set_reshard_after_forward(False)  # gathered once a step, not once a micro-batch
+            stages.append(PipelineStage(module, number, len(names), run.device, group=mesh["pp"].get_group()))
+            run.log.info("%s, stage %d\n%s", mesh, number, example.sharded_model(module))
+        kind = getattr(schedules, f"Schedule{config.schedule}")
+        schedule = kind(
+            stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0],
+            config.microbatches,
+            loss_fn=lambda output, targets: cross_entropy(output, targets, tokens),  # its sum over the global count
+            scale_grads=config.break_ == "scale",
+        )
+        times = PipelineTimes(run, schedule, stages)  # dtf, dtb, dtw
+
+        def through(go: Callable[..., Any], batch: Batch) -> Tensor:
+            losses: list[Tensor] = []  # of the micro-batches, on the last stage
+            inputs = [batch.inputs] if 0 in numbers else []  # other stages take what the stage before sends
+            go(*inputs, target=batch.targets if len(names) - 1 in numbers else None, losses=losses)
+            return times.local_loss(losses)
+
+        modules = [stage.submod for stage in stages]
+        optimizer = example.make_optimizer(config.optimizer, [p for m in modules for p in m.parameters()], config.lr)
+        evaluate = lambda batch: through(schedule.eval, batch)  # noqa: E731
+        for step in example.text_steps(run, resolved, modules, optimizer, evaluate):
+            if config.timeline and step.number > 0:
+                times.record()
+            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+                step.log(through(schedule.step, step.batch))  # forward, loss and backward of all micro-batches
             optimizer.step()
             optimizer.zero_grad()
-            run.clock.lap("dto")
-
-            last = step == steps - 1
-            more = {}
-            if config.validates(step, steps):
-                more["val_loss"] = validate(
-                    run,
-                    resolved,
-                    config.eval_batches,
-                    lambda part: pipeline.evaluate(part.inputs, part.targets, positions=positions),
-                )
-            run.step(step, loss, samples=global_batch, tokens=part.count, last=last, **more)
         if config.timeline:
-            report_timeline(run, gather(recorder), config.schedule, config.microbatches, each)
-
-
-def main() -> None:
-    train(parse(Config, __doc__))
+            times.report(config.schedule, config.microbatches)
 
 
 if __name__ == "__main__":
-    run_main(main)
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

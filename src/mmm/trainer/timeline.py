@@ -2,10 +2,69 @@
 
 from __future__ import annotations
 
-from mmm.analysis.bubble import PipelineTimeline, Recorded, bubble_formula, replay
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from mmm.analysis.bubble import PipelineTimeline, Recorded, bubble_formula, gather, replay
 from mmm.history import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
+from mmm.parallel.loss import local_value
+from mmm.parallel.pipeline.pipeline import TimedStage
+from mmm.parallel.pipeline.recorder import Recorder
 from mmm.trainer.run import Run
+
+
+class PipelineTimes:
+    """Has PyTorch's stages of a rank tell the clock what a step's time goes into (dtf, dtb, dtw), and notes who did
+    what when for `report_timeline`.
+
+    Args:
+        schedule: of PyTorch, on `stages`, those of this rank.
+    """
+
+    def __init__(self, run: Run, schedule: Any, stages: Sequence[PipelineStage]) -> None:
+        self.run, self.stages, self.recorder = run, list(stages), Recorder(run.device, stages[0].group)  # type: ignore[arg-type]
+        self.loss, schedule._loss_fn = schedule._loss_fn, self._timed_loss
+        self.recording = False
+        for stage in self.stages:
+            stage.__class__ = TimedStage  # the same stage, with its methods timed
+            stage.lap = self._lap  # type: ignore[attr-defined]
+
+    def _lap(self, part: str) -> None:
+        if torch.is_grad_enabled() and part in self.run.clock.parts:  # an evaluation is no part of a step
+            self.run.clock.lap(part)
+
+    def _timed_loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        self._lap("dtw")
+        work = partial(self.loss, output, targets)
+        value = self.recorder.go_on(work) if self.recording and torch.is_grad_enabled() else work()
+        self._lap("dtf")
+        return value
+
+    def local_loss(self, losses: list[Tensor]) -> Tensor:
+        """The sum over a step's micro-batches on all stages alike: only the last has any. A collective."""
+        dtype = torch.float32 if self.run.device.type == "mps" else torch.float64
+        total = torch.tensor(sum(map(local_value, losses)), dtype=dtype, device=self.run.device)
+        dist.all_reduce(total, group=self.stages[0].group)
+        self._lap("dtw")
+        return total
+
+    def record(self) -> None:
+        """Note what is done in the step that now begins, on all ranks. A collective."""
+        self.recording = True
+        for stage in self.stages:
+            stage.recorder = self.recorder  # type: ignore[attr-defined]
+        self.recorder.start()
+
+    def report(self, schedule: str, microbatches: int) -> None:
+        """`report_timeline` of the steps that were noted. A collective."""
+        report_timeline(self.run, gather(self.recorder), schedule, microbatches, len(self.stages))
 
 
 def panel(title: str, timeline: PipelineTimeline) -> Panel:
