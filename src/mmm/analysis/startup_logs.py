@@ -24,7 +24,7 @@ RANKS = (
 
 
 @dataclass(frozen=True)
-class Start:
+class LoggedStart:
     """One start of a program: when its job began, and when its first step was logged."""
 
     model: str
@@ -40,7 +40,7 @@ class Start:
 class Log(NamedTuple):
     """starts: of the jobs in a log. without: how many more jobs began, and ended before their first step."""
 
-    starts: list[Start]
+    starts: list[LoggedStart]
     without: int
 
 
@@ -72,7 +72,9 @@ def read_log(path: Path, model: str | None = None, ranks: int | None = None) -> 
         stop = _first_step(path, lines[number:end])
         if stop is not None:
             text = "\n".join([*lines[number:end], *lines[: jobs[0]]])  # its own lines first, then those above all
-            found.append(Start(model or _model(text), ranks or _ranks(path, text), _job(path, lines[number]), stop))
+            found.append(
+                LoggedStart(model or _model(text), ranks or _ranks(path, text), _job(path, lines[number]), stop)
+            )
     if not found:
         raise DataError(
             f"{path}: a job began ({_job(path, lines[jobs[0]])}), but no line after it holds both a time "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmm.analysis.startup_logs import Start, read_log
+from mmm.analysis.startup_logs import LoggedStart, read_log
 from mmm.cli import show
 from mmm.errors import ConfigError, RecordError, UserError
 from mmm.runtime import startup
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks {args.ranks}: it must be at least 1")
 
-    starts: list[Start] = []
+    starts: list[LoggedStart] = []
     tables: list[str] = []
     without: list[UserError] = []
     for path in args.paths:
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[Start], list[str]]:
+def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[LoggedStart], list[str]]:
     """The starts of a run's folder, or of a log; of a folder also the table of its parts. UserError where none is."""
     if path.is_dir():
         config = _config(path)
@@ -88,7 +88,7 @@ def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[Start]
     return log.starts, []
 
 
-def table(starts: Sequence[Start]) -> str:
+def table(starts: Sequence[LoggedStart]) -> str:
     """model, ranks, start, stop, seconds: a line each."""
     width = max(5, *(len(each.model) for each in starts))
     lines = [f"{'model':<{width}}{'ranks':>7}  {'start':<19}  {'stop':<19}{'seconds':>10}"]
@@ -121,7 +121,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> Start:
+def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> LoggedStart:
     try:
         span = startup.span(config["startup"])
     except (KeyError, TypeError, IndexError):
@@ -131,7 +131,7 @@ def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> Start
             f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
             "has no end; its parts are in config.json, under `startup`."
         )
-    return Start(model or config["module"], len(config["ranks"]), *span)
+    return LoggedStart(model or config["module"], len(config["ranks"]), *span)
 
 
 if __name__ == "__main__":

@@ -116,17 +116,17 @@ def train(config: Config) -> None:
             step.log(loss)
             loss.backward()
             optimizer.step()
-            held = local_elements(model, optimizer)  # while there are gradients
+            elements = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
-        whole, (r, s) = parameter_count(model), sizes
-        held_text = f"rank 0 holds {held['parameters']:,} of {whole:,} parameters (1/{s} in theory: {whole / s:.1f})"
+        full, (r, s) = parameter_count(model), sizes
+        held_text = f"rank 0 holds {elements['parameters']:,} of {full:,} parameters (1/{s} in theory: {full / s:.1f})"
         run.log.info("%s", held_text)
-        sent = (3 * (s - 1) / s * whole, 2 * (r - 1) / r * whole / s)
+        sent = (3 * (s - 1) / s * full, 2 * (r - 1) / r * full / s)
         run.log.info("a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f", *sent)
         spread = copies_spread(model, mesh)
         run.log.info("the %d copies, after %d steps: differ by %.1e at most", r, step.number + 1, spread)
-        run.describe(held=held, whole=whole, copies_spread=spread)
+        run.describe(held=elements, whole=full, copies_spread=spread)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
     launch python3 -m mmm.examples.tiling
 
 Cutting a model over ranks does not help where one layer of one sequence is too large. Two layers are larger than all
-others, and both work token by token, so that they need not be worked out for the whole sequence at once::
+others, and both work token by token, so that they need not be computed for the whole sequence at once::
 
                      what is largest                            piece by piece
       output, loss   logits (seq, V), their softmax             ┌──┐ ▷ ▷ ▷   (seq / chunks, V), --loss_chunks
@@ -101,10 +101,10 @@ def train_way(run: Run, mesh: Mesh, resolved: Resolved, way: int) -> tuple[int, 
     loss_fn = loss_of(model)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
     batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
-    mine, losses = batch * run.layout.dp_coordinate(run.rank.rank), []
+    first_sample, losses = batch * run.layout.dp_coordinate(run.rank.rank), []
     for step in range(resolved.steps):
         run.clock.start()
-        part = resolved.data.train.batch(step, global_batch, mine, batch).to(run.device)
+        part = resolved.data.train.batch(step, global_batch, first_sample, batch).to(run.device)
         run.clock.lap("dtd")
         with Peak(run.device, model) as peak, loss_parallel():
             loss = loss_fn(model(part.inputs), part.targets, part.count)
@@ -115,9 +115,9 @@ def train_way(run: Run, mesh: Mesh, resolved: Resolved, way: int) -> tuple[int, 
         optimizer.zero_grad()
         run.clock.lap("dto")
         most = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
-        at, share = {"way": way, "iter": step}, {"loss": local_value(loss)}
+        at, local_loss = {"way": way, "iter": step}, {"loss": local_value(loss)}
         due = step % config.log_every == 0 or step == resolved.steps - 1
-        losses.append(run.row(at, share, samples=global_batch, tokens=part.count, more={"peak": most}, due=due))
+        losses.append(run.row(at, local_loss, samples=global_batch, tokens=part.count, more={"peak": most}, due=due))
     return int(most), losses
 
 

@@ -54,7 +54,7 @@ class Config(TransformerOptions, TextOptions, BatchOptions):
     """Of the pipelines."""
 
 
-class Case(NamedTuple):
+class TrafficCase(NamedTuple):
     """A layout, and the techniques on it."""
 
     name: str
@@ -62,17 +62,19 @@ class Case(NamedTuple):
     techniques: Techniques = Techniques()
 
 
-def cases(ranks: int, microbatches: int) -> list[Case]:
+def cases(ranks: int, microbatches: int) -> list[TrafficCase]:
     """Those that the number of ranks allows."""
     pipe = {name: Techniques(schedule=name, microbatches=microbatches) for name in ("GPipe", "1F1B")}
-    found = [Case(name, Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")]
-    found.append(Case("tp, seq. sharded", Layout(tp=ranks)))
-    found += [Case(f"pp, {name}", Layout(pp=ranks), techniques) for name, techniques in pipe.items()]
-    found += [Case(f"cp, {style}", Layout(cp=ranks), Techniques(cp_style=style)) for style in ("ring", "ulysses")]
+    found = [TrafficCase(name, Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")]
+    found.append(TrafficCase("tp, seq. sharded", Layout(tp=ranks)))
+    found += [TrafficCase(f"pp, {name}", Layout(pp=ranks), techniques) for name, techniques in pipe.items()]
+    found += [
+        TrafficCase(f"cp, {style}", Layout(cp=ranks), Techniques(cp_style=style)) for style in ("ring", "ulysses")
+    ]
     if ranks % 2 == 0 and ranks > 2:
-        found.append(Case("hsdp", Layout(dp_replicate=2), Techniques(data_parallel="hsdp")))
-        found.append(Case("fsdp × tp", Layout(tp=2)))
-        found.append(Case("pp × tp", Layout(pp=2, tp=ranks // 2), pipe["1F1B"]))
+        found.append(TrafficCase("hsdp", Layout(dp_replicate=2), Techniques(data_parallel="hsdp")))
+        found.append(TrafficCase("fsdp × tp", Layout(tp=2)))
+        found.append(TrafficCase("pp × tp", Layout(pp=2, tp=ranks // 2), pipe["1F1B"]))
     return [case._replace(layout=case.layout.fit(ranks)) for case in found]
 
 
@@ -81,7 +83,7 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
         return Transformer(sizes)
 
 
-def measure(run: Run, case: Case, partition: Partition, sizes: TransformerConfig, data: TextData) -> list[Sent]:
+def measure(run: Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, data: TextData) -> list[Sent]:
     """The third step on a layout, by rank. A collective."""
     layout, plan, seed = case.layout, transformer_plan(sizes), run.options.seed
     mesh, model = build_mesh(layout, run.device.type, run.options.timeout), on_meta(sizes)

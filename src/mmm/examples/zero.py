@@ -124,10 +124,10 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
         optimizer.step()
         if isinstance(model, Slices) and run.options.break_ is None:
             model.gather()
-        step.row.update(held := most_elements(model, optimizer, run.device))  # while there are gradients
+        step.row.update(elements := most_elements(model, optimizer, run.device))  # while there are gradients
         optimizer.zero_grad()
         steps.append(step)
-    return held, [step.loss for step in steps]
+    return elements, [step.loss for step in steps]
 
 
 def train(config: Config) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mmm import contract
 from mmm.errors import LaunchError, UserError
-from mmm.launch.control.run import Run
+from mmm.launch.control.run import RunControl
 from mmm.launch.control.wire import CPUS_VARIABLE
 from mmm.launch.job import binding, cluster, local, scheduler, target, walltime
 from mmm.launch.job.cluster import ClusterPlan
@@ -146,7 +146,7 @@ def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace) -> str:
     return f"machine  this host: {found.why['scheduler']}, no --hosts, no --hostfile\n{text}" if args.explain else text
 
 
-def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> Run:
+def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> RunControl:
     """What will run the plan. Says what was found, where that is more than this host."""
     if isinstance(plan, ClusterPlan):
         from mmm.launch.control.controller import Controller

@@ -45,14 +45,14 @@ def train(config: Config) -> None:
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         task = TokenTask(run, resolved, config.eval_batches)
         run.log.info("%d steps of %d × %d tokens", resolved.steps, resolved.global_batch_size, config.seq_length)
-        how = Fit(
+        options = Fit(
             steps=resolved.steps,
             max_norm=config.max_norm,
             schedule=fitting_warmup_cosine(run, resolved.steps, config.warmup),
             eval_every=config.eval_every,
             balance_rate=config.balance(),
         )
-        fit(run, model, optimizer, task, how)
+        fit(run, model, optimizer, task, options)
         if config.offload:
             run.log.info("%s", moved_text(model.modules.values(), optimizer, run.device))
         if config.save_model:

@@ -89,11 +89,11 @@ class OneDevice:
             logits = self.model(batch.inputs)
         loss = cross_entropy(logits, batch.targets, batch.count)
         loss.backward()
-        mine = {canonical_name(name): p for module in self.ranks for name, p in module.named_parameters()}
+        parameters = {canonical_name(name): p for module in self.ranks for name, p in module.named_parameters()}
         expected = {canonical_name(name): p.grad for name, p in self.model.named_parameters()}
-        here = {name: _apart(p.grad, expected[name]) for name, p in mine.items()}
-        everyone: list[Any] = [here] * dist.get_world_size()
-        dist.all_gather_object(everyone, here)
+        differences = {name: _apart(p.grad, expected[name]) for name, p in parameters.items()}
+        everyone: list[Any] = [differences] * dist.get_world_size()
+        dist.all_gather_object(everyone, differences)
         largest = {name: max(found[name] for found in everyone if name in found) for name in expected}
         self.steps.append(Difference(loss.item(), largest))
         self.optimizer.step()

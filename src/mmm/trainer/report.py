@@ -84,8 +84,8 @@ def sharded_model(model: nn.Module) -> str:
 def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
     """A line a stage: its part of the computation, and its modules."""
     return "\n".join(
-        f"stage {number}, {share:.0%} of the computation: {' '.join(modules)}"
-        for number, (modules, share) in enumerate(zip(names, shares, strict=True))
+        f"stage {number}, {part:.0%} of the computation: {' '.join(modules)}"
+        for number, (modules, part) in enumerate(zip(names, shares, strict=True))
     )
 
 

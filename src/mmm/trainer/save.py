@@ -71,10 +71,10 @@ def second_names(modules: Iterable[nn.Module]) -> dict[str, str]:
 
 def gather_stages(state: dict[str, Tensor], pp: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
     """The tensors of all stages, on the first rank of pp; on the others nothing. A collective over pp."""
-    group, here, first = pp.get_group(), pp.get_local_rank(), dist.get_global_rank(pp.get_group(), 0)
+    group, stage, first = pp.get_group(), pp.get_local_rank(), dist.get_global_rank(pp.get_group(), 0)
     heads: list = [None] * pp.size()
     dist.all_gather_object(heads, {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}, group=group)
-    if here:
+    if stage:
         for tensor in state.values():
             dist.send(tensor.contiguous().to(device), first, group=group)
         return {}

@@ -116,8 +116,8 @@ def train(config: Config) -> None:
         images = data.train.samples
         run.log.info("%s, %d images: %d steps of %d", data.name, images, steps, resolved.global_batch_size)
         schedule = fitting_warmup_cosine(run, steps, config.warmup)
-        how = Fit(steps=steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every)
-        evaluated = fit(run, model, optimizer, task, how)
+        options = Fit(steps=steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every)
+        evaluated = fit(run, model, optimizer, task, options)
         run.log.info("test accuracy %.2f %% of %d images", evaluated["test_acc"], data.test.samples)
         if config.save_model:
             save_model(run, model)

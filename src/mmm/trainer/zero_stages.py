@@ -27,18 +27,18 @@ def most_elements(model: nn.Module, optimizer: torch.optim.Optimizer, device: to
     return {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
 
 
-def theory(stage: int, whole: int, ranks: int) -> dict[str, float]:
-    """What a rank holds of `whole` parameters."""
+def theory(stage: int, full: int, ranks: int) -> dict[str, float]:
+    """What a rank holds of `full` parameters."""
     shards = [ranks if stage >= first else 1 for first in (3, 2, 1)]
-    return {kind: n * whole / shard for kind, n, shard in zip(KINDS, (1, 1, 2), shards, strict=True)}
+    return {kind: n * full / shard for kind, n, shard in zip(KINDS, (1, 1, 2), shards, strict=True)}
 
 
-def table(held: Sequence[dict[str, int]], whole: int, ranks: int, width: int) -> str:
+def table(elements: Sequence[dict[str, int]], full: int, ranks: int, width: int) -> str:
     """A line a stage: of each kind, the numbers held and the theory; in all, megabytes of numbers of `width` bytes."""
     heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
-    lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'held':>12}{'theory':>12}" * 4]
-    for stage, numbers in enumerate(held):
-        says = theory(stage, whole, ranks)
+    lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'local':>12}{'theory':>12}" * 4]
+    for stage, numbers in enumerate(elements):
+        says = theory(stage, full, ranks)
         cells = "".join(f"{numbers[kind]:>12,}{says[kind]:>12,.0f}" for kind in KINDS)
         megabytes = (sum(values.values()) * width / 1e6 for values in (numbers, says))
         lines.append(f"{stage} {TECHNIQUES[stage]:<7}{cells}" + "".join(f"{size:>12.2f}" for size in megabytes))
@@ -51,11 +51,11 @@ def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]]
     Args:
         stages: of each, what the rank that holds most held, and the losses. model: unsharded.
     """
-    held, losses = zip(*stages, strict=True)
-    whole, limit = parameter_count(model), TOLERANCE[run.precision.name]
-    text = table(held, whole, run.layout.dp, run.precision.storage.itemsize)
+    elements, losses = zip(*stages, strict=True)
+    full, limit = parameter_count(model), TOLERANCE[run.precision.name]
+    text = table(elements, full, run.layout.dp, run.precision.storage.itemsize)
     run.log.info("numbers kept, on the rank that keeps most\n%s", text, stacklevel=2)
     apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
     run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=2)
-    run.describe(parameters=whole, held=held, losses_differ=apart)
+    run.describe(parameters=full, held=elements, losses_differ=apart)
     return apart <= limit

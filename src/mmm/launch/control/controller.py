@@ -23,7 +23,7 @@ from mmm.launch.control.commands import RemoteAgent, addresses, read_failure, st
 from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.link import Link, Lost, Message
 from mmm.launch.control.output import Output
-from mmm.launch.control.run import GRACE, Limits, Run
+from mmm.launch.control.run import GRACE, Limits, RunControl
 from mmm.launch.control.stacks import Stack
 from mmm.launch.job import hosts, mpi
 from mmm.launch.job.cluster import ClusterPlan
@@ -36,7 +36,7 @@ LAUNCHER_LINGERS = 20.0  # s that it has after a run that went well: others of i
 SPARE_FILES = 64
 
 
-class Controller(Run):
+class Controller(RunControl):
     def __init__(self, plan: ClusterPlan, limits: Limits | None = None, start_timeout: float = START_TIMEOUT) -> None:
         super().__init__(plan.ranks, limits)
         self.plan = plan

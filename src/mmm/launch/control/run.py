@@ -21,7 +21,7 @@ GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C
 
 
-class Run(ABC):
+class RunControl(ABC):
     """What `Supervisor` and `Controller` have in common. They say how to start, serve, signal and kill."""
 
     def __init__(self, total: int, limits: Limits | None = None) -> None:

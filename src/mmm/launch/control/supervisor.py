@@ -17,7 +17,7 @@ from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, VERDICT_VARIABLE, Repor
 from mmm.launch.control import processes, stacks, wire
 from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
-from mmm.launch.control.run import Limits, Run
+from mmm.launch.control.run import Limits, RunControl
 from mmm.launch.control.wire import Instructions, Status
 from mmm.launch.job.local import LaunchPlan
 
@@ -25,7 +25,7 @@ DRAIN = 1.0  # s for the rest of the output
 LEFTOVER_GRACE = 0.3  # s for processes that outlive their ranks, between SIGTERM and SIGKILL
 
 
-class Supervisor(Run):
+class Supervisor(RunControl):
     """This host's ranks. No process of the run is left after `run`."""
 
     host = ""  # said of failures where it is not clear which host is meant
