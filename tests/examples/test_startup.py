@@ -6,14 +6,15 @@ import sys
 import pytest
 
 import mmm.history
+from mmm.analysis import startup_cost
 from mmm.analysis import startup_cost as measure
+from mmm.analysis.startup_cost import Start, one_import, start
 from mmm.errors import ConfigError, LaunchError
-from mmm.examples import startup
-from mmm.examples.startup import Config, Found, growth, one_import, start_once, table, train
+from mmm.examples.startup import PROGRAM, Config, growth, table, train
 
 BY_RANKS = {
-    1: {"forked": Found(3.0, 4.0), "torchrun": Found(5.0, 6.0)},
-    8: {"forked": Found(3.5, 4.7), "torchrun": Found(20.0, 34.0)},
+    1: {"forked": Start(3.0, 4.0), "torchrun": Start(5.0, 6.0)},
+    8: {"forked": Start(3.5, 4.7), "torchrun": Start(20.0, 34.0)},
 }
 
 
@@ -74,11 +75,11 @@ def test_refused_as_a_rank(monkeypatch):
 @pytest.mark.long
 def test_a_run(tmp_path, monkeypatch, capsys):
     """One real start; the others' costs are made up."""
-    real = start_once("forked", 2, "mpiexec", str(tmp_path))
+    real = start("forked", 2, PROGRAM, "mpiexec", str(tmp_path))
     assert real.seconds > 0
     assert real.cpu > 0.5
-    monkeypatch.setattr(startup, "start_once", lambda way, ranks, *_: BY_RANKS[ranks][way])
-    monkeypatch.setattr(startup, "one_import", lambda *_: 4.0)
+    monkeypatch.setattr(startup_cost, "start", lambda way, ranks, *_: BY_RANKS[ranks][way])
+    monkeypatch.setattr(startup_cost, "one_import", lambda *_: 4.0)
     ways = ("forked", "torchrun", "mpiexec")
     config = Config(ranks=(1, 8), ways=ways, mpiexec="no-such-mpiexec", outdir=tmp_path / "o")
     by_ranks, imported = train(config)
@@ -97,8 +98,8 @@ def test_a_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.long
 def test_a_further_forked_rank_costs_a_tenth_of_an_import_at_most(tmp_path):
     folder = str(tmp_path)
-    few, many = (min(start_once("forked", ranks, "", folder).cpu for _ in range(2)) for ranks in (1, 8))
-    assert (many - few) / 7 < 0.1 * one_import(2, folder)
+    few, many = (min(start("forked", ranks, PROGRAM, "", folder).cpu for _ in range(2)) for ranks in (1, 8))
+    assert (many - few) / 7 < 0.1 * one_import(PROGRAM, 2, folder)
 
 
 @pytest.mark.long
@@ -106,5 +107,5 @@ def test_a_further_forked_rank_costs_a_tenth_of_an_import_at_most(tmp_path):
 def test_other_ways(tmp_path, way):
     if way == "mpiexec" and measure.mpi_flavour() is None:
         pytest.skip("no mpiexec here")
-    forked = start_once("forked", 2, "", str(tmp_path)).cpu
-    assert start_once(way, 2, "mpiexec", str(tmp_path)).cpu > 1.2 * forked
+    forked = start("forked", 2, PROGRAM, "", str(tmp_path)).cpu
+    assert start(way, 2, PROGRAM, "mpiexec", str(tmp_path)).cpu > 1.2 * forked

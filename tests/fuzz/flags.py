@@ -61,6 +61,8 @@ def flags_of(program: str) -> dict[str, Flag]:
             if tyro.conf.Fixed in hint.__metadata__:
                 continue
             hint = typing.get_args(hint)[0]
+        if field.name == "break_":  # a run that is wrong on purpose
+            continue
         default = None if field.default is MISSING else field.default
         found[field.name] = Flag(field.name, default, _choices(hint))
     return found

@@ -49,7 +49,7 @@ def batch(model: str, step: int):
 def plant(parameter: nn.Parameter) -> None:
     """Make the last element of a gradient infinite, on the ranks that hold it."""
     box = local_box(parameter)
-    if all(first + n == whole for first, n, whole in zip(box.start, box.length, box.whole, strict=True)):
+    if all(first + n == whole for first, n, whole in zip(box.start, box.length, box.full, strict=True)):
         to_local(parameter.grad).view(-1)[-1] = math.inf
 
 

@@ -3,11 +3,18 @@
 import sys
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
-from mmm.parallel import Layout, batch_sizes
+from mmm.parallel import Layout, Mesh, Plan, apply, batch_sizes, materialize, meta_parameters, to_local
 from mmm.parallel.plans.transformer import check_transformer
+from mmm.runtime.device import Precision
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -97,3 +104,31 @@ def test_batches_that_do_not_fit(batch, whole, dp, words):
 def test_a_model_that_does_not_fit_the_mesh(config, tp, seq, words):
     with pytest.raises(LayoutError, match=words):
         check_transformer(TransformerConfig(**config), Layout(dp_shard=1, tp=tp), seq)
+
+
+def on_a_device_mesh(rank):
+    """The layout that `Mesh` reads from a mesh of PyTorch's own, and the shards of a model that is applied to it."""
+    device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    with meta_parameters():
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    plan = Plan(tensor={"0": ColwiseParallel(), "1": RowwiseParallel()}, fsdp_units=("0", "1"))
+    materialize(apply(model, device_mesh, plan, Precision("fp64", torch.float64, torch.float64)), CPU, 0)
+    return Mesh.of(device_mesh).layout, {name: tuple(to_local(p).shape) for name, p in model.named_parameters()}
+
+
+def test_a_mesh_of_pytorchs_own(run_on_ranks):
+    shapes = {"0.weight": (3, 4), "0.bias": (3,), "1.weight": (4, 3), "1.bias": (4,)}
+    assert run_on_ranks(on_a_device_mesh, 2) == [(Layout(dp_shard=1, tp=2), shapes)] * 2
+
+
+def refused_names(rank, names):
+    try:
+        Mesh.of(init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names))
+    except LayoutError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("names", [("dp",), ("tp", "dp_shard"), ("tp",)])
+def test_other_axes_are_refused(run_on_ranks, names):
+    (message,) = run_on_ranks(refused_names, 1, names)
+    assert message.startswith(f"a mesh with axes {', '.join(names)}: name them, in this order, pp, dp_replicate, dp_sh")

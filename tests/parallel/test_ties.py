@@ -25,7 +25,7 @@ from mmm.parity.reference import Training, batch
 from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
-from mmm.trainer.save import second_names, whole_tensors
+from mmm.trainer.save import full_tensors, second_names
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -78,7 +78,7 @@ def train(rank, layout, techniques, gradients, tied=True):
         optimizer.zero_grad()
         shares = gather_floats([loss.item()], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
-    state = dict(whole_tensors(made.modules.values()))
+    state = dict(full_tensors(made.modules.values()))
     state |= {name: state[first] for name, first in second_names(made.modules.values()).items()}
     return losses, differences, norms, state, [name for name, _ in made.named_parameters()]
 
@@ -124,7 +124,7 @@ def test_one_weight(run_on_ranks, layout, techniques):
 
 def untied(rank, gradients):
     """A planted bug: nothing ties again what has been given memory."""
-    module = importlib.import_module("mmm.parallel.apply")
+    module = importlib.import_module("mmm.parallel.materialize")
     original, module.tie_again = module.tie_again, lambda *given: None
     try:
         return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=False)[1]

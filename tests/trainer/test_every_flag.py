@@ -37,9 +37,9 @@ def test_what_is_read_can_be_given_and_what_can_be_given_is_read(name):
 def test_a_flag_without_effect_is_found():
     @dataclass(frozen=True, kw_only=True)
     class Config(moe.Config):
-        tile: int = 1
+        wave: int = 1
 
         def check(self) -> None:
-            assert self.tile == 1
+            assert self.wave == 1
 
-    assert flags(Config) - reads(SimpleNamespace(Config=Config, train=moe.train)) == {"tile"}
+    assert flags(Config) - reads(SimpleNamespace(Config=Config, train=moe.train)) == {"wave"}

@@ -10,6 +10,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 from mmm import contract
 from mmm.errors import LaunchError
@@ -79,3 +81,28 @@ def mpi_flavour(mpiexec: str = "mpiexec") -> str | None:
     except LaunchError:
         return None
     return {"hydra": "MPICH", "openmpi": "Open MPI", "pals": "PALS"}.get(kind or "", says[:40])
+
+
+class Start(NamedTuple):
+    """Of one way and number of ranks: seconds until the last rank was there, and CPU-seconds in all."""
+
+    seconds: float
+    cpu: float
+
+
+def start(way: str, ranks: int, program: Sequence[str], mpiexec: str, folder: str) -> Start:
+    """Start a program that says ``up RANKS TIME`` once its ranks have met, and see that all of them did.
+
+    Raises:
+        LaunchError: they did not.
+    """
+    cost = run(command(way, ranks, program, mpiexec), folder)
+    up = [line.split()[1:] for line in cost.output.splitlines() if line.startswith("up ")]
+    if len(up) != 1 or int(up[0][0]) != ranks:
+        raise LaunchError(f"{way}: {ranks} ranks should have met, but what they said is: {cost.output}")
+    return Start(float(up[0][1]) - cost.begin, cost.cpu)
+
+
+def one_import(program: Sequence[str], repeats: int, folder: str) -> float:
+    """CPU-seconds of a process that imports what every rank does, and ends: the median."""
+    return median(run([sys.executable, *program, "import"], folder).cpu for _ in range(repeats))

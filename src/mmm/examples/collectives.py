@@ -15,7 +15,6 @@ With S the bytes of the whole buffer, and N ranks on links of bandwidth B in eac
       broadcast, reduce                   1        all S have to leave rank 0, or to get there
 
 so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
-Bytes of whole training steps are counted with the same factors: ``mmm.examples.traffic``.
 
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 """
@@ -92,8 +91,8 @@ def show(collective: Collective, device: torch.device) -> tuple[list[int], list[
     """What this rank has before and after, in numbers; [] for nothing. A collective."""
     before, after = buffers(collective, 1, device)
     collective.call(before, after)
-    not_mine = collective.alone if dist.get_rank() else ""
-    return [] if not_mine == "begins" else before.int().tolist(), [] if not_mine == "ends" else after.int().tolist()
+    elsewhere = collective.alone if dist.get_rank() else ""
+    return [] if elsewhere == "begins" else before.int().tolist(), [] if elsewhere == "ends" else after.int().tolist()
 
 
 def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:

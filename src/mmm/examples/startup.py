@@ -20,15 +20,14 @@ end. Every way is measured at each number of ranks in turn, so that what else th
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from mmm.analysis import startup_cost as measure
-from mmm.errors import ConfigError, LaunchError
+from mmm.errors import ConfigError
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
 from mmm.parallel import Layout
 from mmm.runtime.ranks import whoami
@@ -57,47 +56,26 @@ class Config(BaseOptions):
     """Draw seconds against ranks at the end, as a picture in the run's folder."""
 
 
-class Found(NamedTuple):
-    """Of one way and number of ranks, medians: seconds until the last rank was there, and CPU-seconds in all."""
-
-    seconds: float
-    cpu: float
-
-
-def start_once(way: str, ranks: int, mpiexec: str, folder: str) -> Found:
-    """Start the program and see that all its ranks met. LaunchError otherwise."""
-    cost = measure.run(measure.command(way, ranks, PROGRAM, mpiexec), folder)
-    up = [line.split()[1:] for line in cost.output.splitlines() if line.startswith("up ")]
-    if len(up) != 1 or int(up[0][0]) != ranks:
-        raise LaunchError(f"{way}: {ranks} ranks should have met, but what they said is: {cost.output}")
-    return Found(float(up[0][1]) - cost.begin, cost.cpu)
-
-
-def one_import(repeats: int, folder: str) -> float:
-    """CPU-seconds of a process that imports what every rank does, and ends."""
-    return median(measure.run([sys.executable, *PROGRAM, "import"], folder).cpu for _ in range(repeats))
-
-
 def sweep(
     run: Run, config: Config, ways: list[str], mpiexec: str, folder: str
-) -> Iterator[tuple[int, dict[str, Found]]]:
+) -> Iterator[tuple[int, dict[str, measure.Start]]]:
     """For each number of ranks, what each way took."""
     for ranks in config.ranks:
-        found: dict[str, list[Found]] = {way: [] for way in ways}
+        found: dict[str, list[measure.Start]] = {way: [] for way in ways}
         for _ in range(config.repeats):
             for way in ways:
-                found[way].append(start_once(way, ranks, mpiexec, folder))
+                found[way].append(measure.start(way, ranks, PROGRAM, mpiexec, folder))
                 run.log.info("%d ranks, %s: %.2f s, %.2f CPU-s", ranks, way, *found[way][-1])
-        yield ranks, {way: Found(*map(median, zip(*each, strict=True))) for way, each in found.items()}
+        yield ranks, {way: measure.Start(*map(median, zip(*each, strict=True))) for way, each in found.items()}
 
 
-def growth(by_ranks: Mapping[int, Mapping[str, Found]], way: str) -> float:
+def growth(by_ranks: Mapping[int, Mapping[str, measure.Start]], way: str) -> float:
     """CPU-seconds that each further rank takes, from the fewest ranks to the most."""
     few, many = min(by_ranks), max(by_ranks)
     return (by_ranks[many][way].cpu - by_ranks[few][way].cpu) / max(many - few, 1)
 
 
-def table(by_ranks: Mapping[int, Mapping[str, Found]], ways: list[str], imported: float) -> str:
+def table(by_ranks: Mapping[int, Mapping[str, measure.Start]], ways: list[str], imported: float) -> str:
     """A line for each number of ranks; then what a further rank takes."""
     lines = ["     " + "".join(f"{way:>18}" for way in ways), "ranks" + f"{'seconds':>10}{'CPU-s':>8}" * len(ways)]
     lines += [
@@ -111,7 +89,7 @@ def table(by_ranks: Mapping[int, Mapping[str, Found]], ways: list[str], imported
     return "\n".join(lines)
 
 
-def draw(run: Run, by_ranks: Mapping[int, Mapping[str, Found]], ways: list[str]) -> None:
+def draw(run: Run, by_ranks: Mapping[int, Mapping[str, measure.Start]], ways: list[str]) -> None:
     """Seconds and CPU-seconds against ranks: in the terminal, and as a picture."""
     seconds, cpu = ({way: [(ranks, each[way][i]) for ranks, each in by_ranks.items()] for way in ways} for i in (0, 1))
     print(terminal_curves(cpu, "CPU-seconds to start, against ranks", "ranks", fitting_width()), flush=True)
@@ -120,7 +98,7 @@ def draw(run: Run, by_ranks: Mapping[int, Mapping[str, Found]], ways: list[str])
         run.log.info("picture: %s", save_curves({"start-up [s]": seconds, "CPU time [s]": cpu}, "ranks", picture))
 
 
-def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
+def train(config: Config) -> tuple[dict[int, dict[str, measure.Start]], float]:
     """What was found by number of ranks and way, and the CPU-seconds of one import."""
     config.check()
     if whoami().world_size > 1:
@@ -128,7 +106,7 @@ def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
     if not config.ranks or min(config.ranks) < 1 or not config.ways or config.repeats < 1:
         given = f"--ranks {config.ranks} --ways {config.ways} --repeats {config.repeats}"
         raise ConfigError(f"{given}: at least one of each, from 1")
-    by_ranks: dict[int, dict[str, Found]] = {}
+    by_ranks: dict[int, dict[str, measure.Start]] = {}
     check_needs(config, layout := Layout().fit(1))
     ways, mpiexec, note = [str(way) for way in config.ways], config.mpiexec or "mpiexec", ""
     if "mpiexec" in ways:
@@ -145,7 +123,7 @@ def train(config: Config) -> tuple[dict[int, dict[str, Found]], float]:
     with start_run("startup", config, layout) as run, tempfile.TemporaryDirectory() as folder:
         if note:
             run.note(note)
-        imported = one_import(config.repeats, folder)
+        imported = measure.one_import(PROGRAM, config.repeats, folder)
         run.describe(one_import_cpu=imported, program=PROGRAM)
         for ranks, found in sweep(run, config, ways, mpiexec, folder):
             by_ranks[ranks] = found

@@ -2,8 +2,8 @@
 
     launch python3 -m mmm.examples.traffic
 
-The same small Transformer takes three steps on each layout that the ranks allow; in the third, all that is handed to a
-process group is counted where it is handed over. Of the rank that sends most, the table has
+The same small Transformer takes three steps on each layout that the ranks allow; in the third, all that is passed to a
+process group is counted there. Of the rank that sends most, the table has
 
     counted    by the algorithms that nobody undercuts: a ring's all-reduce, all-gather, …
     formula    what the layout has to send, from the model's shapes alone
@@ -25,7 +25,6 @@ import torch
 from mmm.analysis.fits import footprint_of
 from mmm.analysis.step_traffic import Sent, apart, count_step, table
 from mmm.analysis.traffic_formulas import expected_traffic
-from mmm.data import Tokens
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, batch_sizes, build_mesh
@@ -37,7 +36,7 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.text import TextOptions, TransformerOptions
+from mmm.trainer.text import TextData, TextOptions, TransformerOptions
 
 LIMIT = 0.05
 
@@ -56,7 +55,7 @@ class Config(TransformerOptions, TextOptions, BatchOptions):
 
 
 class Case(NamedTuple):
-    """A layout, and what is on it."""
+    """A layout, and the techniques on it."""
 
     name: str
     layout: Layout
@@ -67,7 +66,7 @@ def cases(ranks: int, microbatches: int) -> list[Case]:
     """Those that the number of ranks allows."""
     pipe = {name: Techniques(schedule=name, microbatches=microbatches) for name in ("GPipe", "1F1B")}
     found = [Case(name, Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")]
-    found.append(Case("tp, sequence cut", Layout(tp=ranks)))
+    found.append(Case("tp, seq. sharded", Layout(tp=ranks)))
     found += [Case(f"pp, {name}", Layout(pp=ranks), techniques) for name, techniques in pipe.items()]
     found += [Case(f"cp, {style}", Layout(cp=ranks), Techniques(cp_style=style)) for style in ("ring", "ulysses")]
     if ranks % 2 == 0 and ranks > 2:
@@ -82,100 +81,69 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
         return Transformer(sizes)
 
 
-def measure(
-    run: Run, case: Case, partition: Partition, sizes: TransformerConfig, tokens: Tokens, global_batch: int
-) -> list[Sent]:
+def measure(run: Run, case: Case, partition: Partition, sizes: TransformerConfig, data: TextData) -> list[Sent]:
     """The third step on a layout, by rank. A collective."""
-    layout, options, plan = case.layout, run.options, transformer_plan(sizes)
-    assert isinstance(options, Config)
-    mesh = build_mesh(layout, run.device.type, options.timeout)
-    model = ParallelModel(
-        on_meta(sizes),
-        plan,
-        mesh,
-        run.precision,
-        case.techniques,
-        partition,
-        device=run.device,
-        seed=options.seed,
+    layout, plan, seed = case.layout, transformer_plan(sizes), run.options.seed
+    mesh, model = build_mesh(layout, run.device.type, run.options.timeout), on_meta(sizes)
+    trained = ParallelModel(
+        on_meta(sizes), plan, mesh, run.precision, case.techniques, partition, device=run.device, seed=seed
     )
-    each = global_batch // layout.dp
-    formula = expected_traffic(
-        on_meta(sizes),
-        plan,
-        layout,
-        case.techniques,
-        partition,
-        model.modules,
-        batch=each,
-        seq_length=options.seq_length,
-        precision=run.precision,
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    part = tokens.batch(0, global_batch, layout.dp_coordinate(run.rank.rank) * each, each).to(run.device)
+    tokens, size = data.train, run.config["global_batch_size"]
+    local = size // layout.dp
+    each = {"batch": local, "seq_length": tokens.seq_length, "precision": run.precision}
+    formula = expected_traffic(model, plan, layout, case.techniques, partition, trained.modules, **each)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
+    batch = tokens.batch(0, size, layout.dp_coordinate(run.rank.rank) * local, local).to(run.device)
 
     def step() -> None:
-        model.step(part.inputs, part.targets, part.count)
+        trained.step(batch.inputs, batch.targets, batch.count)
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(2):  # they send more: a pipeline shapes, DDP how it has packed its gradients
         step()
-    everyone, here = count_step(step, mesh, formula)
-    run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, here.table())
-    return everyone
+    by_rank, rank_0 = count_step(step, mesh, formula)
+    run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, rank_0.table())
+    return by_rank
 
 
 def train(config: Config) -> bool:
     """Every layout, and the table. Whether all are within 5 % of the formula."""
     config.check()
-    ranks = whoami().world_size
-    sizes = config.model_config(config.default_vocab())
+    ranks, sizes = whoami().world_size, config.model_config(config.default_vocab())
     if ranks == 1:
-        raise LayoutError(
-            "1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
-        )
-    _, global_batch = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
-    data = config.load(sizes.vocab_size, config.seed)
-    data.train.steps_per_epoch(global_batch)  # there is one
-    partition, why_not = {}, {}
+        start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
+        raise LayoutError(f"1 rank: there is nobody to send to; {start}")
+    _, size = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
+    data, model, plan = config.load(sizes.vocab_size, config.seed), on_meta(sizes), transformer_plan(sizes)
+    data.train.steps_per_epoch(size)  # there is one
+    partitions, why_not = {}, {}
     for case in cases(ranks, config.microbatches):
-        sample = torch.zeros(global_batch // case.layout.dp, config.seq_length, dtype=torch.int64, device="meta")
+        sample = torch.zeros(size // case.layout.dp, config.seq_length, dtype=torch.int64, device="meta")
         try:
-            partition[case] = partition_model(
-                on_meta(sizes), transformer_plan(sizes), case.layout, case.techniques, sample
-            )
+            partitions[case] = partition_model(model, plan, case.layout, case.techniques, sample)
         except LayoutError as error:
             why_not[case] = error
-    if not partition:
+    if not partitions:
         raise next(iter(why_not.values()))
-    with start_run("traffic", config, Layout().fit(ranks), data.describe(), footprint_of(on_meta(sizes), "sgd")) as run:
-        run.describe(model=sizes, global_batch_size=global_batch)
+    with start_run("traffic", config, Layout().fit(ranks), data.describe(), footprint_of(model, "sgd")) as run:
+        run.describe(model=sizes, global_batch_size=size)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
-        found = {case: measure(run, case, partition[case], sizes, data.train, global_batch) for case in partition}
+        found = {case: measure(run, case, partition, sizes, data) for case, partition in partitions.items()}
         worst = {case: max(map(apart, by_rank)) for case, by_rank in found.items()}
-        rows = {(case.name, str(case.layout)): by_rank for case, by_rank in found.items()}
-        run.log.info(
-            "bytes of a step, on the rank that sends most; %d samples of %d tokens in all\n%s",
-            global_batch,
-            config.seq_length,
-            table(rows),
-        )
+        text = table({(case.name, str(case.layout)): by_rank for case, by_rank in found.items()})
+        head = f"bytes of a step, on the rank that sends most; {size} samples of {config.seq_length} tokens in all"
+        run.log.info("%s\n%s", head, text)
         run.describe(traffic={case.name: [step._asdict() for step in by_rank] for case, by_rank in found.items()})
         wrong = [case.name for case in found if worst[case] > LIMIT]
-        run.log.info(
-            "counted and formula differ by %.2f %% at most, of any layout, axis and rank (allowed: %.0f %%)%s",
-            100 * max(worst.values()),
-            100 * LIMIT,
-            f": {', '.join(wrong)}" if wrong else "",
-        )
+        most = f"counted and formula differ by {max(worst.values()):.2%} at most, of any layout, axis and rank"
+        run.log.info("%s (allowed: %.0f %%)%s", most, 100 * LIMIT, f": {', '.join(wrong)}" if wrong else "")
     return not wrong
 
 
 def main() -> None:
-    if not train(parse(Config, __doc__)):
-        sys.exit(1)
+    sys.exit(not train(parse(Config, __doc__)))
 
 
 if __name__ == "__main__":

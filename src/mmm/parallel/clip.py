@@ -26,7 +26,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: Device
     Args:
         parameters: of the model, as given by its ``parameters()``; those without gradient are skipped.
         max_norm: above 0; ``math.inf`` scales nothing and gives the norm.
-        stages: the pp axis, where other ranks hold other layers.
+        stages: the pp axis, whose ranks have other layers.
 
     Returns:
         The norm before scaling: a scalar, plain, float32 at least, the same on every rank.

@@ -1,4 +1,4 @@
-"""The tensor that this rank holds of one that is sharded, and which part of the full tensor that is."""
+"""This rank's local tensor of a sharded one, and which part of the full tensor it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor) -> weights.ShardBox:
-    """Which part of the full parameter this rank holds.
+    """Which part of the full parameter is local to this rank.
 
     A dim that several axes shard is sharded by one after the other, each time as ``torch.chunk`` splits: outer axes
     first, except that strided shards (FSDP, applied over dp to what tensor parallel left) come last.

@@ -6,7 +6,7 @@ Axes, outermost first::
     dp_replicate  data parallel: replicas of the model
     dp_shard      data parallel: parameters sharded over it (FSDP)
     cp            the sequence sharded
-    tp            matrices sharded; innermost, because it talks most: neighbours, ideally on one host
+    tp            matrices sharded; innermost, because it communicates most: neighbours, ideally on one host
 
 ep, expert parallel, has no ranks of its own: it divides dp_shard. Its groups are neighbours on that axis.
 

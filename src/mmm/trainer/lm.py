@@ -53,8 +53,8 @@ def train(config: Config) -> None:
             balance_rate=config.balance(),
         )
         fit(run, model, optimizer, task, how)
-        for module in model.modules.values() if config.offload else ():
-            run.log.info("%s", moved_text(module, optimizer, run.device))
+        if config.offload:
+            run.log.info("%s", moved_text(model.modules.values(), optimizer, run.device))
         if config.save_model:
             save_model(run, model)
 

@@ -100,7 +100,7 @@ class Run:
 
         Args:
             step: from 0. last: whether it ends the run, and so is logged whatever ``--log_every`` says.
-            loss: this rank's share; the shares add up to the global loss.
+            loss: this rank's local loss; the local losses add up to the global loss.
             samples, tokens: in the global batch. more: further numbers for the row, which is then logged.
 
         Returns:
@@ -110,13 +110,13 @@ class Run:
             DivergedError: it is not finite; on every rank.
         """
         due = bool(step % self.options.log_every == 0 or last or more)
-        share = {"loss": local_value(loss)}
-        return self.row({"iter": step}, share, samples=samples, tokens=tokens, more=more, due=due, depth=2)
+        local_loss = {"loss": local_value(loss)}
+        return self.row({"iter": step}, local_loss, samples=samples, tokens=tokens, more=more, due=due, depth=2)
 
     def row(
         self,
         at: dict[str, int],
-        share: dict[str, float],
+        local_loss: dict[str, float],
         *,
         samples: int,
         tokens: int = 0,
@@ -127,7 +127,7 @@ class Run:
         """Log and record what has happened since the clock was started. A collective.
 
         Args:
-            at: where the run is, such as ``{"iter": 3}``. share: name and this rank's share of the loss.
+            at: where the run is, such as ``{"iter": 3}``. local_loss: its name, and this rank's.
             samples, tokens: since the clock was started. more: further numbers for the row.
             due: whether to log; a loss that is not finite is always logged.
             depth: callers between the program and here, so that the log names the program's line.
@@ -136,18 +136,18 @@ class Run:
         """
         self.record_startup()
         seconds = self.clock.seconds()
-        ((name, mine),) = share.items()
-        everyone = gather_floats([mine, *seconds.values()], self.device)
-        shares = {rank: everyone[rank][0] for rank in self.layout.loss_ranks()}
-        total = sum(shares.values())
+        ((name, local),) = local_loss.items()
+        by_rank = gather_floats([local, *seconds.values()], self.device)
+        losses = {rank: by_rank[rank][0] for rank in self.layout.loss_ranks()}
+        total = sum(losses.values())
         finite = math.isfinite(total)
         if self.record is not None and (due or not finite):
-            per_rank = {part: [row[i + 1] for row in everyone] for i, part in enumerate(seconds)}
+            per_rank = {part: [row[i + 1] for row in by_rank] for i, part in enumerate(seconds)}
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
             line = self.record.update({**at, name: total, **seconds, **(more or {}), **rate}, per_rank)
             self.log.info(line, stacklevel=depth + 1)
         if not finite:
-            wrong = [rank for rank, share in shares.items() if not math.isfinite(share)] or list(shares)
+            wrong = [rank for rank, loss in losses.items() if not math.isfinite(loss)] or list(losses)
             places = ", ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in wrong[:8])
             others = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
@@ -169,24 +169,24 @@ class Run:
         self.describe(startup=startup.as_record(times.source, marks, _gather(times.imports, self.rank)))
 
 
-def _gather(mine: Any, rank: Rank) -> list[Any]:
-    """Every rank's `mine`, by rank. A collective."""
-    everyone: list[Any] = [mine] * rank.world_size
+def _gather(local: Any, rank: Rank) -> list[Any]:
+    """Every rank's `local`, by rank. A collective."""
+    by_rank: list[Any] = [local] * rank.world_size
     if rank.world_size > 1:
-        dist.all_gather_object(everyone, mine)
-    return everyone
+        dist.all_gather_object(by_rank, local)
+    return by_rank
 
 
 def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
     """What every rank says of itself, by rank."""
-    mine = {
+    local = {
         "rank": rank.rank,
         "local_rank": rank.local_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": str(device),
     }
-    return [{**about, **layout.coordinates(about["rank"])} for about in _gather(mine, rank)]
+    return [{**about, **layout.coordinates(about["rank"])} for about in _gather(local, rank)]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from mmm.trainer.run import Run
 
 
 def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
-    """Write ``model.pt`` into the run's folder: whole tensors under their canonical names. A collective.
+    """Write ``model.pt`` into the run's folder: full tensors under their canonical names. A collective.
 
     Returns:
         The file, on rank 0; None elsewhere.
@@ -30,9 +30,9 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     # Ranks that hold the same layers put each tensor together; one of them keeps it, in its host's memory.
     at = run.layout.coordinates(run.rank.rank)
     keeper = not any(place for axis, place in at.items() if axis != "pp")
-    # PyTorch warns that a tensor cut twice is gathered in two turns: here that costs nothing worth a word.
+    # PyTorch warns that a tensor sharded twice is gathered in two turns: that is fine here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    state = {name: tensor.cpu() for name, tensor in whole_tensors(modules) if keeper}
+    state = {name: tensor.cpu() for name, tensor in full_tensors(modules) if keeper}
     state |= {name: state[first] for name, first in second_names(modules).items() if keeper}
     if run.layout.pp > 1 and keeper:
         assert isinstance(model, ParallelModel)
@@ -52,9 +52,9 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
 
 
 @torch.no_grad()
-def whole_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """What this rank's modules hold, whole, tensor after tensor; a tied weight once, under its first name. A collective
-    of the ranks that hold parts of them."""
+def full_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of this rank's modules, unsharded, one after the other; a tied weight once, under its first name. A
+    collective of the ranks that have shards of them."""
     for module in modules:
         inner = module.module if isinstance(module, Replicas) else module
         again = {name for _, *others in find_ties(inner) for name in others}

@@ -194,9 +194,13 @@ def resolve(options: TextProgramOptions) -> Resolved:
         options.batch_size, options.global_batch_size, layout.dp, options.default_batch_size
     )
     data = options.load(sizes.vocab_size, options.seed)
+    notes = []
     if isinstance(options, ValidationOptions):
         options.check_validation()
-        steps_per_epoch = data.check(global_batch_size)
+        steps_per_epoch, there = data.check(global_batch_size), data.validation.steps_per_epoch(global_batch_size)
+        if there < options.eval_batches:
+            asked = f"{there} global batches instead of {options.eval_batches}"
+            notes.append(f"validation: {asked}, all that the text has")
     else:
         steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     with torch.device("meta"):
@@ -204,18 +208,15 @@ def resolve(options: TextProgramOptions) -> Resolved:
         sample = torch.zeros(local_batch_size, options.seq_length, dtype=torch.int64)
     tokens = options.seq_length // (layout.cp * layout.tp)
     steps = options.steps(steps_per_epoch)
-    return resolve_model(options, layout, sizes, model, transformer_plan(sizes), sample, data, steps, tokens)
+    plan = transformer_plan(sizes)
+    return resolve_model(options, layout, sizes, model, plan, sample, data, steps, tokens, tuple(notes))
 
 
 def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[Batch]:
     """This rank's samples of the first global batches of the validation text, on the run's device: the same on every
-    mesh, every time. Where the text has fewer than asked for, all of them, and a note says so."""
+    mesh, every time. Where the text has fewer, all of them."""
     validation = resolved.data.validation
-    there = validation.steps_per_epoch(resolved.global_batch_size)
-    note = f"validation: {there} global batches instead of {batches}, all that the text has"
-    if there < batches and note not in run.notes:
-        run.note(note)
-    for step in range(min(batches, there)):
+    for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
         yield resolved.local_batch(validation, step, run.rank).to(run.device)
 
 

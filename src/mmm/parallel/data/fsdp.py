@@ -79,9 +79,9 @@ def is_offloaded(model: nn.Module) -> bool:
 
 @contextmanager
 def ignore_views() -> Iterator[None]:
-    """Inside, PyTorch does not warn of FSDP units whose output is a view, as tensor parallel's are: it would be wrong
-    to write into one, which no model here does. For a run as a whole: each change of filters makes Python repeat
-    warnings that it has shown."""
+    """Inside, PyTorch does not warn of FSDP units whose output is a view, as under tensor parallelism: it would be
+    wrong to write into one, which no model here does. To be entered once a run: each change of the filters makes Python
+    repeat warnings that it has shown."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         yield

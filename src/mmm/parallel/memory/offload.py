@@ -18,6 +18,8 @@ Sources: Ren et al., "ZeRO-Offload", 2021; ``torch.distributed.fsdp.CPUOffloadPo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -45,27 +47,30 @@ def check_offload(data_parallel: str, dtype: str = "") -> None:
         )
 
 
-def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes that offload keeps on the host of this rank, and moves in a step; after the optimizer's first step.
+
+    Args:
+        models: this rank's, one or its pipeline stages.
 
     Returns:
         ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
         host to device; by fsdp once for forward and once for backward, and once what only the root gathers.
     """
-    kept = sum(to_local(p).nbytes for p in model.parameters())
+    kept = again = 0
+    for model in models:
+        kept += sum(to_local(p).nbytes for p in model.parameters())
+        if not isinstance(model, Replicas):
+            units = (m for m in model.modules() if isinstance(m, FSDPModule) and m is not model)
+            again += sum(to_local(p).nbytes for p in {p for unit in units for p in unit.parameters()})
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
-    state = [to_local(value) for value in values if isinstance(value, Tensor)]
-    up = kept
-    if not isinstance(model, Replicas):
-        units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
-        again = {id(p): p for unit in units for p in unit.parameters()}
-        up += sum(to_local(p).nbytes for p in again.values())
-    return {"host_parameters": kept, "host_state": sum(s.nbytes for s in state if s.ndim), "down": kept, "up": up}
+    state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)
+    return {"host_parameters": kept, "host_state": state, "down": kept, "up": kept + again}
 
 
-def moved_text(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+def moved_text(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     """`moved`, in words; MB: 10⁶ bytes."""
-    mb = {name: f"{value / 1e6:.2f} MB" for name, value in moved(model, optimizer).items()}
+    mb = {name: f"{value / 1e6:.2f} MB" for name, value in moved(models, optimizer).items()}
     text = (
         f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state; a "
         f"step moves {mb['down']} of gradients down and {mb['up']} of parameters up"

@@ -1,1 +1,1 @@
-"""How each model is cut: one file a model."""
+"""How each model is parallelized: one file a model."""
