@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ import mmm.history
 from mmm.analysis.collective_bytes import factor
 from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
-from mmm.examples.tensor_plans import Case
+from mmm.examples.tensor_parallel import Case
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout, build_mesh
+from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
 from mmm.runtime.log import get_logger
@@ -77,7 +78,8 @@ def test_hsdp(alone, tmp_path):
 def stages(rank):
     """Every stage of `zero.train`, without a folder: what is held, and the losses."""
     options, layout = zero.Config(**SIZES, preset="debug"), Layout().fit(rank.world_size)
-    resolved = resolve(options, layout, default_batch=2)
+    with patch("mmm.trainer.text.whoami", lambda: rank):
+        resolved = resolve(options)
     about = [{"rank": r, "host": "here"} for r in range(rank.world_size)]
     run = Run(options, rank, layout, CPU, choose_precision("fp64", CPU), StepClock(CPU), get_logger(), None, about)
     mesh = init_device_mesh("cpu", (layout.dp,), mesh_dim_names=("dp_shard",))
@@ -114,22 +116,33 @@ def test_zero_says_when_losses_differ(tmp_path, monkeypatch):
     assert not zero.train(config)
 
 
-def cut(rank, forget):
-    mesh = build_mesh(Layout(tp=rank.world_size, dp_shard=1), "cpu", 30)["tp"]
-    return tensor_parallel.compare(Case(mesh, CPU, torch.float64, 0), forget)
+def sharded(rank, mistake):
+    mesh = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("tp",))
+    return tensor_parallel.compare(Case(mesh, CPU, torch.float64, 0), mistake)
+
+
+WAYS = {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_cut", "loss_cut"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallel(run_on_ranks, ranks):
-    for found in run_on_ranks(cut, ranks, False):
-        assert set(found) == {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_cut", "loss_cut"}
+    for found in run_on_ranks(sharded, ranks, None):
+        assert set(found) == WAYS
         assert max(value for two in found.values() for value in two) < 1e-12
 
 
+@pytest.mark.parametrize(("mistake", "where"), [("all_reduce", "rows_by_hand"), ("norms", "sequence_cut")])
+def test_tensor_parallel_with_a_mistake(run_on_ranks, mistake, where):
+    for found in run_on_ranks(sharded, 2, mistake):
+        assert [name for name, two in found.items() if max(two) > 1e-12] == [where]
+
+
 @pytest.mark.long
-def test_tensor_parallel_notices_a_bug(tmp_path):
-    out = launch(2, "tensor_parallel", tmp_path, "--forget_all_reduce", code=1)
+@pytest.mark.parametrize("flags", [["--forget_all_reduce"], ["--break", "all_reduce"]])
+def test_tensor_parallel_notices_a_bug(tmp_path, flags):
+    out = launch(2, "tensor_parallel", tmp_path, *flags, code=1)
     assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["rows_by_hand"]
+    assert "--break all_reduce, on purpose" in out
     data = mmm.history.load(tmp_path)
     assert data.rows_by_hand_output[0] > 0.1
     assert data.columns_by_hand_gradient[0] < 1e-12
