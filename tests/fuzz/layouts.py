@@ -61,6 +61,8 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         return None
     if model == "transformer":
         kv = _number(flags, "n_kv_heads", 4)
+        if program == "fsdp_tp" and kv % tp:
+            return None
         if seq % (2 * cp * tp) or (kv % tp and tp % kv) or (not experts and _number(flags, "ffn_dim", 192) % tp):
             return None
     if model == "cnn" and tp > 1 and (tp > 4 or tp == 3 or flags.get("dropout") == "on"):

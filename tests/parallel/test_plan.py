@@ -107,7 +107,7 @@ def test_said_once_on_rank_0(run_on_ranks, layout, directly):
 
 
 def notes(rank):
-    """What `place` leaves in the notes of a run."""
+    """What `parallelize` leaves in the notes of a run."""
     with meta_parameters():
         net = Net()
     kept = {}
@@ -124,7 +124,8 @@ def notes(rank):
         describe=lambda **facts: kept.update(facts),
     )
     partition = partition_model(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
-    parallelize(run, net, WRONG, Techniques(), partition)
+    resolved = SimpleNamespace(model=net, plan=WRONG, techniques=Techniques(), partition=partition)
+    parallelize(run, resolved)
     return json.dumps(kept["notes"])
 
 

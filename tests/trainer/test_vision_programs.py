@@ -41,7 +41,7 @@ def cnn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cnn")
     options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 3, "dtype": "fp64", "dropout": False}
     fsdp.train(fsdp.Config(**options, outdir=folder / "1"))
-    out = launch(3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model", "--parallel", "zero2")
+    out = launch(3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model")
     return folder, out
 
 
@@ -73,6 +73,15 @@ def test_the_saved_model_is_plain_pytorch(cnn):
     evaluated = mmm.history.load(cnn[0] / "3")  # padded to 384 images, which must not count
     assert 100 * right.item() == pytest.approx(float(evaluated.test_acc[-1]), abs=1e-9)
     assert loss.item() == pytest.approx(float(evaluated.test_loss[-1]), rel=1e-9)
+
+
+@pytest.mark.long
+def test_the_trainer_saves_full_parameters_of_zero2(cnn, tmp_path):
+    launch(3, "mmm.trainer.fsdp", tmp_path, *CNN_FLAGS, "--save_model", "--parallel", "zero2")
+    saved, expected = (torch.load(path / "model.pt", weights_only=True) for path in (tmp_path, cnn[0] / "3"))
+    assert list(saved) == list(expected)
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.long

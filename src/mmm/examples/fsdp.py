@@ -77,7 +77,7 @@ def parallelize(run: Run, model: CNN, config: Config) -> nn.Module:
     units: list[Any] = [model.fc1, model]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-        if isinstance(unit, FSDPModule) and config.break_ != "averaged":
+        if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     materialize(model, run.device, config.seed)
@@ -93,7 +93,7 @@ def train(config: Config) -> None:
     elements = parameter_count(resolved.model)
     with start_run("fsdp", config, resolved) as run:
         model = parallelize(run, resolved.model.to(run.precision.storage), config)
-        run.log.info("after\n%s", sharded_model(model))
+        run.log.info("%s", sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
         # Each local loss is a sum over the *global* count, so that ranks with fewer labels count for less: gradients

@@ -34,13 +34,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
-from mmm.parallel.local import to_local
 from mmm.runtime.device import Precision
 from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
@@ -87,17 +87,15 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
 
 def train(config: Config) -> None:
     if config.replicas < 2:
-        raise LayoutError(
-            f"--replicas {config.replicas}: with one copy HSDP is FSDP; use at least 2, or mmm.examples.fsdp"
-        )
+        one = f"--replicas {config.replicas}: with one copy HSDP is FSDP"
+        raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
     resolved = resolve(config)
-    layout = resolved.layout
     if config.summary:
         print_once(resolved.summary())
         return
 
     with start_run("hsdp", config, resolved) as run:
-        sizes = (layout.dp_replicate, layout.dp_shard)
+        sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
         rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis
         run.describe(groups={"dp_shard": rows, "dp_replicate": columns})
@@ -109,8 +107,8 @@ def train(config: Config) -> None:
         materialize(model, run.device, config.seed)  # each rank its own part; the replicas are equal
         if config.break_ == "own_weights":
             torch.manual_seed(run.rank.rank)
-            for matrix in (p for p in model.parameters() if p.ndim > 1):
-                nn.init.normal_(to_local(matrix.data), std=0.02)
+            for matrix in (p.data for p in model.parameters() if p.ndim > 1):
+                nn.init.normal_(matrix.to_local() if isinstance(matrix, DTensor) else matrix, std=0.02)
         run.log.info("%s", sharded_model(model))
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
         for step in text_steps(run, resolved, model, optimizer):
@@ -134,7 +132,7 @@ def train(config: Config) -> None:
 @torch.no_grad()
 def copies_spread(model: nn.Module, mesh: DeviceMesh) -> float:
     """The largest difference of a parameter between two copies. A collective."""
-    numbers = torch.cat([to_local(p).flatten() for p in model.parameters()])
+    numbers = torch.cat([p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)])
     highest, lowest = numbers.clone(), numbers.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group("dp_replicate"))
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group("dp_replicate"))

@@ -12,8 +12,8 @@ AdamW, which has two numbers of state for each::
       stage 3       P/N          P/N          2P/N          3P    all-gather twice, reduce-scatter (this is FSDP)
 
 (Sent: times (N-1)/N.) Stages 1 and 2 are by hand: each rank updates its slice of each parameter. Each stage trains for
-5 steps, from the same weights to the same losses. Then a table says what the rank that holds most holds, beside the
-theory. MB: 10⁶ bytes. With communication during backward, and with offload: ``mmm.trainer.lm --parallel zero2``.
+5 steps, from the same weights to the same losses; a table says what the rank that holds most holds (MB: 10⁶ bytes).
+With offload, and with communication during backward: ``mmm.trainer.lm --parallel zero2``.
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, figure 1.
 """
 
@@ -59,8 +59,7 @@ class Config(TextProgramOptions, BreakOptions):
     compile: Unused[bool] = False
     parallel = "ddp"  # stage 0, which holds most
     default_batch_size = 2
-    optimizer: Literal["adamw"] = "adamw"
-    """SGD has no state, and stage 1 would save nothing."""
+    optimizer: Literal["adamw"] = "adamw"  # SGD has no state: stage 1 would save nothing
 
 
 class Slices(nn.Module):
@@ -70,8 +69,7 @@ class Slices(nn.Module):
     def __init__(self, module: nn.Module, mesh: DeviceMesh, stage: int) -> None:
         super().__init__()
         self.forward, self.mesh, self.ranks, self.stage = module.forward, mesh, mesh.size(), stage
-        self.slices: dict[str, nn.Parameter] = {}
-        self.memory: list[Tensor] = []
+        self.slices, self.memory = dict[str, nn.Parameter](), list[Tensor]()
         for name, p in module.named_parameters():
             memory = F.pad(p.detach().flatten(), (0, -p.numel() % self.ranks))  # N equal slices
             p.data = memory[: p.numel()].view(p.shape)
@@ -108,9 +106,8 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
     with torch.device("meta"):
         full = Transformer(resolved.sizes).to(run.precision.storage)
     if stage == 3:  # all parameters are sharded; a unit is gathered for its forward and its backward
-        units: list[Any] = [full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full]
-        for unit in units:
-            fully_shard(unit, mesh=mesh)
+        for unit in (full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full):
+            fully_shard(unit, mesh=mesh)  # type: ignore[arg-type]
         for module in (each for each in full.modules() if isinstance(each, FSDPModule)):
             module.set_gradient_divide_factor(1.0)  # summed, not averaged: each local loss is over the global count
             module.set_force_sum_reduction_for_comms(True)
