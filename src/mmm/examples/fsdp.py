@@ -96,7 +96,7 @@ def train(config: Config) -> None:
         run.log.info("%s", sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
-        # Each local loss is a sum over the *global* count, so that ranks with fewer labels count for less: gradients
+        # Each local loss is a sum divided by the *global* count: ranks with fewer labels count for less, and gradients
         # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
         factor = run.layout.dp if config.parallel == "ddp" else 1
         for step in image_steps(run, resolved, model, optimizer, config.workers):

@@ -69,8 +69,9 @@ class Config(TensorParallelOptions, TextProgramOptions, ValidationOptions, Break
 
 def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: str | None = None) -> None:
     """Shard a Transformer over tp, then over dp_shard, in place. Its parameters may lie on the meta device."""
-    # Columns, then rows: each rank computes heads or hidden units of its own, then a summand of (batch, seq, dim). The
-    # sum is scattered over the sequence, dim 1: norms and residuals are computed once, not tp times.
+    # Columns of A in Y = X A (dim 0 of `nn.Linear.weight`), then rows: each rank computes heads or hidden units of its
+    # own, then a partial sum of (batch, seq, dim), which is reduce-scattered over the sequence, dim 1: norms and
+    # residuals are computed once, not tp times. PrepareModuleInput all-gathers the sequence for the next columns.
     block: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
@@ -100,12 +101,12 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
     units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
     for unit in units:
         fully_shard(unit, mesh=mesh["dp_shard"], mp_policy=policy)
-    # FSDP averages gradients. Here they are summed, because each local loss is a sum over the *global* count: averages
-    # of averages would be wrong as soon as one rank has fewer targets than another.
+    # FSDP averages gradients. Here they are summed, because each local loss is a sum divided by the *global* count:
+    # averages of averages would be wrong as soon as one rank has fewer targets than another.
     for module in model.modules():
         if isinstance(module, FSDPModule) and mistake != "averaged":
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no scaled one
 
 
 def train(config: Config) -> None:

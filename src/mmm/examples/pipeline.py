@@ -36,6 +36,7 @@ from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.techniques import ScheduleName
 from mmm.trainer import example
 from mmm.trainer.timeline import PipelineTimes
@@ -97,7 +98,7 @@ def train(config: Config) -> None:
             build_mesh(layout, run.device.type, config.timeout),
             resolved.global_batch_size * config.seq_length,
         )
-        at, there_and_back = mesh["pp"].get_local_rank(), config.schedule in ("ZBVZeroBubble", "DualPipeV")
+        at, there_and_back = mesh["pp"].get_local_rank(), SCHEDULES[config.schedule].v
         numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
         every = {"positions": torch.arange(config.seq_length, device=run.device)}  # not split into micro-batches
 

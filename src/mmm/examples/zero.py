@@ -109,7 +109,7 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
         for unit in (full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full):
             fully_shard(unit, mesh=mesh)  # type: ignore[arg-type]
         for module in (each for each in full.modules() if isinstance(each, FSDPModule)):
-            module.set_gradient_divide_factor(1.0)  # summed, not averaged: each local loss is over the global count
+            module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
             module.set_force_sum_reduction_for_comms(True)
     materialize(full, run.device, run.options.seed)
     for p in full.parameters() if stage == 0 else ():

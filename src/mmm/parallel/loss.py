@@ -1,4 +1,4 @@
-"""The local loss: this rank's sum over the global count. The ranks' losses add up to the global mean on every mesh."""
+"""The local loss: this rank's sum divided by the global count. Over all ranks they add up to the global mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Loss = Callable[[Tensor, Tensor, int], Tensor]  # (output, targets, count) → l
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: int) -> Tensor:
-    """The local loss of a batch: the sum of its cross-entropies, over the global `count`.
+    """The local loss of a batch: the sum of its cross-entropies, divided by the global `count`.
 
     The local losses of all data-parallel coordinates add up to the mean over the global batch, and so do gradients.
 

@@ -69,7 +69,7 @@ class ParallelModel:
         Args:
             model: parameters on the meta device; consumed: do not reuse it. partition: of `partition_model`.
             seed: of the initial weights.
-            loss: (output, targets, count) → this rank's local loss, its sum over `count`. None: of `loss_of`.
+            loss: (output, targets, count) → this rank's local loss, its sum divided by `count`. None: of `loss_of`.
             lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
         """
         self.mesh = mesh = Mesh.of(mesh)

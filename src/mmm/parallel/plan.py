@@ -98,7 +98,8 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
         value = getattr(plan, field_name)
         entries = [value] if isinstance(value, str) else list(value)
         for name in (name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)):
-            optional = any(fnmatchcase(name, pattern) for pattern in plan.optional)
+            lacking = [each for each in plan.optional if not any(fnmatchcase(path, each) for path in paths)]
+            optional = any(fnmatchcase(name, each) for each in lacking)
             if name and not optional and not any(matches(name, path) for path in paths):
                 found.setdefault(name, []).append(field_name)
     of = type(model).__name__

@@ -59,7 +59,7 @@ class Step:
         """The forward is over.
 
         Args:
-            loss: of this rank's samples, over the global count. With micro-batches, of one of them: they add up.
+            loss: of this rank's samples, divided by the global count. With micro-batches, of one of them: they add up.
         """
         self.run.clock.lap("dtf")
         self.local_loss += local_value(loss)

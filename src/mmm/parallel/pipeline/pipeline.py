@@ -100,7 +100,7 @@ class Pipeline:
         count: stages over all ranks.
         mesh: with a pp axis.
         schedule: a key of `SCHEDULES`. microbatches: of a step.
-        loss: (output, targets) of a micro-batch → its local loss: its sum over the global count.
+        loss: (output, targets) of a micro-batch → its local loss: its sum divided by the global count.
         lap: `StepClock.lap` of a clock with the parts dtf, dtb and dtw. On an accelerator the host then waits for each
             part of the work, which costs overlap.
     """
