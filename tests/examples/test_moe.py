@@ -11,12 +11,13 @@ import torch
 
 import mmm.history
 from mmm.errors import UserError
-from mmm.examples.moe import Config, dense, moe_layer, train
+from mmm.examples.moe import Config, moe_layer, train
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, apply, build_mesh
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from mmm.trainer.by_hand import dense_experts
 from mmm.trainer.optimizer import make_optimizer
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -93,7 +94,7 @@ def layers(rank, top_k):
     found = [y, *torch.autograd.grad(y, (x, router, w1, w2, w3), dy[rank.rank])]
     whole = layer(x)
     on_one = [whole[rank.rank], *torch.autograd.grad(whole, (x, router, w1, w2, w3), dy)]
-    beside = dense(x.flatten(0, 1), router, [w1, w2, w3], top_k).view_as(x)[rank.rank]
+    beside = dense_experts(x.flatten(0, 1), router, [w1, w2, w3], top_k).view_as(x)[rank.rank]
     return [[t.detach() for t in tensors] for tensors in (found, on_one, [beside])]
 
 

@@ -15,13 +15,13 @@ import mmm.history
 from mmm.analysis.collective_bytes import factor
 from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
-from mmm.examples.tensor_parallel import Case
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
 from mmm.runtime.log import get_logger
 from mmm.trainer import zero_stages
+from mmm.trainer.by_hand import Case
 from mmm.trainer.run import Run
 from mmm.trainer.text import resolve
 

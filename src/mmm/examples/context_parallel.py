@@ -15,29 +15,25 @@ tail, because later tokens have more to look back at; cp = 4, 512 tokens::
                            rank 1 has keys of    hop 0: rank 1    hop 1: rank 0    hop 2: rank 3    hop 3: rank 2
     attention, ulysses     all-to-all: each rank gets the full sequence of heads / cp heads; and back
 
-`ring_attention` writes the ring out, and is compared with attention to the full sequence; the model trains with the
-package's, which sends while it computes. Parameters are sharded over dp × cp together (FSDP). The losses are those of
-one device. Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023.
+`ring_attention` is compared with attention to the full sequence; the model trains with the package's, which sends while
+it computes, and FSDP over dp × cp. Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.parallel import Layout, cross_entropy
-from mmm.trainer import example
-from mmm.trainer.run import Run
+from mmm.trainer import by_hand, example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +66,7 @@ class SendToNext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int = 1) -> Tensor:
         ctx.group, ctx.step = group, step
-        ranks, received = dist.get_process_group_ranks(group), torch.empty_like(x)
-        at = dist.get_rank(group)
+        ranks, at, received = dist.get_process_group_ranks(group), dist.get_rank(group), torch.empty_like(x)
         send = dist.P2POp(dist.isend, x.contiguous(), ranks[(at + step) % len(ranks)], group)
         receive = dist.P2POp(dist.irecv, received, ranks[(at - step) % len(ranks)], group)
         for work in dist.batch_isend_irecv([send, receive]):
@@ -85,8 +80,8 @@ class SendToNext(torch.autograd.Function):
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over some of the keys, and the logarithm of its sum of exponentials: (…, queries, head_dim), (…, 1)."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (batch, heads, queries, keys)
-    scores = scores.masked_fill(~visible, -1e30)  # not -inf: a query that sees none of these keys merges with weight 0
+    # -1e30, not -inf: a query that sees none of these keys merges with weight 0. (batch, heads, queries, keys)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -1e30)
     lse = scores.logsumexp(-1, keepdim=True)
     return torch.exp(scores - lse) @ v, lse
 
@@ -97,40 +92,22 @@ def positions_of(rank: int, ranks: int, seq: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, triangle: bool = True) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, causal: bool = True) -> Tensor:
     """Causal attention of this rank's tokens to those of all ranks: (batch, heads, seq / ranks, head_dim) each."""
     rank, ranks, wide = dist.get_rank(group), dist.get_world_size(group), torch.promote_types(q.dtype, torch.float32)
     kv = torch.stack((k, v)).to(wide)  # (2, batch, kv heads, seq / ranks, head_dim)
-    mine = positions_of(rank, ranks, ranks * q.shape[2])
+    query_positions = positions_of(rank, ranks, ranks * q.shape[2])
+    out, lse = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., :1], -math.inf, dtype=wide)  # of no keys
     for hop in range(ranks):
         if hop:
             kv = SendToNext.apply(kv, group)
-        theirs = positions_of((rank - hop) % ranks, ranks, ranks * q.shape[2])
-        visible = mine[:, None] >= theirs if triangle else torch.ones(len(mine), len(mine), dtype=torch.bool)
+        key_positions = positions_of((rank - hop) % ranks, ranks, ranks * q.shape[2])
+        visible = (query_positions[:, None] >= key_positions).to(q.device)
         heads = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)  # each serves several heads of q
-        part, part_lse = attention(q.to(wide), heads[0], heads[1], visible.to(q.device))
-        if not hop:
-            out, lse = part, part_lse
-            continue
+        part, part_lse = attention(q.to(wide), heads[0], heads[1], visible if causal else torch.ones_like(visible))
         total = torch.logaddexp(lse, part_lse)  # the softmax over both: each weighed by its sum of exponentials
         out, lse = out * torch.exp(lse - total) + part * torch.exp(part_lse - total), total
     return out.to(q.dtype)
-
-
-def compare(run: Run) -> None:
-    """The ring over all ranks beside attention to the full sequence."""
-    torch.manual_seed(0)  # the same on every rank: q, k, v, and the gradient of y; (batch, heads, seq, head_dim)
-    full = torch.randn(4, 2, 4, 8 * run.rank.world_size, 16).to(run.device, run.precision.storage)
-    mine = positions_of(run.rank.rank, run.rank.world_size, full.shape[3])
-
-    def forward_backward(attend: Callable[..., Tensor], tensors: Tensor) -> Tensor:
-        q, k, v = tensors[:3].clone().requires_grad_().unbind()
-        y = attend(q, k, v)
-        return torch.stack((y, *torch.autograd.grad(y, (q, k, v), tensors[3])))
-
-    found = forward_backward(partial(ring_attention, group=dist.group.WORLD), full[..., mine, :])  # type: ignore[arg-type]
-    expected = forward_backward(partial(F.scaled_dot_product_attention, is_causal=True), full)
-    example.compare(run, found, expected[..., mine, :])
 
 
 def train(config: Config) -> None:
@@ -141,17 +118,20 @@ def train(config: Config) -> None:
         return
 
     with example.start_run("context_parallel", config, resolved) as run:
-        compare(run)
+        ring, world = partial(ring_attention, group=dist.group.WORLD), run.rank.world_size  # type: ignore[arg-type]
+        by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world, 8 * world))
         mesh = example.parallelize(run, resolved)
         for layer in model.layers.values() if config.break_ == "triangle" and layout.cp > 1 else ():
-            layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), triangle=False)  # type: ignore
+            layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), causal=False)  # type: ignore
 
         # Which tokens this rank has, and where they stand in the full sequence: the model cannot count from 0.
-        mine = positions_of(layout.coordinates(run.rank.rank)["cp"], layout.cp, config.seq_length).to(run.device)
-        positions = torch.arange(len(mine), device=run.device) if config.break_ == "positions" else mine
+        at = layout.coordinates(run.rank.rank)["cp"]
+        own_positions = positions_of(at, layout.cp, config.seq_length).to(run.device)
+        positions = own_positions if config.break_ != "positions" else torch.arange(len(own_positions)).to(run.device)
 
         def local_loss(batch: Batch) -> Tensor:
-            return cross_entropy(model(batch.inputs[:, mine], positions), batch.targets[:, mine], batch.count)
+            logits = model(batch.inputs[:, own_positions], positions)
+            return cross_entropy(logits, batch.targets[:, own_positions], batch.count)
 
         optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
         for step in example.text_steps(run, resolved, model, optimizer, local_loss):

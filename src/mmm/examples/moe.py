@@ -17,9 +17,8 @@ tokens, × 2 choices = 1024 rows. What rank 1 does in a layer, with numbers such
 So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and in backward as much again: 1 MB a step. FSDP
 comes on top: experts are sharded over [0 2] and [1 3], which have the same ones, the other parameters over all four.
 
-`moe_layer` writes that out, and is compared with the dense computation; the model trains with the package's. No token
-is dropped. ``imbalance`` is the load of the busiest expert over the mean: a bias on each expert's score, moved after
-every step, lowers it. Same seed and same global batch give the same losses, loads and biases on every mesh.
+`moe_layer` is compared with the dense computation; the model trains with the package's. No token is dropped. A bias on
+each expert's score, moved after every step, lowers ``imbalance``: the load of the busiest expert over the mean.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.models.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
-from mmm.trainer import example
+from mmm.trainer import by_hand, example
 from mmm.trainer.run import Run
 
 
@@ -55,11 +54,9 @@ class Config(example.TextExampleOptions, example.ExpertOptions):
     ep: int | None = None
     """Ranks that share the experts: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
     preset: example.Preset = "debug"
-
     default_batch_size = 4
 
     def axes(self, ranks: int) -> dict[str, int]:
-        """The mesh for that many ranks."""
         if self.n_experts < 1:
             raise ConfigError(f"--n_experts {self.n_experts}: it must be at least 1")
         ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
@@ -95,30 +92,19 @@ def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, grou
     return torch.zeros_like(x).index_add(0, order // top_k, weight.flatten()[order, None] * back)
 
 
-def dense(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int) -> Tensor:
-    """The same on one device: all experts compute all tokens, with weight 0 for those that were not chosen."""
-    weight, chosen = (x @ router.T).sigmoid().topk(top_k)
-    weight = x.new_zeros(len(x), len(router)).scatter(1, chosen, weight / weight.sum(1, keepdim=True))
-    w1, w2, w3 = experts
-    outputs = (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT  # (n_experts, tokens, dim)
-    return torch.einsum("te,etd->td", weight, outputs)
-
-
 def compare(run: Run) -> None:
-    """`moe_layer` over all ranks beside `dense`."""
+    """`moe_layer` over all ranks beside the dense computation: 32 tokens and 2 experts a rank."""
     rank, ranks, dim, hidden = run.rank.rank, run.rank.world_size, 16, 24
-    torch.manual_seed(0)  # the same numbers on every rank, which has 32 tokens and 2 experts of its own
     shapes = [(32, dim), (32, dim), (2, dim), (2, hidden, dim), (2, dim, hidden), (2, hidden, dim)]
-    made: dict[str, Any] = {"device": run.device, "dtype": run.precision.storage}
-    dy, *inputs = (torch.randn(ranks, *shape).to(**made).requires_grad_() for shape in shapes)
+    dy, *inputs = (x.requires_grad_() for x in by_hand.same_on_all_ranks(run, *((ranks, *shape) for shape in shapes)))
     x, router, *experts = (tensor.flatten(0, 1) for tensor in inputs)
-    expected = dense(x, router, experts, top_k=2)
     y = moe_layer(inputs[0][rank], router, [w[rank] for w in inputs[2:]], 2, dist.group.WORLD)  # type: ignore[arg-type]
     gradients = torch.autograd.grad(y, inputs, dy[rank])
     for gradient in gradients:
         dist.all_reduce(gradient)  # each rank has a part of the sum
+    expected = by_hand.dense_experts(x, router, experts, top_k=2)
     wanted = torch.autograd.grad(expected, inputs, dy.flatten(0, 1))
-    example.compare(run, [y, *gradients], [expected.view_as(dy)[rank], *wanted])
+    by_hand.compare(run, [y, *gradients], [expected.view_as(dy)[rank], *wanted])
 
 
 def drop(module: Any, given: tuple[Tensor, Tensor], output: Tensor) -> Tensor:

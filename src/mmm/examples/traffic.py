@@ -144,9 +144,5 @@ def train(config: Config) -> bool:
     return not wrong
 
 
-def main() -> None:
-    sys.exit(not train(parse(Config, __doc__)))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))

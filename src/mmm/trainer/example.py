@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
+import tyro
 
+from mmm.errors import ConfigError
 from mmm.models.experts import has_experts
 from mmm.parallel import Mesh, apply, build_mesh, materialize
-from mmm.runtime.process_group import gather_floats
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
@@ -23,13 +21,11 @@ from mmm.trainer.steps import text_steps
 from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, resolve
 
 __all__ = [
-    "PIPELINE",
     "SHARDED_SEQUENCE",
     "ExpertOptions",
-    "Need",
+    "FourAxesOptions",
     "Preset",
     "TextExampleOptions",
-    "compare",
     "make_optimizer",
     "parallelize",
     "parse",
@@ -42,8 +38,6 @@ __all__ = [
     "text_steps",
 ]
 
-BY_HAND = {torch.float64: 1e-12, torch.float32: 1e-5}  # allowed differences
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextExampleOptions(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
@@ -53,19 +47,47 @@ class TextExampleOptions(TensorParallelOptions, TextProgramOptions, ValidationOp
     compile: Unused[bool] = False
 
 
-def compare(run: Run, found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    """Log and record how far what an example has computed by hand is from what was expected. A collective.
+@dataclass(frozen=True, kw_only=True)
+class FourAxesOptions(TextExampleOptions):
+    """Flags of a small Transformer on a mesh of pp × dp × cp × tp, whose sizes are chosen where none is given."""
 
-    Raises:
-        RuntimeError: by more than rounding.
-    """
-    pairs = [(a.detach(), b.detach()) for a, b in zip(found, expected, strict=True)]
-    apart = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
-    worst = max(max(row) for row in gather_floats(apart, run.device))
-    run.log.info("by hand, output and gradients differ from one device's by %.1e", worst, stacklevel=2)
-    run.describe(by_hand_difference=worst)
-    if not worst <= (limit := BY_HAND[run.precision.storage]):
-        raise RuntimeError(f"what is computed by hand differs from one device's by {worst:.1e}, more than {limit:.0e}")
+    NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "microbatches": PIPELINE}
+    model: str = "transformer"
+    """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.fsdp."""
+    pp: int = 1
+    dp_shard: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = -1
+    cp: int = 1
+    schedule: Literal["GPipe", "1F1B"] | None = None
+    microbatches: int | None = None
+    """Parts that a batch goes through the stages in. Default: pp."""
+    preset: Preset = "debug"
+    n_layers: int | None = 4
+    n_heads: int | None = 8
+    n_kv_heads: int | None = 4
+    ffn_dim: int | None = 192
+    eval_every: int = 0
+    default_max_iters = 20
+
+    default_batch_size = 8
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        if self.model != "transformer":
+            raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp")
+        sizes = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
+        if not self.chooses():
+            return sizes
+        for place, axis in enumerate(("pp", "tp", "dp_shard", "cp"), start=1):
+            if axis != "dp_shard" and ranks % 2**place == 0:
+                sizes[axis] = 2
+        return sizes
+
+    def chooses(self) -> bool:
+        return (self.pp, self.dp_shard, self.cp, self.tpsize) == (1, -1, 1, 1)
+
+    def note_choice(self, run: Run) -> None:
+        """Say which layout was chosen."""
+        if self.chooses():
+            run.note(f"no axis was given a size: layout {run.layout} chosen for {run.layout.ranks} ranks")
 
 
 def parallelize(run: Run, resolved: Resolved) -> Mesh:

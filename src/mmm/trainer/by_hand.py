@@ -1,0 +1,133 @@
+"""What an example computes by hand, beside the same on one device: inputs, gradients, and how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mmm.runtime.process_group import gather_floats
+from mmm.trainer.run import Run
+
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}  # differences
+BATCH, SEQ, DIM, HIDDEN, VOCAB = 2, 24, 48, 192, 131  # of a `Case`: its ranks divide SEQ, DIM and HIDDEN
+
+
+class Case:
+    """Tensors to compute with, the same on every rank, and their shards over the ranks of `mesh`, which has one axis.
+
+    Attributes:
+        x, dy: a layer's input and its output's gradient, (BATCH, SEQ, DIM). w: (DIM, DIM). targets: (BATCH · SEQ,).
+        made: keyword arguments that make a tensor such as these.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.x, self.dy = torch.randn(2, BATCH, SEQ, DIM).to(device, dtype)
+        self.w = torch.randn(DIM, DIM).to(device, dtype)
+        self.targets = torch.randint(VOCAB, (BATCH * SEQ,)).to(device)
+
+    def shard(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor."""
+        return full.chunk(self.mesh.size(), dim)[self.mesh.get_local_rank()].contiguous()
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """The tensor that the ranks have parts of. A collective."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.mesh.size())]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+
+def same_on_all_ranks(run: Run, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Tensors of random numbers, on the run's device."""
+    torch.manual_seed(0)
+    return [torch.randn(shape).to(run.device, run.precision.storage) for shape in shapes]
+
+
+def forward_backward(f: Callable[..., Tensor], dy: Tensor | None, *inputs: Tensor, weights: Any = None) -> list[Tensor]:
+    """f(*inputs), then the gradients of inputs and weights, which are by default the parameters of `f`."""
+    if weights is None:
+        weights = f.parameters() if isinstance(f, nn.Module) else ()
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = f(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
+
+
+def dense_experts(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int) -> Tensor:
+    """A layer of experts on one device: all compute all tokens, with weight 0 where they were not chosen.
+
+    Args:
+        x: (tokens, dim). router: (n_experts, dim). experts: w1, w2, w3, (n_experts, …) each.
+    """
+    weight, chosen = (x @ router.T).sigmoid().topk(top_k)
+    weight = x.new_zeros(len(x), len(router)).scatter(1, chosen, weight / weight.sum(1, keepdim=True))
+    w1, w2, w3 = experts
+    outputs = (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT  # (n_experts, tokens, dim)
+    return torch.einsum("te,etd->td", weight, outputs)
+
+
+def differences(found: Iterable[Tensor], expected: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Of each tensor, the largest difference over the largest element, on the worst rank: (tensors,). A collective."""
+    full = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in found]
+    apart = [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(full, expected, strict=True)]
+    return torch.tensor(gather_floats(apart, device), dtype=torch.float64).amax(0)  # NaN where any rank has it
+
+
+def compare(run: Run, found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Log and record how far what an example has computed by hand is from what was expected. A collective.
+
+    Raises:
+        RuntimeError: by more than rounding.
+    """
+    worst = float(differences(found, expected, run.device).max())
+    run.log.info("by hand, output and gradients differ from one device's by %.1e", worst, stacklevel=2)
+    run.describe(by_hand_difference=worst)
+    if not worst <= (limit := ALLOWED[run.precision.storage]):
+        raise RuntimeError(f"what is computed by hand differs from one device's by {worst:.1e}, more than {limit:.0e}")
+
+
+def compare_attention(run: Run, attention_fn: Callable[..., Tensor], own_positions: Tensor) -> None:
+    """`attention_fn` of this rank's tokens beside causal attention to the full sequence. A collective.
+
+    Args:
+        own_positions: which of 8 tokens a rank are this rank's, (8,).
+    """
+    (full,) = same_on_all_ranks(run, (4, 2, 4, 8 * run.rank.world_size, 16))  # q, k, v, dy: (batch, heads, seq, dim)
+    *qkv, dy = full
+    *own_qkv, own_dy = full[..., own_positions, :]
+    found = forward_backward(attention_fn, own_dy, *own_qkv)
+    expected = forward_backward(partial(F.scaled_dot_product_attention, is_causal=True), dy, *qkv)
+    compare(run, found, [tensor[..., own_positions, :] for tensor in expected])
+
+
+def report(run: Run, found: dict[str, list[float]]) -> bool:
+    """Log and record a table. Whether all is right.
+
+    Args:
+        found: by what was computed, the differences of its output and of its gradients.
+    """
+    limit = ALLOWED[run.precision.storage]
+    lines = [f"{'':20}{'output':>10}{'gradients':>12}   (allowed: {limit:.0e})"]
+    row: dict[str, float] = {}
+    for name, (output, gradient) in found.items():
+        right = output <= limit and gradient <= limit  # NaN is wrong as well
+        lines.append(f"{name:20}{output:10.1e}{gradient:12.1e}{'' if right else '   WRONG'}")
+        row |= {f"{name}_output": output, f"{name}_gradient": gradient}
+    if run.options.break_ is not None:
+        lines.append(f"--break {run.options.break_}, on purpose: {run.options.BREAKS[run.options.break_]}")
+    ranks = run.rank.world_size
+    run.log.info(
+        "sharded over %d ranks, differs from the full computation by\n%s", ranks, "\n".join(lines), stacklevel=2
+    )
+    if run.record is not None:
+        run.record.update({**row, "allowed": limit})
+    return all(value <= limit for value in row.values())
