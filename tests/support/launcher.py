@@ -32,6 +32,7 @@ count, command = int(words[words.index("-n") + 1]), words[words.index(sys.execut
 ranks = [{{"PMI_RANK": str(rank), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(rank)}} for rank in range(count)]
 sys.exit(max([p.wait() for p in [subprocess.Popen(command, env=os.environ | rank) for rank in ranks]]))
 """
+PATIENCE = 200.0  # s until launch counts as hanging: on a busy machine a start takes long, and this costs nothing
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Launcher:
     def run(
         self,
         *words: str,
-        timeout: float = 60,
+        timeout: float = PATIENCE,
         ignored: tuple[int, ...] = (),
         clocks: dict[str, float] | None = None,
         **variables: str,
@@ -98,7 +99,7 @@ class Launcher:
         mpiexec.chmod(0o755)
         return ["--scheduler", "none", "--hosts", "localhost", "--mpiexec", str(mpiexec), "--ranks-by", by]
 
-    def wait_for(self, *names: str, timeout: float = 60) -> None:
+    def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
         """Wait until the programs have made these files."""
         deadline = time.monotonic() + timeout
         while not all((self.folder / name).exists() for name in names):
