@@ -13,6 +13,7 @@ import mmm.history
 from mmm.cli.history import main as history_command
 from mmm.history import History, finalize, load, write_config
 from support.launcher import Launcher
+from support.signals import as_from_a_terminal
 
 WRITER = """
 import signal, sys, time
@@ -81,7 +82,8 @@ def test_how_it_ended(tmp_path, capsys, rows, error, state, said):
     ],
 )
 def test_signals(tmp_path, ends, number, state, said):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), ends], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", WRITER, str(tmp_path), ends]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal())
     try:
         assert process.stdout.readline() == "ready\n"
         assert mmm.history.state(tmp_path) == "running"
