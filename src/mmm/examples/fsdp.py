@@ -109,7 +109,8 @@ def train(config: Config) -> None:
             step.log(loss)
             (loss * factor).backward()
             optimizer.step()
-            local = local_elements(model, optimizer)  # while there are gradients
+            if step.last:
+                local = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
         numbers = sum(local.values()), elements * (2 + STATE[config.optimizer])

@@ -39,7 +39,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from mmm.data import Batch
-from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
@@ -50,7 +49,7 @@ from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +112,7 @@ def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     resolved = resolve(config)
     layout, model = resolved.layout, resolved.model
-    if resolved.sizes.n_kv_heads % layout.tp:
-        heads = f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}"
-        raise LayoutError(f"{heads}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
+    check_own_kv_heads(resolved)
     if config.summary:
         print_once(resolved.summary())
         return

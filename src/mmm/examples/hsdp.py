@@ -80,7 +80,7 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # summed, not averaged: each local loss is over the global count
+        if isinstance(module, FSDPModule):  # a sum: each local loss is divided by the global count
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
@@ -116,7 +116,8 @@ def train(config: Config) -> None:
             step.log(loss)
             loss.backward()
             optimizer.step()
-            elements = local_elements(model, optimizer)  # while there are gradients
+            if step.last:
+                elements = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
         full, (r, s) = parameter_count(model), sizes

@@ -39,7 +39,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from mmm.data import Batch
-from mmm.errors import LayoutError
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import convert
@@ -101,8 +100,7 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
 def train(config: Config) -> None:
     resolved = example.resolve(config)
     layout, tokens = resolved.layout, resolved.global_batch_size * config.seq_length
-    if resolved.sizes.n_kv_heads % layout.tp:
-        raise LayoutError(f"n_kv_heads {resolved.sizes.n_kv_heads} is not divisible by tp {layout.tp}")
+    example.check_own_kv_heads(resolved)
     if config.summary:
         example.print_once(resolved.summary())
         return

@@ -1,6 +1,8 @@
-"""A Vision Transformer: the same program as ``mmm.trainer.vit``, under the name of the examples.
+"""A Vision Transformer, under the name of the examples.
 
-launch python3 -m mmm.examples.vit --max_iters 10
+    launch python3 -m mmm.examples.vit --max_iters 10
+
+The program is ``mmm.trainer.vit``.
 """
 
 from mmm.trainer.flags import run_main

@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 import shlex
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -28,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
+from mmm.runtime.process_group import default_timeout
 from mmm.runtime.ranks import command_line
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -190,7 +189,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     limit = timedelta(seconds=timeout)
-    with _default_timeout(limit):
+    with default_timeout(limit):
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
         mesh = Mesh(layout, device_mesh, expert_mesh)
@@ -200,23 +199,6 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
         for group in groups:  # an axis of all ranks is the default group, which has been there before
             dist.distributed_c10d._set_pg_timeout(limit, group)
     return mesh
-
-
-@contextmanager
-def _default_timeout(limit: timedelta) -> Iterator[None]:
-    """Inside, a process group that is made without a timeout gets this one, whatever its backend.
-
-    A mesh makes its groups without, and afterwards PyTorch can change it for gloo and nccl alone: those of xccl would
-    wait half an hour. Options by axis (``backend_override``) are newer than the oldest PyTorch that is supported, and
-    there are none for a backend such as ``cpu:gloo,xpu:xccl``.
-    """
-    c10d = dist.distributed_c10d
-    default = c10d._get_default_timeout
-    c10d._get_default_timeout = lambda backend: limit
-    try:
-        yield
-    finally:
-        c10d._get_default_timeout = default
 
 
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:

@@ -77,7 +77,8 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
     """Inside, a process group that is made without a timeout gets this one, whatever its backend.
 
     The groups of a `DeviceMesh` are made without one, and do not take over the default group's. Afterwards PyTorch can
-    change it for gloo and nccl alone: those of xccl would wait half an hour.
+    change it for gloo and nccl alone: those of xccl would wait half an hour. Options by axis (``backend_override``) are
+    newer than the oldest PyTorch that is supported, and there are none for a backend such as ``cpu:gloo,xpu:xccl``.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_timeout

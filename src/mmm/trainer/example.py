@@ -18,7 +18,7 @@ from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
 
 __all__ = [
     "SHARDED_SEQUENCE",
@@ -26,6 +26,7 @@ __all__ = [
     "FourAxesOptions",
     "Preset",
     "TextExampleOptions",
+    "check_own_kv_heads",
     "make_optimizer",
     "parallelize",
     "parse",
@@ -67,7 +68,6 @@ class FourAxesOptions(TextExampleOptions):
     ffn_dim: int | None = 192
     eval_every: int = 0
     default_max_iters = 20
-
     default_batch_size = 8
 
     def axes(self, ranks: int) -> dict[str, int]:

@@ -1,8 +1,10 @@
 """Train a Transformer as a language model, on any layout: pp × dp × cp × tp, and ep for its experts.
 
-launch python3 -m mmm.trainer.lm --max_iters 10
-launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
-launch python3 -m mmm.trainer.lm --max_iters 10 --n_experts 8 --ep 2
+    launch python3 -m mmm.trainer.lm --max_iters 10
+    launch python3 -m mmm.trainer.lm --max_iters 10 --pp 2 --tp 2
+    launch python3 -m mmm.trainer.lm --max_iters 10 --n_experts 8 --ep 2
+
+The losses are the same on every layout.
 """
 
 from __future__ import annotations

@@ -103,9 +103,10 @@ class OneDevice:
         """The loss of all ranks, of the step whose gradients came last."""
         self.steps[-1].loss = loss
 
-    def report(self, why: str) -> None:
+    def report(self) -> None:
         """Say it, and keep it in the record."""
         run, limit = self.run, TOLERANCE[self.run.precision.name]
+        why = run.options.BREAKS[run.options.break_]  # type: ignore[attr-defined]
         lines = [
             f"--break {run.options.break_}, on purpose",
             *textwrap.wrap(why, 116),
@@ -117,7 +118,7 @@ class OneDevice:
             apart = f"{step.gradients[wrong[0]] if wrong else max(step.gradients.values()):.1e} apart{where}"
             lines.append(f"{number:<4}{step.loss:>12.6f}{step.expected:>14.6f}{step.loss_apart:>10.1e}   {apart}")
         lines.append(self._first(limit))
-        run.log.info("%s", "\n".join(lines), stacklevel=4)  # of the program
+        run.log.info("%s", "\n".join(lines), stacklevel=3)  # of the program
         run.describe(broken={"name": run.options.break_, "steps": [asdict(step) for step in self.steps]})
 
     def _first(self, limit: float) -> str:

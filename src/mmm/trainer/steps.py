@@ -28,7 +28,6 @@ from mmm.models.transformer import Transformer
 from mmm.parallel.loss import local_value
 from mmm.runtime.seed import seed_step
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
-from mmm.trainer.options import BreakOptions
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
@@ -42,7 +41,7 @@ class Step:
     """One optimizer step.
 
     Attributes:
-        number: from 0. batch: this rank's samples of the global batch, on the run's device.
+        number: from 0. batch: this rank's samples of the global batch, on the run's device. last: of the run.
         due: whether the row is logged. row: further numbers of it, for the loop's body to add to.
         local_loss: this rank's. loss: of all ranks, once the step is over.
     """
@@ -50,6 +49,7 @@ class Step:
     run: Run
     number: int
     batch: Batch
+    last: bool = False
     due: bool = True
     row: dict[str, float] = field(default_factory=dict)
     local_loss: float = 0.0
@@ -108,7 +108,7 @@ def text_steps(
         batch = tokens.batch(number, global_batch, first_sample, size).to(run.device)
         run.clock.lap("dtd")
         last = number == steps - 1
-        step = Step(run, number, batch, due=last or number % options.log_every == 0)
+        step = Step(run, number, batch, last, due=last or number % options.log_every == 0)
         yield step
         run.clock.lap("dto")
         if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(number, steps):
@@ -125,7 +125,8 @@ def text_steps(
         )
         if one_device is not None:
             one_device.loss(step.loss)
-    _report(run, one_device)
+    if one_device is not None:
+        one_device.report()
 
 
 def image_steps(
@@ -164,14 +165,14 @@ def image_steps(
         batch = next(batches)
         if one_device is not None:
             batch = without_labels(batch, coordinate * resolved.local_batch_size, resolved.local_batch_size // 2)
-        step = Step(run, number, batch)
+        step = Step(run, number, batch, last=number == steps - 1)
         run.clock.lap("dtd")
         yield step
         run.clock.lap("dto")
         local_loss, since = local_loss + step.local_loss, since + 1
         if one_device is not None:
             one_device.loss(run.global_sum(step.local_loss))
-        if (number + 1) % per_epoch == 0 or number == steps - 1:
+        if (number + 1) % per_epoch == 0 or step.last:
             run.row(
                 {"epoch": number // per_epoch + 1},
                 {"train_loss": local_loss / since},
@@ -180,11 +181,5 @@ def image_steps(
                 depth=2,
             )
             local_loss, since = 0.0, 0
-    _report(run, one_device)
-
-
-def _report(run: Run, one_device: OneDevice | None) -> None:
     if one_device is not None:
-        assert isinstance(run.options, BreakOptions)
-        assert run.options.break_ is not None
-        one_device.report(run.options.BREAKS[run.options.break_])
+        one_device.report()

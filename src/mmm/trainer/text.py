@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, Corpus, RandomTokens, TextTokens, Tokens, read_text_files, standard_library
 from mmm.data.text import BYTES
-from mmm.errors import ConfigError, DataError
+from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.parallel import batch_sizes, local_value
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
@@ -210,6 +210,14 @@ def resolve(options: TextProgramOptions) -> Resolved:
     steps = options.steps(steps_per_epoch)
     plan = transformer_plan(sizes)
     return resolve_model(options, layout, sizes, model, plan, sample, data, steps, tokens, tuple(notes))
+
+
+def check_own_kv_heads(resolved: Resolved) -> None:
+    """For an example that shards key/value heads itself: raises LayoutError where ranks would have to share them."""
+    heads, tp = resolved.sizes.n_kv_heads, resolved.layout.tp
+    if heads % tp:
+        text = f"n_kv_heads {heads} is not divisible by tp {tp}"
+        raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
 
 
 def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[Batch]:

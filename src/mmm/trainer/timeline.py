@@ -7,15 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from mmm.analysis.bubble import PipelineTimeline, Recorded, bubble_formula, gather, replay
 from mmm.history import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
-from mmm.parallel.loss import local_value
-from mmm.parallel.pipeline.pipeline import TimedStage
+from mmm.parallel.pipeline.pipeline import TimedStage, sum_over_stages
 from mmm.parallel.pipeline.recorder import Recorder
 from mmm.trainer.run import Run
 
@@ -48,10 +46,8 @@ class PipelineTimes:
         return value
 
     def local_loss(self, losses: list[Tensor]) -> Tensor:
-        """The sum over a step's micro-batches on all stages alike: only the last has any. A collective."""
-        dtype = torch.float32 if self.run.device.type == "mps" else torch.float64
-        total = torch.tensor(sum(map(local_value, losses)), dtype=dtype, device=self.run.device)
-        dist.all_reduce(total, group=self.stages[0].group)
+        """Those of a step's micro-batches, by `sum_over_stages`. A collective."""
+        total = sum_over_stages(losses, self.run.device, self.stages[0].group)  # type: ignore[arg-type]
         self._lap("dtw")
         return total
 

@@ -98,7 +98,7 @@ class ResolvedCNN(Resolved):
     """What a run of the net needs.
 
     Attributes:
-        lr: as scaled. gamma: its factor after each epoch. steps_per_epoch: of the optimizer.
+        lr: as scaled. gamma: its factor after each epoch.
     """
 
     lr: float

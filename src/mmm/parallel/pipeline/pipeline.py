@@ -17,7 +17,7 @@ Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Megatron-LM", 2021 (1F1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -87,6 +87,18 @@ class TimedStage(PipelineStage):
 
 def _fsdp_units(module: nn.Module) -> Iterator[FSDPModule]:
     return (unit for unit in module.modules() if isinstance(unit, FSDPModule))
+
+
+def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """The local losses of a step's micro-batches, summed, on all stages alike: only the last has any. A collective.
+
+    Returns:
+        Scalar, float64 (float32 on MPS).
+    """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    loss = torch.tensor(sum(map(local_value, losses)), dtype=dtype, device=device)
+    dist.all_reduce(loss, group=group)
+    return loss
 
 
 class Pipeline:
@@ -200,8 +212,6 @@ class Pipeline:
         losses: list[Tensor] = []
         given = (inputs,) if self.has_first else ()
         run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False)
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        loss = torch.tensor(sum(map(local_value, losses)), dtype=dtype, device=self.device)
-        dist.all_reduce(loss, group=self.group)  # only the last stage has losses
+        loss = sum_over_stages(losses, self.device, self.group)
         self._timed("dtw")
         return loss
