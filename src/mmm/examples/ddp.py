@@ -89,7 +89,7 @@ def train(config: Config) -> None:
                 logits = module(inputs)
             return cross_entropy(logits, targets, resolved.global_batch_size * config.seq_length)
 
-        batch = resolved.local_batch(resolved.data.train, 0, run.rank).to(run.device)
+        batch = resolved.local_batch(resolved.data.train, 0, run.rank.rank).to(run.device)
         apart = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))
         run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", apart)
         run.describe(by_hand_difference=apart)

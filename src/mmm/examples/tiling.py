@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer
-from mmm.parallel import Mesh, apply, build_mesh, local_value, loss_of, materialize
+from mmm.parallel import Mesh, apply, build_mesh, loss_of, materialize
 from mmm.runtime.peak import Peak
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.flags import run_main
@@ -41,6 +41,7 @@ from mmm.trainer.options import Unused, parse
 from mmm.trainer.report import print_once
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.steps import text_steps
 from mmm.trainer.text import Preset, TextProgramOptions, resolve
 
 WAYS = ("whole", "loss in chunks", "MLP in tiles", "both")
@@ -100,25 +101,17 @@ def train_way(run: Run, mesh: Mesh, resolved: Resolved, way: int) -> tuple[int, 
     materialize(model, run.device, config.seed)
     loss_fn = loss_of(model)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-    batch, global_batch = resolved.local_batch_size, resolved.global_batch_size
-    first_sample, losses = batch * run.layout.dp_coordinate(run.rank.rank), []
-    for step in range(resolved.steps):
-        run.clock.start()
-        part = resolved.data.train.batch(step, global_batch, first_sample, batch).to(run.device)
-        run.clock.lap("dtd")
+    steps = []
+    for step in text_steps(run, resolved, model, optimizer, at={"way": way}):
         with Peak(run.device, model) as peak, loss_parallel():
-            loss = loss_fn(model(part.inputs), part.targets, part.count)
-            run.clock.lap("dtf")
+            loss = loss_fn(model(step.batch.inputs), step.batch.targets, step.batch.count)
+            step.log(loss)
             loss.backward()
-        run.clock.lap("dtb")
         optimizer.step()
         optimizer.zero_grad()
-        run.clock.lap("dto")
-        most = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
-        at, local_loss = {"way": way, "iter": step}, {"loss": local_value(loss)}
-        due = step % config.log_every == 0 or step == resolved.steps - 1
-        losses.append(run.row(at, local_loss, samples=global_batch, tokens=part.count, more={"peak": most}, due=due))
-    return int(most), losses
+        step.row["peak"] = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
+        steps.append(step)
+    return int(step.row["peak"]), [step.loss for step in steps]
 
 
 def main() -> None:

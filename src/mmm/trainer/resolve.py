@@ -15,7 +15,6 @@ from mmm.parallel.mesh import Layout
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.techniques import Techniques
-from mmm.runtime.ranks import Rank
 from mmm.trainer.options import RunOptions
 from mmm.trainer.report import model_summary
 
@@ -56,10 +55,9 @@ class Resolved:
         """What the record keeps."""
         return {"model": self.sizes, "global_batch_size": self.global_batch_size, "steps": self.steps}
 
-    def local_batch(self, tokens: Tokens, step: int, rank: Rank) -> Batch:
-        """The samples of a step of a rank's data-parallel coordinate."""
-        first_sample = self.layout.dp_coordinate(rank.rank) * self.local_batch_size
-        return tokens.batch(step, self.global_batch_size, first_sample, self.local_batch_size)
+    def local_batch(self, tokens: Tokens, step: int, coordinate: int) -> Batch:
+        """The samples of a step of a data-parallel coordinate."""
+        return tokens.batch(step, self.global_batch_size, coordinate * self.local_batch_size, self.local_batch_size)
 
 
 def check_pieces(techniques: Techniques, tokens: int) -> None:

@@ -85,8 +85,9 @@ def text_steps(
         at: what a row says besides its step, such as ``{"stage": 1}``.
     """
     options, steps = run.options, resolved.steps
-    size, global_batch, tokens = resolved.local_batch_size, resolved.global_batch_size, resolved.data.train
-    first_sample = size * (run.layout.dp_coordinate(run.rank.rank) if coordinate is None else coordinate)
+    global_batch, tokens = resolved.global_batch_size, resolved.data.train
+    if coordinate is None:
+        coordinate = run.layout.dp_coordinate(run.rank.rank)
     one_device = None
     if options.break_ is not None:
         steps = min(steps, STEPS)
@@ -105,7 +106,7 @@ def text_steps(
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
     for number in range(steps):
         run.clock.start()
-        batch = tokens.batch(number, global_batch, first_sample, size).to(run.device)
+        batch = resolved.local_batch(tokens, number, coordinate).to(run.device)
         run.clock.lap("dtd")
         last = number == steps - 1
         step = Step(run, number, batch, last, due=last or number % options.log_every == 0)

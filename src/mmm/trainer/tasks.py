@@ -60,8 +60,9 @@ class TokenTask(Task):
         self.steps_per_epoch = train.steps_per_epoch(self.global_batch_size)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
+        coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)
         for step in range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch):
-            batch = self.resolved.local_batch(self.resolved.data.train, step, self.run.rank)
+            batch = self.resolved.local_batch(self.resolved.data.train, step, coordinate)
             yield batch.to(self.run.device)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:

@@ -223,9 +223,9 @@ def check_own_kv_heads(resolved: Resolved) -> None:
 def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[Batch]:
     """This rank's samples of the first global batches of the validation text, on the run's device: the same on every
     mesh, every time. Where the text has fewer, all of them."""
-    validation = resolved.data.validation
+    validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
     for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
-        yield resolved.local_batch(validation, step, run.rank).to(run.device)
+        yield resolved.local_batch(validation, step, coordinate).to(run.device)
 
 
 @torch.no_grad()
