@@ -150,7 +150,7 @@ def test_under_torchrun(finished, tmp_path):
     marks_of(tmp_path / "out")
     startup = json.loads((tmp_path / "out" / "config.json").read_text())["startup"]
     assert startup["started_from"] == "process"
-    assert all(own["torch"] > 0.5 for own in startup["imports"]["ranks"])
+    assert all(own["all packages"] > 0.5 for own in startup["imports"]["ranks"])  # nothing times them one by one
 
 
 def test_summary_costs_no_run(tmp_path, monkeypatch, capsys):

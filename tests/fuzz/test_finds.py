@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.signals import as_from_a_terminal
+
 TESTS = Path(__file__).parent.parent
 CLEAN = """
 import sys, torch
@@ -86,7 +88,8 @@ def fuzz(*words):
 @pytest.mark.long
 def test_ctrl_c_ends_it_with_the_summary(tmp_path):
     command = fuzz("--minutes", "5", "--seed", "4", "--scratch", str(tmp_path))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path) as running:
+    piped = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": as_from_a_terminal()}
+    with subprocess.Popen(command, **piped, env=environment(), cwd=tmp_path) as running:
         for line in running.stdout:
             if " equal " in line or " refused " in line:
                 break
