@@ -48,7 +48,7 @@ from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve
+from mmm.trainer.text import TextProgramOptions, resolve_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def train(config: Config) -> None:
     if config.replicas < 2:
         one = f"--replicas {config.replicas}: with one copy HSDP is FSDP"
         raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
-    resolved = resolve(config)
+    resolved = resolve_own(config)
     if config.summary:
         print_once(resolved.summary())
         return
