@@ -1,10 +1,10 @@
-"""HSDP: copies of a model, each of them cut: FSDP within a group of ranks, an all-reduce between the groups.
+"""HSDP: copies of a model, each of them sharded: FSDP within a group of ranks, an all-reduce between the groups.
 
     launch python3 -m mmm.examples.hsdp --replicas 2
 
 N ranks stand on a mesh of dp_replicate × dp_shard, R × S. Every rank has its own samples::
 
-                          dp_shard: one copy of the model, cut in S parts
+                          dp_shard: one copy of the model, in S shards
                         ┌────────┬────────┬────────┬────────┐
        dp_replicate:    │ rank 0 │ rank 1 │ rank 2 │ rank 3 │   copy 0: host 1
        R copies,        │ part 0 │ part 1 │ part 2 │ part 3 │

@@ -2,7 +2,7 @@
 
     launch python3 -m mmm.examples.tiling
 
-Cutting a model over ranks does not help where one layer of one sequence is too large. Two layers are larger than all
+Sharding a model over ranks does not help where one layer of one sequence is too large. Two layers are larger than all
 others, and both work token by token, so that they need not be computed for the whole sequence at once::
 
                      what is largest                            piece by piece
