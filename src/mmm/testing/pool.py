@@ -19,10 +19,11 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 from torch.distributed.tensor import DTensor, _redistribute, debug
 
+from mmm.launch.job.hosts import free_port
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import Children
-from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks, free_port
+from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks
 
 TIMEOUT = 60.0  # s that a call may take
 LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
