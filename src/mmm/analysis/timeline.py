@@ -77,8 +77,8 @@ class PipelineTimes:
         replayed, pp = replay(recorded.lists, recorded.seconds), len(recorded.lists)
         formula = bubble_formula(schedule, pp, microbatches, len(self.stages))
         spent = "CPU time" if self.clock.device.type == "cpu" else "time"
-        replays = f"Replayed: each action takes its median {spent}, as soon as its rank and its input are there"
-        panels = [panel(replays, replayed), panel("Wall clock, last step", recorded.wall)]
+        caption = f"Replayed: each action takes its median {spent}, as soon as its rank and its input are there"
+        panels = [panel(caption, replayed), panel("Wall clock, last step", recorded.wall)]
         charts = "\n\n".join(timeline_text(p) for p in panels)
         heading = f"{schedule}, {microbatches} micro-batches: {legend_text(panels[0])}"
         log.info("%s\n%s\n\n%s", heading, charts, bubble_table(replayed, recorded.wall, formula))
