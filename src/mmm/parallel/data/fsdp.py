@@ -81,7 +81,7 @@ def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
     Args:
         units: of `fsdp_units_of`, in the order of forward; sharded.
     """
-    sharded = [
+    sharded: list[list[FSDPModule]] = [
         [inner for module in unit for inner in module.modules() if isinstance(inner, FSDPModule)] for unit in units
     ]
     for before, after in pairwise(sharded):

@@ -145,8 +145,8 @@ class ExpertParallel:
         of_each = torch.arange(local, device=x.device).expand_as(to_receive).flatten()
         expert = of_each.repeat_interleave(to_receive.flatten(), output_size=len(tokens))  # (tokens,): of each token
         order = expert.argsort(stable=True)
-        weights = [to_local(w) for w in (w1, w2, w3)]  # each (local experts, …)
-        output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), *weights, on_host=of_experts)
+        w1, w2, w3 = (to_local(w) for w in (w1, w2, w3))  # each (local experts, …)
+        output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), w1, w2, w3, of_experts)
         return AllToAllTokens.apply(output.index_select(0, order.argsort()), receive, send, self.group)
 
 
