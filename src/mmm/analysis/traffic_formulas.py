@@ -119,10 +119,8 @@ def _data_parallel(
     techniques: Techniques,
     microbatches: int,
 ) -> dict[str, float]:
-    technique, shapes = (
-        techniques.data_parallel,
-        [shape for stage in own.values() for shape in local_shapes(stage, plan, layout.tp)],
-    )
+    technique = techniques.data_parallel
+    shapes = [shape for stage in own.values() for shape in local_shapes(stage, plan, layout.tp)]
     unpadded = sum(math.prod(shape) for shape in shapes) * _size(precision.storage)
     replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
 

@@ -131,7 +131,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
 
 
-CPU_TAKES_GROUPED_HEADS = torch.__version__ >= (2, 9)
+CPU_TAKES_GROUPED_HEADS = torch.__version__ >= "2.9"
 
 
 def takes_grouped_heads(q: Tensor) -> bool:

@@ -81,9 +81,8 @@ def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
     Args:
         units: of `fsdp_units_of`, in the order of forward; sharded.
     """
-    sharded: list[list[FSDPModule]] = [
-        [inner for module in unit for inner in module.modules() if isinstance(inner, FSDPModule)] for unit in units
-    ]
+    inner = ([inner for module in unit for inner in module.modules()] for unit in units)
+    sharded: list[list[FSDPModule]] = [[m for m in modules if isinstance(m, FSDPModule)] for modules in inner]
     for before, after in pairwise(sharded):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before)
