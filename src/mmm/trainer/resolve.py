@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
 from mmm.parallel.mesh import Layout
 from mmm.parallel.partition import Partition, partition_model
-from mmm.parallel.plan import Plan
+from mmm.parallel.plan import Plan, find
 from mmm.parallel.techniques import Techniques
 from mmm.trainer.options import RunOptions
 from mmm.trainer.report import model_summary
+
+LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,17 @@ def check_pieces(techniques: Techniques, tokens: int) -> None:
             )
 
 
+def logits_bytes(model: nn.Module, plan: Plan, layout: Layout, sample: Tensor, microbatches: int, dtype: str) -> int:
+    """Of a micro-batch on a rank, in float32 or wider; 0 where the plan names no output matrix.
+
+    Args:
+        sample: (local batch, seq).
+    """
+    vocabulary = sum(-(-output.out_features // layout.tp) for output in find(model, plan.output))  # type: ignore
+    samples = -(-len(sample) // microbatches)
+    return vocabulary * samples * math.prod(sample.shape[1:2]) // layout.cp * (8 if dtype == "fp64" else 4)
+
+
 def resolve_model(
     options: RunOptions,
     layout: Layout,
@@ -94,6 +108,12 @@ def resolve_model(
     if tokens is not None:
         check_pieces(techniques, tokens)
     partition = partition_model(model, plan, layout, techniques, sample, options.dtype)
+    if getattr(options, "loss_chunks", 1) is None:
+        logits = logits_bytes(model, plan, layout, sample, partition.microbatches, options.dtype)
+        if logits > LOGITS:
+            chunks = min(math.ceil(4 * logits / LOGITS), sample.shape[1] // layout.cp)
+            techniques = replace(techniques, loss_chunks=chunks)
+            notes += (f"--loss_chunks {chunks}: the full logits would have {logits / 1e9:.1f} GB on a rank",)
     return Resolved(
         layout=layout,
         techniques=techniques,
