@@ -374,7 +374,7 @@ def counted_on_dp_alone(rank, layout):
 def not_back_in_order(rank, layout):
     """Tokens come back sorted by expert and not as they were sent."""
     original = mmm.parallel.expert.apply.expert_forward
-    mmm.parallel.expert.apply.expert_forward = lambda x, *rest, **more: original(x, *rest, **more).flip(0)
+    mmm.parallel.expert.apply.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
     try:
         return train(rank, layout, steps=1)
     finally:

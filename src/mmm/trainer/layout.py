@@ -19,8 +19,9 @@ DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 class MemoryOptions:
     """Flags of what is too large for one device: computed piece by piece, or kept on the host."""
 
-    loss_chunks: int = 1
-    """Chunks of the sequence that logits and loss are computed in: the full logits never exist."""
+    loss_chunks: int | None = None
+    """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
+    as keep them small where they would have more than 1 GB on a rank."""
     tile: int = 1
     """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
     offload: bool = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +13,12 @@ from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
 from mmm.parallel.mesh import Layout
 from mmm.parallel.partition import Partition, partition_model
-from mmm.parallel.plan import Plan
+from mmm.parallel.plan import Plan, find
 from mmm.parallel.techniques import Techniques
 from mmm.trainer.options import RunOptions
 from mmm.trainer.report import model_summary
+
+LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,14 @@ def check_pieces(techniques: Techniques, tokens: int) -> None:
             )
 
 
+def logits_bytes(resolved: Resolved, plan: Plan, microbatches: int) -> int:
+    """Of a micro-batch on a rank, in float32 or wider; 0 where the plan names no output matrix."""
+    layout, sample = resolved.layout, resolved.sample  # (local batch, seq)
+    vocabulary = sum(-(-output.out_features // layout.tp) for output in find(resolved.model, plan.output))  # type: ignore
+    tokens = -(-len(sample) // microbatches) * math.prod(sample.shape[1:2]) // layout.cp
+    return vocabulary * tokens * (8 if resolved.options.dtype == "fp64" else 4)
+
+
 def resolve_plan(resolved: Resolved, plan: Plan, tokens: int | None = None) -> ResolvedPlan:
     """Check how a model goes onto a layout with the techniques that the options ask for; needs no process group.
 
@@ -107,6 +118,13 @@ def resolve_plan(resolved: Resolved, plan: Plan, tokens: int | None = None) -> R
     techniques = resolved.options.techniques()
     if tokens is not None:
         check_pieces(techniques, tokens)
-    dtype = resolved.options.dtype
-    partition = partition_model(resolved.model, plan, resolved.layout, techniques, resolved.sample, dtype)
+    options, layout, sample = resolved.options, resolved.layout, resolved.sample
+    partition = partition_model(resolved.model, plan, layout, techniques, sample, options.dtype)
+    if getattr(options, "loss_chunks", 1) is None:
+        logits = logits_bytes(resolved, plan, partition.microbatches)
+        if logits > LOGITS:
+            chunks = min(math.ceil(4 * logits / LOGITS), sample.shape[1] // layout.cp)
+            techniques = replace(techniques, loss_chunks=chunks)
+            note = f"--loss_chunks {chunks}: the full logits would have {logits / 1e9:.1f} GB on a rank"
+            resolved = replace(resolved, notes=(*resolved.notes, note))
     return ResolvedPlan(**vars(resolved), techniques=techniques, plan=plan, partition=partition)
