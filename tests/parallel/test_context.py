@@ -1,4 +1,4 @@
-"""A sequence that is cut over ranks: the same attention, the same losses and the same gradients as whole."""
+"""A sequence that is sharded over ranks: the same attention, the same losses and the same gradients as whole."""
 
 import math
 
@@ -41,7 +41,7 @@ STEPS = 10
 CPU = torch.device("cpu")
 
 
-# ---- the cut
+# ---- the shards
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])

@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import ScheduleName
 from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions
 
@@ -46,6 +48,12 @@ class DataParallelOptions(RunOptions):
 
     def axes(self, ranks: int) -> dict[str, int]:
         return super().axes(ranks) | {"dp_replicate": self.dp_replicate or (2 if self.parallel == "hsdp" else 1)}
+
+    def layout(self, ranks: int) -> Layout:
+        """As `RunOptions.layout`; a LayoutError also where the data-parallel technique does not go with the sizes."""
+        layout = super().layout(ranks)
+        check_data_parallel(self.parallel, layout)
+        return layout
 
 
 @dataclass(frozen=True, kw_only=True)
