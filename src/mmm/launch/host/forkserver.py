@@ -50,7 +50,7 @@ PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own pro
 
 def main() -> NoReturn:
     """The fork server's whole life, and that of each rank it forks."""
-    todo = Instructions.loads(os.environ.pop(FORK_SERVER_VARIABLE))
+    todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
     for number in (*PASSED_ON, *([signal.SIGTERM] if todo.shielded else [])):
         signal.signal(number, signal.SIG_IGN)
@@ -114,7 +114,7 @@ def start_anew(todo: Instructions, skip: str) -> NoReturn:
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, True)
     skip = "*" if len(todo.skip) >= 3 else skip
-    os.environ[FORK_SERVER_VARIABLE] = replace(todo, skip=[*todo.skip, skip]).dumps()
+    os.environ[FORK_SERVER_VARIABLE] = str(replace(todo, skip=[*todo.skip, skip]).write())
     os.execv(sys.executable, [sys.executable, *_flags(), "-m", FORK_SERVER, *sys.argv[1:]])
 
 
