@@ -30,7 +30,7 @@ class Instructions:
     failure: int
     ranks: list[dict[str, str]]  # what differs in each rank's environment
     fork: bool  # fork the ranks from this process, or exec each
-    command: list[str]  # with fork=False: what each rank executes
+    command: list[str]  # what each rank executes that cannot be forked
     launch_pid: int  # launch's, or an agent's
     shielded: bool = False  # SIGTERM comes to every process of the run: not the fork server's
     ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
