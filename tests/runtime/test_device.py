@@ -89,16 +89,22 @@ def test_float64_everywhere_but_on_mps():
         devices.choose_precision("fp64", torch.device("mps"))
 
 
+def test_an_accelerators_backend_alone():
+    """PyTorch 2.8 and 2.9 refuse `cpu:gloo,cuda:nccl` for the groups of a mesh; gloo would connect all ranks to all."""
+    assert devices.backend_for(torch.device("cuda")) == "nccl"
+    assert devices.backend_for(torch.device("cpu")) == "gloo"
+
+
 def test_intel_backend(monkeypatch):
     """PyTorch's own xccl first, then Intel's bindings, else a clear word."""
     xpu = torch.device("xpu")
     monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True, raising=False)
-    assert devices.backend_for(xpu) == "cpu:gloo,xpu:xccl"
+    assert devices.backend_for(xpu) == "xccl"
     monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
     with pytest.raises(DeviceError, match="oneccl-bindings-for-pytorch is not installed"):
         devices.backend_for(xpu)
     imported = []
     monkeypatch.setattr(devices, "_installed", lambda package: True)
     monkeypatch.setattr(devices.importlib, "import_module", imported.append)
-    assert devices.backend_for(xpu) == "cpu:gloo,xpu:ccl"
+    assert devices.backend_for(xpu) == "ccl"
     assert imported == ["oneccl_bindings_for_pytorch"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mmm.errors import LaunchError
 from mmm.parallel import Layout, build_mesh
 from mmm.runtime.clock import StepClock
-from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.process_group import bound_if_it_splits, gather_floats, process_group
 from mmm.runtime.ranks import Rank
 
 CPU = torch.device("cpu")
@@ -71,6 +71,65 @@ def test_groups_of_any_backend_get_the_timeout(layout):
     assert len(eval(seen)) >= 4
     assert set(eval(seen)) == {7.0}
     assert float(after) == 1800
+
+
+BOUND = """
+import sys, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import init_device_mesh
+from mmm.parallel import Layout, build_mesh
+from mmm.runtime import process_group as groups
+from mmm.runtime.ranks import Rank
+
+device = torch.device("cuda", 0)
+torch.accelerator.is_available = lambda: True  # of which this PyTorch sees none
+torch.accelerator.device_count = lambda: 8
+torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+groups.backend_for = lambda device: "cuda:fake"  # says, as XCCL's does, that it cannot split
+bound = lambda: dist.distributed_c10d._get_default_group().bound_device_id
+if sys.argv[1] == "ours":
+    groups.dist.rendezvous = lambda *_, **__: iter([(FakeStore(), 0, 8)])
+    with groups.process_group(Rank(0, 8, 0, 8, "torchrun", "127.0.0.1", 1), device):
+        print(bound())
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))  # as the examples do
+        mesh = build_mesh(Layout(dp_shard=2, cp=2, tp=2), "cpu")
+        print(bound(), sorted(mesh.groups()))
+else:
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=8, device_id=device)
+    mesh = build_mesh(Layout(dp_shard=2, cp=2, tp=2), "cpu")
+    print(bound(), sorted(mesh.groups()))
+"""
+
+
+@pytest.mark.parametrize(("whose", "before", "after"), [("ours", "None\n", "None"), ("own", "", "cuda:0")])
+def test_meshes_where_the_backend_cannot_split_groups(whose, before, after):
+    """PyTorch would split each group off the default one if that is bound; a user's own group stays as it was."""
+    done = subprocess.run([sys.executable, "-c", BOUND, whose], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{before}{after} ['cp', 'dp_shard', 'dp_shard_cp', 'tp']\n", done.stderr
+
+
+class Group:
+    """A default group whose backend can split."""
+
+    bound_device_id = torch.device("cuda", 1)
+    supports_splitting = True
+
+    def _get_backend(self, device):
+        assert device is self.bound_device_id
+        return self
+
+
+def test_a_device_stays_bound_where_the_backend_splits(monkeypatch):
+    """Unbound, FSDP2 has been seen to hang on NCCL."""
+    group = Group()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    with bound_if_it_splits():
+        assert group.bound_device_id == torch.device("cuda", 1)
+    group.supports_splitting = False
+    with bound_if_it_splits():
+        assert group.bound_device_id is None
+    assert group.bound_device_id == torch.device("cuda", 1)
 
 
 def test_port_in_use():

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
-from mmm.runtime.process_group import default_timeout
+from mmm.runtime.process_group import bound_if_it_splits, default_timeout
 from mmm.runtime.ranks import command_line
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -189,7 +189,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     limit = timedelta(seconds=timeout)
-    with default_timeout(limit):
+    with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
         mesh = Mesh(layout, device_mesh, expert_mesh)

@@ -89,15 +89,18 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """The process-group backend: nccl, xccl (or Intel's older ccl), gloo. CPU tensors always have gloo."""
+    """The process-group backend: nccl, xccl (or Intel's older ccl), gloo.
+
+    An accelerator's alone: groups of meshes do not take two before PyTorch 2.10, and gloo connects all ranks to all.
+    """
     if device.type == "cuda":
-        return "cpu:gloo,cuda:nccl"
+        return "nccl"
     if device.type == "xpu":
         if getattr(dist, "is_xccl_available", lambda: False)():
-            return "cpu:gloo,xpu:xccl"
+            return "xccl"
         if _installed("oneccl_bindings_for_pytorch"):
             importlib.import_module("oneccl_bindings_for_pytorch")  # registers the ccl backend
-            return "cpu:gloo,xpu:ccl"
+            return "ccl"
         raise DeviceError(
             "this PyTorch has no xccl backend and oneccl-bindings-for-pytorch is not installed: collectives between "
             "Intel GPUs need one of them (docs/install.md)"

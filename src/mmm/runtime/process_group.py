@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -67,7 +68,7 @@ def process_group(
             ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    with default_timeout(limit):
+    with default_timeout(limit), bound_if_it_splits():
         yield
     dist.destroy_process_group()
 
@@ -78,7 +79,7 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
 
     The groups of a `DeviceMesh` are made without one, and do not take over the default group's. Afterwards PyTorch can
     change it for gloo and nccl alone: those of xccl would wait half an hour. Options by axis (``backend_override``) are
-    newer than the oldest PyTorch that is supported, and there are none for a backend such as ``cpu:gloo,xpu:xccl``.
+    newer than the oldest PyTorch that is supported.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_timeout
@@ -87,6 +88,28 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
         yield
     finally:
         c10d._get_default_timeout = default
+
+
+@contextlib.contextmanager
+def bound_if_it_splits() -> Iterator[None]:
+    """Inside, the default group is bound to its device only if its backend can split groups.
+
+    PyTorch splits every group of a mesh off a default group that is bound, and fails where XCCL cannot (2.12, 2.13).
+    Groups of a backend that can are made faster so, and FSDP2 has been seen to hang without. Besides splitting, the
+    binding only says which device a barrier uses; without it, that is the current one.
+    """
+    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    device = getattr(group, "bound_device_id", None)
+    if group is None or device is None or group._get_backend(device).supports_splitting:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+            yield
+    finally:
+        group.bound_device_id = device
 
 
 def gather_floats(values: list[float], device: torch.device) -> list[list[float]]:
