@@ -69,7 +69,7 @@ def test_a_cpu_build_of_torch_uses_none(nvidia):
         ("4", 0),
         ("0,0", 1),
         ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-        ("MIG-1,MIG-2", 2),
+        ("MIG-1,MIG-2", 1),  # CUDA shows a process the first alone
     ],
 )
 def test_nvidia_as_cuda_shows_them(nvidia, value, expected):

@@ -9,6 +9,7 @@ from mmm.runtime.ranks import Rank
 
 ALONE = Rank(0, 1, 0, 1, "alone")
 FOUR = Rank(1, 4, 1, 4, "launch")
+LAST = Rank(3, 4, 3, 4, "slurm")
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def accelerators(monkeypatch):
         ({}, FOUR, "auto", "cpu"),
         ({"cuda": 4}, FOUR, "auto", "cuda:1"),
         ({"cuda": 1}, FOUR, "auto", "cuda:0"),  # a scheduler that shows each rank its own
+        ({"cuda": 2}, LAST, "auto", "cuda:1"),  # two of its own
         ({"xpu": 12}, FOUR, "auto", "xpu:1"),
         ({"cuda": 4}, FOUR, "cpu", "cpu"),
         ({"mps": 1}, ALONE, "auto", "mps"),
@@ -54,7 +56,6 @@ def test_launch_decides_unless_the_flag_does(accelerators, monkeypatch):
     [
         ({}, "cuda", "sees no cuda device here"),
         ({}, "tpu", "'tpu' is not one of auto, cpu"),
-        ({"cuda": 2}, "cuda", "4 ranks on this host but 2 cuda devices"),
         ({"mps": 1}, "mps", "mps is one device"),
     ],
 )
@@ -108,3 +109,28 @@ def test_intel_backend(monkeypatch):
     monkeypatch.setattr(devices.importlib, "import_module", imported.append)
     assert devices.backend_for(xpu) == "ccl"
     assert imported == ["oneccl_bindings_for_pytorch"]
+
+
+class Properties:
+    uuid = "GPU-1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "mask", "same"),
+    [
+        ("cuda", None, "CUDA_VISIBLE_DEVICES", True),  # one GPU whatever the list it is in
+        ("cuda", "6.4", "ROCR_VISIBLE_DEVICES", False),  # parts of a GPU
+        ("xpu", None, "ZE_AFFINITY_MASK", False),  # tiles of a GPU
+    ],
+)
+def test_what_tells_devices_apart(monkeypatch, kind, hip, mask, same):
+    monkeypatch.setattr(getattr(torch, kind), "get_device_properties", lambda device: Properties())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(name, raising=False)
+    first, again = devices.identity(torch.device(kind, 0)), devices.identity(torch.device(kind, 0))
+    monkeypatch.setenv(mask, "1")
+    assert first == again
+    assert (devices.identity(torch.device(kind, 0)) == first) is same
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    assert devices.identity(torch.device("cuda", 0)) == ""

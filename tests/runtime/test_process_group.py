@@ -4,16 +4,21 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mmm.errors import LaunchError
+from mmm.errors import DeviceError, LaunchError
 from mmm.parallel import Layout, build_mesh
+from mmm.runtime import agreement
+from mmm.runtime import process_group as groups
 from mmm.runtime.clock import StepClock
-from mmm.runtime.process_group import bound_if_it_splits, gather_floats, process_group
+from mmm.runtime.process_group import bound_if_it_splits, gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank
+from mmm.testing import fork_ranks
 
 CPU = torch.device("cpu")
 
@@ -88,6 +93,7 @@ torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
 groups.backend_for = lambda device: "cuda:fake"  # says, as XCCL's does, that it cannot split
 bound = lambda: dist.distributed_c10d._get_default_group().bound_device_id
 if sys.argv[1] == "ours":
+    groups.identity = groups.check_devices = lambda *_: ""
     groups.dist.rendezvous = lambda *_, **__: iter([(FakeStore(), 0, 8)])
     with groups.process_group(Rank(0, 8, 0, 8, "torchrun", "127.0.0.1", 1), device):
         print(bound())
@@ -142,6 +148,43 @@ def test_port_in_use():
             process_group(Rank(0, 2, 0, 2, "torchrun", "127.0.0.1", port), CPU, 5),
         ):
             pass
+
+
+def located(rank, hosts):
+    """The local numbers of a rank that was told none; and that it meets the others by the same store."""
+    told = replace(rank, local_rank=None, local_world_size=None, port=rank.port)
+    with patch.object(agreement.socket, "gethostname", lambda: hosts[rank.rank]):
+        rank = locate(told, 20.0)
+    with process_group(rank, CPU, 20.0):
+        assert gather_floats([1.0], CPU) == [[1.0]] * rank.world_size
+    return rank.local_rank, rank.local_world_size
+
+
+def test_local_numbers_that_nobody_says_come_from_the_hosts():
+    found = fork_ranks(located, 4, "abab", timeout=60)
+    assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_local_numbers_that_are_said_stay():
+    rank = Rank(1, 2, 1, 2, "torchrun", "nowhere", 1)
+    assert locate(rank) is rank
+    assert locate(Rank(0, 1, 0, 1, "alone")).store is None
+
+
+def on_one_device(rank):
+    """As `launch -n 2` on a host with one GPU: before the backend starts."""
+    with (
+        patch.object(groups, "identity", lambda device: "GPU-1"),
+        patch.object(agreement, "FIRST_WORD", 0.0),
+        pytest.raises(DeviceError, match=r"ranks 0-1 on .* are on one device"),
+        process_group(rank, torch.device("cuda", 0), 20.0),
+    ):
+        pass
+    return dist.is_initialized()
+
+
+def test_two_ranks_on_one_device_are_refused_before_its_backend_starts():
+    assert fork_ranks(on_one_device, 2, timeout=60) == [False, False]
 
 
 def test_alone():

@@ -25,7 +25,7 @@ def unsharded(tensor: Tensor) -> Tensor:
     """The full tensor of a `DTensor`, on its mesh's device; a plain tensor is returned as it is. A collective."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # with offload it is on the host
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]  # offload: from host
 
 
 def local_box(parameter: Tensor) -> weights.ShardBox:

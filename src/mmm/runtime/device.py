@@ -56,7 +56,7 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
             kind of device.
 
     Raises:
-        DeviceError: no such device here, or fewer than ranks on this host.
+        DeviceError: no such device here.
     """
     if asked not in DEVICES:
         raise DeviceError(f"device {asked!r} is not one of {', '.join(DEVICES)}")
@@ -77,15 +77,20 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
         )
     if asked in ("cpu", "mps"):
         return torch.device(asked)
-    count = getattr(torch, asked).device_count()
-    if count > 1 and rank.local_world_size > count:
-        raise DeviceError(
-            f"{rank.local_world_size} ranks on this host but {count} {asked} devices: start at most one rank a device "
-            f"(launch -n {count} …), or use --device cpu"
-        )
-    device = torch.device(asked, rank.local_rank if count > 1 else 0)  # a scheduler may show each rank just its own
+    # A scheduler may show each rank just its own, one or several: `check_devices` sees what they come to.
+    device = torch.device(asked, (rank.local_rank or 0) % max(getattr(torch, asked).device_count(), 1))
     getattr(torch, asked).set_device(device)
     return device
+
+
+def identity(device: torch.device) -> str:
+    """What tells an accelerator from all others of its host; "" where PyTorch does not say."""
+    uuid = str(getattr(getattr(torch, device.type).get_device_properties(device), "uuid", ""))
+    if not uuid or (device.type == "cuda" and torch.version.hip is None):
+        return uuid
+    # Parts of an AMD or Intel GPU may have one uuid: two ranks that are shown different lists count as apart.
+    shown = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    return " ".join([uuid, str(device.index), *(f"{name}={os.environ[name]}" for name in shown if name in os.environ)])
 
 
 def backend_for(device: torch.device) -> str:

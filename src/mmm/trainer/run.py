@@ -41,7 +41,7 @@ from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32
 from mmm.runtime.log import logging_to
-from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.process_group import gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, facts_of_run
 from mmm.trainer.options import BaseOptions
@@ -215,7 +215,7 @@ def start_run(
         RecordError: the folder cannot be prepared; on every rank.
         SystemExit: with ``--break``, once the run has ended and its record is complete.
     """
-    rank = whoami()
+    rank = locate(whoami(), options.timeout)
     device = choose_device(options.device, rank)
     precision = choose_precision(options.dtype, device)
     layout = resolved.layout if isinstance(resolved, Resolved) else resolved
