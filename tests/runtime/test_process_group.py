@@ -1,5 +1,7 @@
 """Process groups: every group of the mesh gives up after the timeout, and numbers come together by rank."""
 
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -158,6 +160,22 @@ def located(rank, hosts):
     with process_group(rank, CPU, 20.0):
         assert gather_floats([1.0], CPU) == [[1.0]] * rank.world_size
     return rank.local_rank, rank.local_world_size
+
+
+def with_few_files(rank):
+    """The world, two axes and their product: more sockets than this process may open at first."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (os.open(os.devnull, os.O_RDONLY) + 16, hard))
+    with process_group(rank, CPU, 20.0):
+        mesh = build_mesh(Layout(dp_shard=2, cp=3), "cpu", 20.0)
+        dist.barrier(mesh["dp_shard_cp"].get_group())
+        dist.barrier()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+
+
+def test_a_rank_may_open_as_many_sockets_as_the_system_allows():
+    """Gloo connects every rank with every other, once a group: 1,024 files, as systems begin with, end near there."""
+    assert fork_ranks(with_few_files, 6, timeout=100) == [True] * 6
 
 
 def test_local_numbers_that_nobody_says_come_from_the_hosts():
