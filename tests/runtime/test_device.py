@@ -35,13 +35,25 @@ def accelerators(monkeypatch):
         ({"cuda": 2}, LAST, "auto", "cuda:1"),  # two of its own
         ({"xpu": 12}, FOUR, "auto", "xpu:1"),
         ({"cuda": 4}, FOUR, "cpu", "cpu"),
-        ({"mps": 1}, ALONE, "auto", "mps"),
+        ({"mps": 1}, ALONE, "auto", "cpu"),
+        ({"mps": 1}, ALONE, "mps", "mps"),
         ({"mps": 1}, FOUR, "auto", "cpu"),
     ],
 )
 def test_choice(accelerators, counts, rank, asked, device):
     accelerators(**counts)
     assert str(devices.choose_device(asked, rank)) == device
+
+
+def test_auto_says_that_it_leaves_out_an_apple_gpu(accelerators, monkeypatch):
+    cpu = torch.device("cpu")
+    accelerators(mps=1)
+    assert "--device mps uses it, on one rank" in devices.left_out("auto", cpu)
+    assert devices.left_out("cpu", cpu) is None
+    monkeypatch.setenv("MMM_DEVICE", "cpu")
+    assert devices.left_out("auto", cpu) is None
+    accelerators()
+    assert devices.left_out("auto", cpu) is None
 
 
 def test_launch_decides_unless_the_flag_does(accelerators, monkeypatch):
@@ -88,6 +100,10 @@ def test_float64_everywhere_but_on_mps():
     assert devices.choose_precision("fp64", torch.device("cpu")).compute == torch.float64
     with pytest.raises(DeviceError, match="no float64"):
         devices.choose_precision("fp64", torch.device("mps"))
+    assert devices.choose_precision("auto", torch.device("mps")).name == "fp32"
+    for mixed in ("bf16", "fp16"):
+        with pytest.raises(DeviceError, match=f"--dtype {mixed}: .* use --dtype fp32"):
+            devices.choose_precision(mixed, torch.device("mps"))
 
 
 def test_an_accelerators_backend_alone():

@@ -52,8 +52,8 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
     """The device of this rank.
 
     Args:
-        asked: ``auto`` (what ``launch --device`` said, else the first of cuda, xpu, mps that is there, else cpu) or the
-            kind of device.
+        asked: ``auto`` (what ``launch --device`` said, else the first of cuda, xpu that is there, else cpu) or the kind
+            of device.
 
     Raises:
         DeviceError: no such device here.
@@ -63,8 +63,7 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
     if asked == "auto":
         asked = os.environ.get("MMM_DEVICE", "auto")
     if asked == "auto":
-        kinds = ("cuda", "xpu", "mps") if rank.world_size == 1 else ("cuda", "xpu")
-        asked = next((kind for kind in kinds if is_available(kind)), "cpu")
+        asked = next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu")
     if not is_available(asked):
         raise DeviceError(
             f"--device {asked}: this PyTorch ({torch.__version__}) sees no {asked} device here; use --device cpu, or "
@@ -81,6 +80,13 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
     device = torch.device(asked, (rank.local_rank or 0) % max(getattr(torch, asked).device_count(), 1))
     getattr(torch, asked).set_device(device)
     return device
+
+
+def left_out(asked: str, device: torch.device) -> str | None:
+    """What ``auto`` has left out, in words."""
+    if asked == "auto" and device.type == "cpu" and "MMM_DEVICE" not in os.environ and is_available("mps"):
+        return "device: cpu; the Apple GPU here has no collectives: --device mps uses it, on one rank"
+    return None
 
 
 def identity(device: torch.device) -> str:
@@ -161,7 +167,7 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
     long), and makes the losses of meshes differ in the third digit.
 
     Raises:
-        DeviceError: float64 on MPS, which has none.
+        DeviceError: on MPS, which has no float64, and where a model has no wrapper that would mix data types.
     """
     if asked == "auto":
         name = "bf16" if _computes_bf16(device) else "fp32"
@@ -173,6 +179,8 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
         raise DeviceError(f"dtype {asked!r} is not one of auto, {', '.join(_PRECISIONS)}")
     if asked == "fp64" and device.type == "mps":
         raise DeviceError("--dtype fp64: MPS has no float64; use --device cpu")
+    if asked in ("bf16", "fp16") and device.type == "mps":
+        raise DeviceError(f"--dtype {asked}: on MPS a model computes in the data type of its weights; use --dtype fp32")
     return Precision(asked, *_PRECISIONS[asked])
 
 

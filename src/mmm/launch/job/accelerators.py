@@ -49,7 +49,7 @@ def find(
             "xpu", _intel(root, environ), "Intel GPU tile", environ, "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY"
         )
     if system == "Darwin arm64":
-        return Accelerators("mps", 1, "Apple GPU")
+        return Accelerators(None, 0, "an Apple GPU computes where --device mps says so")
     return Accelerators(None, 0, "torch is built for CPU")
 
 
