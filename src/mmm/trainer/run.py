@@ -30,8 +30,7 @@ from mmm import history
 from mmm.analysis.footprint import Footprint, check_fits
 from mmm.contract import LINE_VARIABLE
 from mmm.errors import DeviceError, DivergedError
-from mmm.history.attempts import make_room, this_attempt
-from mmm.history.ending import RUNNING, Ending
+from mmm.history.ending import RUNNING, Ending, make_room, this_attempt
 from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import local_value
 from mmm.parallel.mesh import Layout
