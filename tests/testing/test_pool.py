@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -45,17 +46,30 @@ def test_fresh_ranks_are_gone_afterwards(run_on_ranks):
 
 
 def gather_a_sharded_tensor(rank, size):
-    """Fills DTensor's caches with this call's mesh. Returns the threads of gloo's groups, of this call and earlier."""
+    """Fills DTensor's caches with this call's mesh. Returns how many groups have a thread, of this call and earlier."""
     mesh = init_device_mesh("cpu", (2,))
     distribute_tensor(torch.ones(size), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local()
     names = [(Path("/proc/self/task") / task / "comm").read_text() for task in os.listdir("/proc/self/task")]
-    return sum("gloo" in name for name in names)
+    return sum("gloo_tcp_loop" in name for name in names)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc on Linux alone")
 def test_groups_of_earlier_calls_do_not_pile_up(run_on_ranks):
     counts = [max(run_on_ranks(gather_a_sharded_tensor, 2, 4 + call)) for call in range(2 * RELEASE_EVERY + 2)]
-    assert max(counts[RELEASE_EVERY:]) <= max(counts[:RELEASE_EVERY]), counts
+    assert max(counts) <= RELEASE_EVERY + 1, counts
+
+
+class Gone:
+    proxy = None
+
+
+def keep_a_proxy_of_what_is_gone(rank):
+    Gone.proxy = weakref.proxy(Gone())
+
+
+def test_a_rank_that_keeps_a_proxy_of_what_is_gone(run_on_ranks):
+    for _ in range(RELEASE_EVERY):
+        run_on_ranks(keep_a_proxy_of_what_is_gone, 2)
 
 
 def leave_at_once(rank):

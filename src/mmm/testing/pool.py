@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -100,15 +101,11 @@ def _serve(end: Connection) -> None:
 def _serve_rank(number: int, end: Connection) -> None:
     """The life of a rank that stays."""
     torch.set_num_threads(1)
-    calls = 0
     with contextlib.suppress(EOFError):
-        while True:
+        for calls in itertools.count(1):
             count, port, timeout, job = end.recv()
             rank = Rank(number, count, number, count, "pool", "127.0.0.1", port)
-            answer(end, _call_in_group, rank, timeout, job)
-            calls += 1
-            if calls % RELEASE_EVERY == 0:
-                _release_groups()
+            answer(end, _call_in_group, rank, timeout, job, calls % RELEASE_EVERY == 0)
 
 
 def _call(rank: Rank, job: bytes) -> Any:
@@ -116,7 +113,7 @@ def _call(rank: Rank, job: bytes) -> Any:
     return function(rank, *args)
 
 
-def _call_in_group(rank: Rank, timeout: float, job: bytes) -> Any:
+def _call_in_group(rank: Rank, timeout: float, job: bytes, release: bool) -> Any:
     with process_group(rank, torch.device("cpu"), timeout):
         result = _call(rank, job)
         dist.barrier()  # a rank that leaves while another still connects ends that one's start
@@ -125,6 +122,8 @@ def _call_in_group(rank: Rank, timeout: float, job: bytes) -> Any:
         debug._clear_sharding_prop_cache()
     else:  # PyTorch 2.8
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    if release:
+        _release_groups()
     return result
 
 
@@ -137,6 +136,7 @@ def _release_groups() -> None:
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # PyTorch 2.10
         _redistribute.clear_redistribute_planner_cache()
     for cached in gc.get_objects():
-        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("torch.distributed."):
+        # By its type: `isinstance` asks the object, and a proxy of one that is gone raises.
+        if type(cached) is functools._lru_cache_wrapper and str(cached.__module__).startswith("torch.distributed."):
             cached.cache_clear()
     gc.collect()
