@@ -22,7 +22,6 @@ STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"
 KINDS = ("cuda", "xpu")
 OFFLOAD = {"offload": True}
 COLUMNS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive")
-EXPERT_READS = {True: 3, False: 1}  # of a layer of experts in a forward, with and without ep
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +121,9 @@ def check(answer):
     if answer["case"].get("offload"):
         return  # the host's optimizer waits for its gradients
     assert without.get("synchronizations", 0) == 0
-    assert without.get("reads", 0) == answer["expert_forwards"] * EXPERT_READS["ep" in answer["case"]["layout"]]
+    # With ep a layer of experts has to know how many tokens come, and so it has where no kernel takes all experts.
+    read = "ep" in answer["case"]["layout"] or answer["kind"] == "xpu"
+    assert without.get("reads", 0) == answer["expert_forwards"] * read
     assert with_row["synchronizations"] == 1
     assert with_row["reads"] == without.get("reads", 0) + 1
 
