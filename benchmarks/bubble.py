@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mmm.analysis.bubble import Recorded, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.recorder import Recorder
 from mmm.parallel.pipeline.schedules import SCHEDULES, check_pipeline, stages_of
@@ -41,7 +41,8 @@ def measure(schedule: str, microbatches: int, steps: int, layers: int, dim: int)
     with torch.device("meta"):
         model = Transformer(config)
     parts = parts_of(model, plan)
-    each = check_pipeline(layout, schedule, microbatches, microbatches * MICROBATCH, len(parts))
+    techniques = Techniques(schedule=schedule, microbatches=microbatches)
+    each, _ = check_pipeline(layout, techniques, microbatches * MICROBATCH, len(parts))
     cuts = balance_stages([0, *[1] * layers, 0], layout.pp * each)
     mesh, mine = build_mesh(layout, "cpu"), {}
     for number in stages_of(rank.rank, layout.pp, schedule, each):

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import mmm.history
+from mmm.analysis.traffic import count_traffic
 from mmm.errors import UserError
+from mmm.examples import moe
 from mmm.examples.moe import Config, moe_layer, train
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, build_mesh
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.by_hand import dense_experts
@@ -84,6 +86,30 @@ def optimizers(rank):
 def test_parameters_of_a_mesh_are_updated_at_once(run_on_ranks):
     """PyTorch cannot update tensors of two meshes at once: those are a group each."""
     assert run_on_ranks(optimizers, 2) == [[[1, 1], [2, 2]]] * 2
+
+
+def sent_in_a_step(rank):
+    """Bytes by axis, of the sizes and the layout that the example's docstring counts."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Transformer(Config().model_config(256))
+    layout = Layout(ep=2).fit(rank.world_size)
+    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))
+    materialize(model, torch.device("cpu"), 0)
+    inputs, targets = torch.randint(256, (2, 4, 128))
+    with count_traffic(mesh) as traffic:
+        cross_entropy(model(inputs), targets, 4 * 512).backward()
+    return traffic.by_axis
+
+
+def test_what_rank_1_sends_is_what_the_docstring_says(run_on_ranks):
+    sent = run_on_ranks(sent_in_a_step, 4)[1]
+    assert "983 kB" in moe.__doc__
+    assert sent["expert_dp"] == 3 * 1 / 2 * 983_040  # 4 of 8 experts of 3 × 64 × 160 float32, in 2 layers
+    assert "235 kB" in moe.__doc__
+    assert sent["dp_shard"] == pytest.approx(3 * 3 / 4 * 235_000, rel=0.01)
+    assert sent["ep"] == pytest.approx(4 * 253_000, rel=0.1)  # as the router chooses
 
 
 def layers(rank, top_k):

@@ -26,7 +26,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
 from mmm.runtime.log import get_logger
-from mmm.testing.ranks import free_port
+from mmm.testing import free_port
 from mmm.trainer.mistakes import OneDevice
 from mmm.trainer.run import Run
 

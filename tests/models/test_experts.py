@@ -1,12 +1,13 @@
 """The routed feed-forward layer by itself: against a loop over tokens, what it counts, and sizes that do not fit."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models import weights
+from mmm.models import experts, weights
 from mmm.models.experts import MixtureOfExperts, to_host_list
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel.memory.checkpointing import apply_checkpointing
@@ -67,6 +68,43 @@ def test_an_expert_that_nobody_chooses():
         assert parameter.grad[2].abs().max() == 0
         assert parameter.grad[1].abs().max() > 0
     torch.testing.assert_close(moe(x), token_by_token(moe, x)[0])
+
+
+def test_one_product_for_all_experts(monkeypatch):
+    """Without a read by the host; an expert that nobody chooses has a gradient of zeros."""
+    moe = layer(dtype=torch.float32)
+    moe.expert_bias[2] = -10.0
+    x = torch.randn(40, 8, requires_grad=True)
+    inputs = [x, *moe.parameters()]
+    expected = moe(x)
+    gradient = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, gradient)
+    monkeypatch.setattr(experts, "has_grouped_product", lambda *_: True)
+    monkeypatch.setattr(experts, "to_host_list", None)
+    got = moe(x)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    for ours, right in zip(torch.autograd.grad(got, inputs, gradient), wanted, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
+
+
+def test_where_there_is_one_product(monkeypatch):
+    def there(device, dtype=torch.bfloat16, rows=4, dim=8, hidden=16):
+        class Rows(list):
+            pass
+
+        x = Rows([0] * rows)
+        x.device, x.dtype = torch.device(device), dtype
+        return experts.has_grouped_product(x, SimpleNamespace(dtype=dtype, shape=(2, hidden, dim)))
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert there("cuda") == hasattr(F, "grouped_mm")
+    assert not there("cuda", torch.float32)
+    assert not there("cuda", dim=12)
+    assert not there("cuda", rows=0)
+    assert not there("cpu")
+    assert not there("xpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert not there("cuda")
 
 
 def test_bias_moves_the_choice_and_not_the_weights():

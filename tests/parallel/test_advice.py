@@ -9,7 +9,7 @@ from mmm.errors import LayoutError
 from mmm.models.cnn import CNNConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import PRESETS, ViTConfig
-from mmm.parallel import Layout
+from mmm.parallel import Layout, Techniques
 from mmm.parallel.advice import nearest, smaller
 from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.pipeline.schedules import check_pipeline
@@ -110,18 +110,18 @@ def test_what_is_advised_passes(case, ranks):
 @pytest.mark.parametrize(("pp", "dp", "parts"), [(4, 1, 3), (4, 2, 3), (8, 1, 5), (3, 1, 2), (4, 1, 6)])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_of_a_pipeline(pp, dp, parts, schedule):
-    layout = Layout(pp=pp, dp_shard=dp)
+    layout, techniques = Layout(pp=pp, dp_shard=dp), Techniques(schedule=schedule, microbatches=2 * pp)
     least = {"1F1B": 1, "Interleaved1F1B": 2}[schedule]
     if parts >= pp * least:
         return
     with pytest.raises(LayoutError) as refused:
-        check_pipeline(layout, schedule, 2 * pp, 16 * pp, parts)
+        check_pipeline(layout, techniques, 16 * pp, parts)
     message = str(refused.value)
     if less := re.search(r"use pp (\d+),", message):
         smaller_one = Layout(pp=int(less[1])).fit(layout.ranks)
-        check_pipeline(smaller_one, schedule, 2 * pp, 16 * pp, parts)
+        check_pipeline(smaller_one, techniques, 16 * pp, parts)
     if "1F1B)" in message:
-        check_pipeline(layout, "1F1B", 2 * pp, 16 * pp, parts)
+        check_pipeline(layout, replace(techniques, schedule="1F1B"), 16 * pp, parts)
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,24 @@ def test_compiled(run_on_ranks):
     check(run_on_ranks, Layout(dp_shard=2, ep=2), 2, compile=True)
 
 
+def reads(rank):
+    """Reads of counts by the host in the forwards of a step."""
+    read, original = [], mmm.models.experts.to_host_list
+    modules = (mmm.models.experts, mmm.parallel.expert.apply)
+    for module in modules:
+        module.to_host_list = lambda *given: (read.append(1), original(*given))[1]
+    try:
+        train(rank, Layout(dp_shard=2, ep=2), steps=1)
+    finally:
+        for module in modules:
+            module.to_host_list = original
+    return len(read)
+
+
+def test_one_read_a_layer(run_on_ranks):
+    assert run_on_ranks(reads, 2) == [CONFIG.n_layers] * 2
+
+
 # ---- planted bugs
 
 
@@ -356,7 +374,7 @@ def counted_on_dp_alone(rank, layout):
 def not_back_in_order(rank, layout):
     """Tokens come back sorted by expert and not as they were sent."""
     original = mmm.parallel.expert.apply.expert_forward
-    mmm.parallel.expert.apply.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
+    mmm.parallel.expert.apply.expert_forward = lambda x, *rest, **more: original(x, *rest, **more).flip(0)
     try:
         return train(rank, layout, steps=1)
     finally:

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import mmm.parallel.memory.chunked_loss
 import mmm.parallel.memory.tiling
+from mmm.analysis.peak import Peak
 from mmm.errors import ConfigError
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
@@ -21,7 +22,6 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
-from mmm.runtime.peak import Peak
 from support import anywhere, reference, vision
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
-from mmm.parallel import Layout, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
+from mmm.parallel import Layout, Techniques, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import SCHEDULES, check_pipeline, stages_of
 from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
@@ -48,7 +48,8 @@ def pipeline_of(rank, model: str, layout: Layout, schedule: str, microbatches: i
     whole, plan = build(model), PLANS[model]()
     parts = parts_of(whole, plan)
     inputs, _, count, _ = batch(model, 0, 0, 2)
-    each = check_pipeline(layout, schedule, microbatches, size_of(model, layout), len(parts))
+    techniques = Techniques(schedule=schedule, microbatches=microbatches)
+    each, _ = check_pipeline(layout, techniques, size_of(model, layout), len(parts))
     inputs = inputs.to("meta", torch.int64 if model in TEXT else torch.float32)
     cuts = balance_stages(part_costs(whole, parts, inputs), layout.pp * each)
     mesh = build_mesh(layout, "cpu", 30)
@@ -224,9 +225,10 @@ def test_a_plan_that_forgets_parameters():
         parts_of(build("cnn"), Plan(tensor={}, fsdp_units=(), stages=("conv1", "conv2", "fc1")))
 
 
-def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None, **flags) -> str:
+def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None, dtype="", compile=False) -> str:
+    techniques = Techniques(schedule=schedule, microbatches=microbatches, stages_per_rank=each, compile=compile)
     with pytest.raises((LayoutError, ConfigError)) as caught:
-        check_pipeline(Layout(pp=pp, dp_shard=1), schedule, microbatches, batch, parts, each, **flags)
+        check_pipeline(Layout(pp=pp, dp_shard=1), techniques, batch, parts, dtype)
     return str(caught.value)
 
 
@@ -245,11 +247,13 @@ def test_refusals():
     assert "DualPipeV with pp 2 needs at least 4" in refusal("DualPipeV", microbatches=2)
     assert "use a batch that is a multiple of 4" in refusal("DualPipeV", microbatches=2, batch=2)
     assert "it must be at least 1" in refusal("GPipe", microbatches=0)
-    assert "leave compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=transformer_plan())
+    assert "leave compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=True)
     assert "use bf16 or fp32" in refusal(dtype="fp16")
-    assert check_pipeline(Layout(pp=2, dp_shard=1), "Interleaved1F1B", 4, 16, 6) == 2
-    assert check_pipeline(Layout(pp=2, dp_shard=1), "Interleaved1F1B", 4, 16, 6, 3) == 3
-    assert check_pipeline(Layout(pp=2, dp_shard=1), "1F1B", 8, 16, 6, compile=transformer_plan()) == 1
+    two, interleaved = Layout(pp=2, dp_shard=1), Techniques(schedule="Interleaved1F1B", microbatches=4)
+    assert check_pipeline(two, interleaved, 16, 6) == (2, 4)
+    assert check_pipeline(two, replace(interleaved, stages_per_rank=3), 16, 6) == (3, 4)
+    assert check_pipeline(two, Techniques(microbatches=8, compile=True), 16, 6) == (1, 8)
+    assert check_pipeline(two, Techniques(schedule="DualPipeV"), 16, 6) == (2, 4)  # the fewest
 
 
 def test_where_stages_lie():

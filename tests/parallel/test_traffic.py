@@ -149,7 +149,8 @@ def pipeline_steps(rank, layout, schedule, microbatches):
     whole, mesh, plan = build("text", DEEP), build_mesh(layout, "cpu", 30), transformer_plan()
     parts = parts_of(whole, plan)
     inputs, targets, count, (positions,) = sample("text", layout, rank.rank)
-    each = check_pipeline(layout, schedule, microbatches, len(inputs), len(parts))
+    techniques = Techniques(schedule=schedule, microbatches=microbatches)
+    each, _ = check_pipeline(layout, techniques, len(inputs), len(parts))
     cuts = balance_stages([1.0] * len(parts), layout.pp * each)
     numbers = stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each)
     mine = {number: take_stage(whole, parts, cuts[number]) for number in numbers}

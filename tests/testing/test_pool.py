@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mmm
 from mmm.testing import RanksFailed
+from mmm.testing.pool import RELEASE_EVERY
 from support.processes import running, runs, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
 
@@ -39,6 +42,29 @@ def test_fresh_ranks_are_gone_afterwards(run_on_ranks):
     ranks = run_on_ranks(without_group, 2, fresh=True)
     assert [rank[:2] for rank in ranks] == [(0, False), (1, False)]
     assert not any(runs(pid) for *_, pid in ranks)
+
+
+def gather_a_sharded_tensor(rank, size):
+    """Fills DTensor's caches with this call's mesh. Returns the threads of gloo's groups, of this call and earlier."""
+    mesh = init_device_mesh("cpu", (2,))
+    distribute_tensor(torch.ones(size), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local()
+    names = [(Path("/proc/self/task") / task / "comm").read_text() for task in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc on Linux alone")
+def test_groups_of_earlier_calls_do_not_pile_up(run_on_ranks):
+    counts = [max(run_on_ranks(gather_a_sharded_tensor, 2, 4 + call)) for call in range(2 * RELEASE_EVERY + 2)]
+    assert max(counts[RELEASE_EVERY:]) <= max(counts[:RELEASE_EVERY]), counts
+
+
+def leave_at_once(rank):
+    return rank.rank
+
+
+def test_calls_that_communicate_nothing_do_not_disturb_each_other(run_on_ranks):
+    for _ in range(10):
+        assert run_on_ranks(leave_at_once, 4) == [0, 1, 2, 3]
 
 
 def fail_or_wait(rank, folder):

@@ -7,7 +7,7 @@ import pytest
 from mmm.errors import LayoutError, UserError
 from mmm.models.cnn import CNNConfig
 from mmm.models.transformer import TransformerConfig
-from mmm.parallel import Layout, batch_sizes
+from mmm.parallel import Layout, Techniques, batch_sizes
 from mmm.parallel.compile import check_compile
 from mmm.parallel.pipeline.schedules import check_pipeline
 from mmm.parallel.plans.cnn import check_cnn
@@ -22,14 +22,22 @@ PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
     [
         (lambda: batch_sizes(2, 16, 4, 8), "--batch_size 2 on 4 .* not --global_batch_size 16"),
         (
-            lambda: check_pipeline(PP2, "1F1B", 3, 8, 4),
+            lambda: check_pipeline(PP2, Techniques(microbatches=3), 8, 4),
             "--microbatches 3: .*; use --microbatches 2 or 4 or 8",
         ),
-        (lambda: check_pipeline(PP2, "1F1B", 2, 8, 4, 2), "--stages_per_rank 2: 1F1B takes exactly 1"),
-        (lambda: check_pipeline(PP2, "1f1b", 2, 8, 4), "--schedule '1f1b' is not one of"),
-        (lambda: check_pipeline(PP2, "1F1B", 2, 8, 4, dtype="fp16"), "--dtype fp16 scales"),
         (
-            lambda: check_pipeline(PP2, "ZBVZeroBubble", 2, 8, 4, compile=PLAN, checkpointing="selective"),
+            lambda: check_pipeline(PP2, Techniques(microbatches=2, stages_per_rank=2), 8, 4),
+            "--stages_per_rank 2: 1F1B takes exactly 1",
+        ),
+        (
+            lambda: check_pipeline(PP2, Techniques(schedule="1f1b", microbatches=2), 8, 4),
+            "--schedule '1f1b' is not one of",
+        ),
+        (lambda: check_pipeline(PP2, Techniques(microbatches=2), 8, 4, dtype="fp16"), "--dtype fp16 scales"),
+        (
+            lambda: check_pipeline(
+                PP2, Techniques(schedule="ZBVZeroBubble", microbatches=2, compile=True, checkpointing="selective"), 8, 4
+            ),
             "--compile with ZBVZeroBubble.* leave --compile out.*; --activation_checkpointing selective with",
         ),
         (lambda: check_compile(PLAN, Layout(tp=2)), "--compile with tp 2: .* leave --compile out"),

@@ -1,4 +1,4 @@
-"""How much of a model each rank will have at least: parameters, gradients, optimizer state. By arithmetic alone.
+"""How much of a model each rank will have at least, by arithmetic alone; and whether that fits into the memory here.
 
 ::
 
@@ -14,16 +14,21 @@ divide a tensor, activations and buffers come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from mmm.errors import LayoutError
 from mmm.models.weights import parameter_count
 from mmm.parallel.data.apply import UNSHARDED
 from mmm.parallel.mesh import Layout
+from mmm.parallel.partition import Partition
 from mmm.parallel.pipeline.schedules import stages_of
-from mmm.parallel.pipeline.stages import Part
+from mmm.parallel.techniques import Techniques
+from mmm.runtime.device import Precision
+from mmm.runtime.memory import device_memory, host_memory
+from mmm.runtime.ranks import Rank
 
 STATE = {"adamw": 2, "sgd": 0}
 
@@ -53,15 +58,64 @@ class Footprint:
         return [int(count * (parameters + gradients + state) / layout.tp) for count in self.parameters]
 
 
-def stage_parameters(
-    model: nn.Module, parts: Sequence[Part], stages: Sequence[range], pp: int, schedule: str
-) -> tuple[int, ...]:
-    """Parameters of the stages of each pp coordinate; of the full model where there are none.
+def footprint_of(
+    model: nn.Module,
+    optimizer: str,
+    techniques: Techniques | None = None,
+    partition: Partition | None = None,
+    pp: int = 1,
+) -> Footprint:
+    """What the ranks will hold of `model`.
 
     Args:
-        model: on the meta device. parts, stages: of `mmm.parallel.pipeline.stages`.
+        model: on the meta device. optimizer: adamw or sgd. techniques: None for FSDP.
+        partition: of a pipeline over `pp` ranks.
     """
-    if not stages:
-        return (parameter_count(model),)
-    counts = [parameter_count([model.get_submodule(name) for i in stage for name in parts[i]]) for stage in stages]
-    return tuple(sum(counts[number] for number in stages_of(at, pp, schedule, len(stages) // pp)) for at in range(pp))
+    techniques = techniques or Techniques()
+    counts: tuple[int, ...] = (parameter_count(model),)
+    if partition is not None and partition.stages:
+        stages = [parameter_count([model.get_submodule(name) for name in names]) for names in partition.names()]
+        own = (stages_of(at, pp, techniques.schedule, len(stages) // pp) for at in range(pp))
+        counts = tuple(sum(stages[number] for number in numbers) for numbers in own)
+    return Footprint(counts, techniques.data_parallel, STATE[optimizer], techniques.offload)
+
+
+def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.device, precision: Precision) -> None:
+    """Compare a bound from below with what is there; pass where the system or the device does not tell.
+
+    Raises:
+        LayoutError: it cannot fit, with the numbers.
+    """
+    width = torch.empty(0, dtype=precision.storage).element_size()
+    each = [width * count for count in holds.elements(layout)]
+    on_host = holds.offload or device.type in ("cpu", "mps")
+    there = host_memory() if on_host else device_memory(device)
+    if there is None:
+        return
+    everywhere = sum(each) * layout.ranks // len(each)
+    if not on_host:
+        at = layout.coordinates(rank.rank)["pp"]
+        needed, who, where = each[at % len(each)], "a rank", f"{device}"
+    elif rank.local_world_size == layout.ranks:  # all of them are here
+        needed, who, where = everywhere, _ranks(layout.ranks), "this host"
+    else:
+        needed, who, where = min(each) * rank.local_world_size, _ranks(rank.local_world_size), "this host"
+    if needed <= there:
+        return
+    parts = ["parameters", "gradients"] + ["optimizer state"] * (holds.state > 0)
+    more = _more(holds, "hosts" if on_host else "ranks", -(-everywhere // max(there, 1)))
+    raise LayoutError(
+        f"the model has {sum(holds.parameters):,} parameters: {who} would hold at least {needed / 1e9:,.1f} GB of "
+        f"{', '.join(parts)}, and {where} has {there / 1e9:,.1f} GB left: use a smaller model, {more}"
+    )
+
+
+def _more(holds: Footprint, of_what: str, least: int) -> str:
+    """What else would help."""
+    if holds.data_parallel in UNSHARDED:
+        return f"or one that is cut over the ranks: with {holds.data_parallel} each has all parameters"
+    return f"or at least {least:,} {of_what} such as this to cut it over"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank here" if count == 1 else f"{count} ranks here"

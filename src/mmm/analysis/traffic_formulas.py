@@ -6,9 +6,9 @@ Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one r
     dp    ddp          2 c G                           G  its gradients
           zero1        2 c G + c P                     P  its parameters before FSDP, padded to a multiple of n rows
           zero2        c G + c P
-          fsdp         2 k c P' + c G                  P' in the dtype of compute, k micro-batches (what is in no unit
-                                                          stays gathered until backward: k c P' of it; in a pipeline
-                                                          all does, until the step ends: c P' + c G)
+          fsdp         2 k c P' + c G                  P' in the dtype of compute, k micro-batches (the last unit, and
+                                                          what is in none, stay gathered until backward: k c P' of
+                                                          them; in a pipeline all does, until the step ends: c P' + c G)
           hsdp         that within dp_shard, and 2 c G / S over dp_replicate, S: ranks of dp_shard
     tp    Transformer  (8 L + 4 of the full model) c A, and 2 c (norms' gradients + 3 elements a token)
           ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers
@@ -44,6 +44,7 @@ from mmm.analysis.collective_bytes import factor
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
+from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
 from mmm.parallel.mesh import Layout
 from mmm.parallel.partition import Partition
 from mmm.parallel.pipeline.stages import take_stage
@@ -78,7 +79,7 @@ def expected_traffic(
     """
     count, sizes = len(partition.stages), (layout, batch, seq_length, precision)
     own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in numbers}
-    found = _data_parallel(own, plan, layout, precision, techniques.data_parallel, partition.microbatches)
+    found = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
     if layout.tp > 1:
         found["tp"] = sum(_tensor(stage, *sizes) for stage in own.values())
     if layout.cp > 1:
@@ -111,17 +112,15 @@ def local_shapes(model: nn.Module, plan: Plan, tp: int) -> list[tuple[int, ...]]
 
 
 def _data_parallel(
-    own: Mapping[int, nn.Module], plan: Plan, layout: Layout, precision: Precision, technique: str, microbatches: int
+    own: Mapping[int, nn.Module],
+    plan: Plan,
+    layout: Layout,
+    precision: Precision,
+    techniques: Techniques,
+    microbatches: int,
 ) -> dict[str, float]:
+    technique = techniques.data_parallel
     shapes = [shape for stage in own.values() for shape in local_shapes(stage, plan, layout.tp)]
-    names = [name for stage in own.values() for name, _ in stage.named_parameters()]
-    units = [pattern for unit in plan.fsdp_units for pattern in ((unit,) if isinstance(unit, str) else unit)]
-
-    def root(name: str) -> bool:
-        """Whether a parameter is in no unit of the plan, and so goes with the root."""
-        parts = name.split(".")
-        return not any(matches(unit, ".".join(parts[:n])) for unit in units for n in range(1, len(parts)))
-
     unpadded = sum(math.prod(shape) for shape in shapes) * _size(precision.storage)
     replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
 
@@ -140,8 +139,12 @@ def _data_parallel(
             reduced = factor("reduce_scatter", n) * padded(n)
         return {axis: reduced + factor("all_gather", n) * padded(n)}
     narrow = _size(precision.compute) / _size(precision.storage)
-    total, of_root = padded(shards), padded(shards, [s for s, n in zip(shapes, names, strict=True) if root(n)])
-    gathered = total if layout.pp > 1 else microbatches * (2 * total - of_root)
+    total, some = padded(shards), RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]
+    units = (unit for stage in own.values() for unit in fsdp_units_of(stage, plan)[some])
+    twice = {id(parameter) for unit in units for module in unit for parameter in module.parameters()}
+    parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
+    again = padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in twice])
+    gathered = total if layout.pp > 1 else microbatches * (total + again)
     axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
     return {
         axis: factor("all_gather", shards) * narrow * gathered + factor("reduce_scatter", shards) * total,

@@ -100,6 +100,7 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
     units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
     for unit in units:
         fully_shard(unit, mesh=mesh["dp_shard"], mp_policy=policy)
+    units[-2][0].set_reshard_after_forward(False)  # norm and output: backward begins there, and needs them at once
     # FSDP averages gradients. Here they are summed, because each local loss is a sum divided by the *global* count:
     # averages of averages would be wrong as soon as one rank has fewer targets than another.
     for module in model.modules():

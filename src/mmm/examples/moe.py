@@ -15,10 +15,10 @@ tokens, × 2 choices = 1024 rows. What rank 1 does in a layer, with numbers such
     weigh        each token: the sum of its 2 rows by their weights      no communication
 
 So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and in backward as much again: 1 MB a step. FSDP
-comes on top: experts are sharded over [0 2] and [1 3], which have the same ones, the other parameters over all four.
+gathers parameters twice and reduce-scatters gradients: 3 (n-1)/n of their bytes over n ranks. Those of rank 1's experts
+(983 kB) are sharded over [1 3], which have the same ones: 1.5 MB; all others (235 kB) over the four ranks: 0.5 MB.
 
-`moe_layer` is compared with the dense computation; the model trains with the package's. No token is dropped. A bias on
-each expert's score, moved after every step, lowers ``imbalance``: the load of the busiest expert over the mean.
+No token is dropped. A bias on each expert's score, moved after every step, lowers ``imbalance``: busiest load / mean.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def train(config: Config) -> None:
 
     with example.start_run("moe", config, resolved) as run:
         compare(run)
-        mesh = example.parallelize(run, resolved)
+        mesh = example.parallelize(run, resolved)  # training takes the package's layer
         for module in model.modules():
             if config.break_ == "capacity" and isinstance(module, Experts):
                 module.register_forward_hook(drop)

@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
+from mmm.analysis.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
@@ -45,7 +46,6 @@ from mmm.models.weights import convert
 from mmm.parallel import clip_grad_norm, cross_entropy, materialize
 from mmm.runtime.device import Precision
 from mmm.trainer import example
-from mmm.trainer.timeline import PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +123,8 @@ def train(config: Config) -> None:
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
         microbatches = config.microbatches or resolved.partition.microbatches
-        schedule = kind(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
-        times = PipelineTimes(run, schedule, [stage])  # dtf, dtb, dtw
+        times = PipelineTimes(run.clock, [stage])  # dtf, dtb, dtw
+        schedule = kind(times.stages[0], microbatches, loss_fn=times.timed_loss(loss_fn), scale_grads=False)
 
         def through(go: Callable[..., Any], batch: Batch) -> Tensor:
             losses: list[Tensor] = []

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.analysis.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
@@ -39,7 +40,6 @@ from mmm.parallel import apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.techniques import ScheduleName
 from mmm.trainer import example
-from mmm.trainer.timeline import PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +112,15 @@ def train(config: Config) -> None:
                 unit.set_reshard_after_forward(False)  # gathered once a step, not once a micro-batch
             stages.append(PipelineStage(module, number, len(names), run.device, group=mesh["pp"].get_group()))
             run.log.info("%s, stage %d\n%s", mesh, number, example.sharded_model(module))
+        times = PipelineTimes(run.clock, stages)  # dtf, dtb, dtw
         kind = getattr(schedules, f"Schedule{config.schedule}")
+        loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731  a sum / the global count
         schedule = kind(
-            stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0],
+            times.stages if issubclass(kind, schedules.PipelineScheduleMulti) else times.stages[0],
             config.microbatches,
-            loss_fn=lambda output, targets: cross_entropy(output, targets, tokens),  # its sum over the global count
+            loss_fn=times.timed_loss(loss_fn),
             scale_grads=config.break_ == "scale",
         )
-        times = PipelineTimes(run, schedule, stages)  # dtf, dtb, dtw
 
         def through(go: Callable[..., Any], batch: Batch) -> Tensor:
             losses: list[Tensor] = []  # of the micro-batches, on the last stage
@@ -138,7 +139,8 @@ def train(config: Config) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if config.timeline:
-            times.report(config.schedule, config.microbatches)
+            outdir = run.outdir if config.plots else None
+            run.describe(bubble=times.report(config.schedule, config.microbatches, outdir))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mmm.analysis.fits import footprint_of
+from mmm.analysis.footprint import footprint_of
 from mmm.analysis.step_traffic import Sent, apart, count_step, table
 from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from mmm.parallel.compile import check_compile, check_compiled_experts
-from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.data.apply import check_data_parallel, check_reshard
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.memory.offload import check_offload
 from mmm.parallel.memory.tiling import check_tiling
@@ -24,6 +24,7 @@ def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: T
         ConfigError, LayoutError: the first rule that is broken; with what to change.
     """
     check_data_parallel(techniques.data_parallel, layout)
+    check_reshard(techniques, layout)
     check_checkpointing(plan, techniques.checkpointing)
     check_tiling(techniques.tile, techniques.checkpointing)
     if techniques.compile:

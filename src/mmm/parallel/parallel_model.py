@@ -27,6 +27,7 @@ from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.context.apply import positions_of
 from mmm.parallel.data.apply import sync_gradients
+from mmm.parallel.data.fsdp import reshard
 from mmm.parallel.expert.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.loss import Loss, detached
 from mmm.parallel.materialize import materialize
@@ -201,6 +202,7 @@ class ParallelModel:
             if self.pipeline is None:
                 (model,) = self.modules.values()
                 add(model(inputs, **positions), targets)
+                reshard(model)  # FSDP itself does so only after a backward
                 return sums
             self._measure = add
             self.pipeline.evaluate(inputs, targets, **positions)

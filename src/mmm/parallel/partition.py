@@ -10,7 +10,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.materialize import check_weights
 from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline.schedules import check_pipeline, least_microbatches
+from mmm.parallel.pipeline.schedules import check_pipeline
 from mmm.parallel.pipeline.stages import Part, balance_stages, check_stages, part_costs, parts_of
 from mmm.parallel.plan import Plan, check_axes, find
 from mmm.parallel.techniques import Techniques
@@ -64,21 +64,8 @@ def partition_model(
         plan.check(model, layout, inputs, techniques.cp_style)
     if layout.pp == 1:
         return Partition([], [], [], _gradient_accumulation(techniques, len(inputs)))
-    microbatches = techniques.microbatches
-    if microbatches is None:
-        microbatches = least_microbatches(techniques.schedule, layout.pp)
     parts = parts_of(model, plan)
-    stages_per_rank = check_pipeline(
-        layout,
-        techniques.schedule,
-        microbatches,
-        len(inputs),
-        len(parts),
-        techniques.stages_per_rank,
-        dtype=dtype,
-        compile=plan if techniques.compile else None,
-        checkpointing=techniques.checkpointing,
-    )
+    stages_per_rank, microbatches = check_pipeline(layout, techniques, len(inputs), len(parts), dtype)
     costs = part_costs(model, parts, inputs)
     partition = Partition(parts, costs, balance_stages(costs, layout.pp * stages_per_rank), microbatches)
     check_stage_ties(model, partition.names())

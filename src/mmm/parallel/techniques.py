@@ -16,6 +16,8 @@ class Techniques:
 
     Attributes:
         data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
+        reshard_after_forward: the FSDP units that are freed after forward, and gathered again for backward. ``auto``:
+            all but the last, in a pipeline none. ``always``: all. ``never``: none.
         cp_style: of attention over a sharded sequence, where the mesh has cp: ``ring`` or ``ulysses``.
         schedule: of a pipeline. stages_per_rank: None for the fewest that the schedule takes.
         microbatches: of a step. None: with pp what the schedule needs at least, else 1. With pp they have the same
@@ -28,6 +30,7 @@ class Techniques:
     """
 
     data_parallel: str = "fsdp"
+    reshard_after_forward: str = "auto"
     cp_style: str = "ring"
     schedule: ScheduleName = "1F1B"
     microbatches: int | None = None

@@ -87,7 +87,8 @@ def check_stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
 def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
     """Groups of modules that FSDP gathers as one, joined where they share a parameter.
 
-    A group that shares one with what is in no group goes with the rest, and is left out here.
+    They take the place of the last of them. A group that shares one with what is in no group goes with the rest, and is
+    left out here.
     """
     number = {id(module): i for i, group in enumerate(groups) for module in group}
     rest = len(groups)  # stands for the modules in no group
@@ -107,7 +108,7 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
     for group, into in zip(groups, joined_to, strict=False):
         if into != rest:
             joined.setdefault(into, []).extend(group)
-    return [sorted(group, key=lambda module: order[id(module)]) for group in joined.values()]
+    return [sorted(group, key=lambda module: order[id(module)]) for _, group in sorted(joined.items())]
 
 
 def _tied(names: Tie) -> str:

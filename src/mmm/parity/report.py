@@ -84,9 +84,10 @@ def evaluate(
         (off, rank, name) for rank, curve in enumerate(curves) for name, off in curve.differences.items()
     )
     if not grad_diff <= gradient_limit:
-        wrong.append(
-            f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than {gradient_limit:.0e}"
-        )
+        off_limit = {name for curve in curves for name, off in curve.differences.items() if not off <= gradient_limit}
+        worst = f"worst of {len(off_limit)} wrong: " if len(off_limit) > 1 else ""
+        by = f"differs by {grad_diff:.1e}, more than {gradient_limit:.0e}"
+        wrong.append(f"{worst}the gradient of {name} on rank {rank} {by}")
     busiest = max(curves, key=lambda curve: curve.sent or 0)
     return Comparison(
         **_about(case, optimizer, training),

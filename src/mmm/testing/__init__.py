@@ -23,6 +23,7 @@ theirs, and returns what each rank returned::
 and computed nothing: a rank then costs about 0.1 s.
 """
 
-from mmm.testing.ranks import RanksFailed, fork_ranks, free_port
+from mmm.launch.job.hosts import free_port
+from mmm.testing.ranks import RanksFailed, fork_ranks
 
 __all__ = ["RanksFailed", "fork_ranks", "free_port"]

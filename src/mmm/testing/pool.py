@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -11,18 +13,21 @@ from typing import Any
 
 # What every rank needs, imported once, before the fork.
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor, _redistribute, debug
 
+from mmm.launch.job.hosts import free_port
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import Children
-from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks, free_port
+from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks
 
 TIMEOUT = 60.0  # s that a call may take
 LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
+RELEASE_EVERY = 10  # calls
 
 
 class RankPool:
@@ -95,11 +100,15 @@ def _serve(end: Connection) -> None:
 def _serve_rank(number: int, end: Connection) -> None:
     """The life of a rank that stays."""
     torch.set_num_threads(1)
+    calls = 0
     with contextlib.suppress(EOFError):
         while True:
             count, port, timeout, job = end.recv()
             rank = Rank(number, count, number, count, "pool", "127.0.0.1", port)
             answer(end, _call_in_group, rank, timeout, job)
+            calls += 1
+            if calls % RELEASE_EVERY == 0:
+                _release_groups()
 
 
 def _call(rank: Rank, job: bytes) -> Any:
@@ -110,9 +119,24 @@ def _call(rank: Rank, job: bytes) -> Any:
 def _call_in_group(rank: Rank, timeout: float, job: bytes) -> Any:
     with process_group(rank, torch.device("cpu"), timeout):
         result = _call(rank, job)
+        dist.barrier()  # a rank that leaves while another still connects ends that one's start
     # DTensor keeps what it has found for a mesh, with the names of groups that are gone after a call.
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
     else:  # PyTorch 2.8
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     return result
+
+
+def _release_groups() -> None:
+    """End the threads of earlier calls' groups.
+
+    DTensor's caches keep meshes, and these their groups. Each gloo group has a thread that wakes 100 times a second:
+    200 of them take a quarter of a core from the tests that follow.
+    """
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # PyTorch 2.10
+        _redistribute.clear_redistribute_planner_cache()
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("torch.distributed."):
+            cached.cache_clear()
+    gc.collect()

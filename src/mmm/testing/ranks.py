@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -12,8 +11,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mmm.contract import CONSEQUENCES
 from mmm.errors import UserError
-from mmm.launch.control.failures import CONSEQUENCES
+from mmm.launch.job.hosts import free_port
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import LEAVE, Child, Children, ended
 
@@ -100,10 +100,3 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
         _, number, reason, details = min(failures, key=lambda failure: failure[0])  # of equals the first
         raise RanksFailed(f"rank {number}: {' '.join(reason.split())}", details)
     return [results[number] for number in range(len(ranks))]
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -58,6 +58,9 @@ class LayoutOptions(TensorParallelOptions, DataParallelOptions):
     """Data-parallel ranks that a replica of the model is sharded over; -1: all that the other axes leave."""
     ep: int = 1
     """Ranks that share the experts of a model out: a divisor of --dp_shard, whose ranks they are."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """The parts of a model that FSDP frees after forward, and gathers again for backward. auto: all but the last, with
+    which backward begins; with pp, none. always: less memory. never: less communication."""
     cp: int = 1
     """Ranks along cp: over how many each sequence is sharded."""
     schedule: ScheduleName | None = None

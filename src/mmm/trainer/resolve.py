@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmm.analysis.fits import footprint_of
-from mmm.analysis.footprint import Footprint
+from mmm.analysis.footprint import Footprint, footprint_of
 from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
 from mmm.parallel.mesh import Layout

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm import history
-from mmm.analysis.fits import check_fits
-from mmm.analysis.footprint import Footprint
+from mmm.analysis.footprint import Footprint, check_fits
 from mmm.contract import LINE_VARIABLE
 from mmm.errors import DivergedError
 from mmm.history.attempts import make_room, this_attempt

@@ -1,4 +1,4 @@
-"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`.
+"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`; and this host.
 
 python-hostlist reads the last of these three alone, and is a dependency more.
 """
@@ -99,6 +99,13 @@ def is_here(name: str) -> bool:
     """Is `name` this host? By its name, with or without domain; not by asking a name server."""
     own = socket.gethostname()
     return name in ("localhost", "127.0.0.1", own) or name.partition(".")[0] == own.partition(".")[0]
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port of this host that nobody listens on at that address (of its own; "": at any)."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 def _slots(text: str, where: str) -> int:

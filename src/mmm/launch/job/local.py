@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmm.contract import DEVICE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, variables
+from mmm.launch.job import accelerators, hosts, variables
 from mmm.launch.job.target import Target
 
 DEFAULT_CPU_RANKS = 4
@@ -154,7 +154,7 @@ def start_how(target: Target, prefork: bool, device: str | None, build: str | No
 def _port(environ: Mapping[str, str]) -> tuple[str, str]:
     given = variables.given_port(environ)
     if not given:
-        return variables.free_port("127.0.0.1"), "a free port"
+        return str(hosts.free_port()), "a free port"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -2,7 +2,6 @@
 
 import getpass
 import os
-import socket
 import zlib
 from collections.abc import Mapping
 
@@ -39,12 +38,6 @@ def given_port(environ: Mapping[str, str]) -> str | None:
             "  unset MASTER_PORT and one is picked."
         )
     return given
-
-
-def free_port(address: str) -> str:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return str(probe.getsockname()[1])
 
 
 def of_cluster(
@@ -90,7 +83,7 @@ def _port(environ: Mapping[str, str], job: Job, site: Site, used: list[str], att
     if site.port:
         return str(site.port + attempt), site.name
     if hosts.is_here(used[0]):
-        return free_port(""), "a free port of this host"
+        return str(hosts.free_port("")), "a free port of this host"
     if job.job_id:
         identity, why = f"{job.scheduler} {job.job_id} {attempt}", f"from {job.scheduler} job {job.job_id}"
     else:

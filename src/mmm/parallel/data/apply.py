@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.data.ddp import DDP
-from mmm.parallel.data.fsdp import apply_fsdp
+from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD, apply_fsdp, fsdp_units_of, prefetch_next
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.data.zero import Zero
 from mmm.parallel.expert.apply import apply_expert_fsdp
@@ -72,6 +72,24 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
             )
 
 
+def check_reshard(techniques: Techniques, layout: Layout) -> None:
+    """Whether FSDP can free its units as asked for; needs no process group.
+
+    Raises:
+        ConfigError: no such choice, or no FSDP. LayoutError: a pipeline; with what to change.
+    """
+    when, fields = techniques.reshard_after_forward, ("reshard_after_forward",)
+    if when not in RESHARD_AFTER_FORWARD:
+        choices = ", ".join(RESHARD_AFTER_FORWARD)
+        raise ConfigError(f"reshard_after_forward {when!r} is not one of {choices}", fields=fields)
+    if when != "auto" and techniques.data_parallel in UNSHARDED:
+        why = f"with {techniques.data_parallel} every rank keeps all parameters; leave it out, or use fsdp"
+        raise ConfigError(f"reshard_after_forward {when}: {why}", fields=fields)
+    if when == "always" and layout.pp > 1:
+        why = f"a stage of pp {layout.pp} is gathered once a step, not once a micro-batch; use auto"
+        raise LayoutError(f"reshard_after_forward {when}: {why}", fields=fields)
+
+
 def dp_mesh(mesh: Mesh) -> DeviceMesh:
     """What FSDP works over: (dp_shard,) or, for HSDP, (dp_replicate, dp_shard); with cp, dp_shard × cp for dp_shard.
 
@@ -94,7 +112,9 @@ def apply_data_parallel(
     if technique not in UNSHARDED:
         if mesh.experts is not None:
             apply_expert_fsdp(model, mesh.experts, plan, precision, offload)  # before the units that contain them
-        apply_fsdp(model, dp_mesh(mesh), plan, precision, offload)
+        apply_fsdp(model, dp_mesh(mesh), plan, precision, techniques)
+        if mesh.layout.ep > 1 and mesh.device_mesh.device_type != "cpu":  # where gathering is not asynchronous
+            prefetch_next(fsdp_units_of(model, plan))
         return model
     replicas = mesh["dp_replicate" if mesh.layout.dp_replicate > 1 else "dp_shard"]
     if technique == "ddp":

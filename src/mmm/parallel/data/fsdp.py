@@ -1,6 +1,7 @@
 """FSDP (ZeRO-3): each parameter, its gradient and its optimizer state sharded over ``dp_shard``.
 
-A unit's parameters are gathered just for its forward and its backward. With ``dp_replicate`` as well (HSDP) there are
+A unit's parameters are gathered just for its forward and its backward. Backward begins with the last unit, which
+therefore stays gathered between the two (`RESHARD_AFTER_FORWARD`). With ``dp_replicate`` as well (HSDP) there are
 replicas of that, kept equal by all-reduce: the all-gathers stay within a group, ideally on one host. With offload the
 shards live in the host's memory (`mmm.parallel.memory.offload`).
 
@@ -10,8 +11,9 @@ Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -25,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from mmm.parallel.plan import Plan, find
+from mmm.parallel.techniques import Techniques
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
 
@@ -44,15 +47,18 @@ def offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False) -> None:
+# Units that are freed after forward, and gathered again for backward. The root, with what is in no unit, never is.
+RESHARD_AFTER_FORWARD: dict[str, slice] = {"auto": slice(-1), "always": slice(None), "never": slice(0)}
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precision, techniques: Techniques) -> None:
     """``fully_shard`` each unit of `fsdp_units_of`, then the model itself, in place.
 
     Args:
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
-        offload: keep the shards on the host.
     """
-    where = offload_policy(mesh, offload)
-    for group in fsdp_units_of(model, plan):
+    where, units = offload_policy(mesh, techniques.offload), fsdp_units_of(model, plan)
+    for group in units:
         together = group if len(group) > 1 else group[0]
         fully_shard(together, mesh=mesh, mp_policy=mixed_precision(precision, False), offload_policy=where)
     fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True), offload_policy=where)
@@ -60,10 +66,30 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    again = len(units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]])
+    for module in (inner for group in units[again:] for outer in group for inner in outer.modules()):
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False, recurse=False)
+
+
+def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Have each FSDP unit begin to gather the one after it in forward, and the one before it in backward.
+
+    By itself FSDP begins to gather a unit when the host comes to it. That is early enough while the host is ahead of
+    the device, and too late where it waits for the device in between, as layers with ep do.
+
+    Args:
+        units: of `fsdp_units_of`, in the order of forward; sharded.
+    """
+    inner = ([inner for module in unit for inner in module.modules()] for unit in units)
+    sharded: list[list[FSDPModule]] = [[m for m in modules if isinstance(m, FSDPModule)] for modules in inner]
+    for before, after in pairwise(sharded):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before)
 
 
 def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
-    """The modules of each unit of the plan; units that share a parameter are one."""
+    """The modules of each unit of the plan, in its order; units that share a parameter are one, in the last's place."""
     groups: list[list[nn.Module]] = []
     for unit in plan.fsdp_units:
         patterns = (unit,) if isinstance(unit, str) else unit
@@ -74,7 +100,19 @@ def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether `apply_fsdp` keeps the shards of `model` on the host."""
-    return any(parameter.offload_to_cpu for parameter in _fsdp_parameters(model))
+    return any(parameter.offload_to_cpu for group in _groups(model) for parameter in group.fsdp_params)
+
+
+def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The shards that FSDP gathers for forward and once more for backward; after the first forward."""
+    return (p.sharded_param for group in _groups(model) if group._reshard_after_forward for p in group.fsdp_params)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without backward has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager
@@ -93,7 +131,7 @@ def widen_gradients(module: nn.Module) -> None:
     FSDP widens the gradients that are there when it has that of a unit's input. Where a schedule splits backward, those
     of some weights come later, in the dtype of compute, and PyTorch 2.13 then refuses the unit.
     """
-    for parameter in _fsdp_parameters(module):
+    for parameter in (parameter for group in _groups(module) for parameter in group.fsdp_params):
         if not hasattr(parameter, "_unsharded_param"):
             continue  # never gathered
         parameter.accumulate_unsharded_grad_if_needed()
@@ -101,10 +139,9 @@ def widen_gradients(module: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
-    """FSDP's own record of each parameter that it shards in `module`; PyTorch has no public way to it."""
-    for unit in (each for each in module.modules() if isinstance(each, FSDPModule)):
-        state = unit._get_fsdp_state()
+def _groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP's own records of the parameters that it gathers together in `module`; PyTorch has no public way to them."""
+    units = (each for each in module.modules() if isinstance(each, FSDPModule))
+    for state in dict.fromkeys(unit._get_fsdp_state() for unit in units):  # modules of one unit share theirs
         one = getattr(state, "_fsdp_param_group", None)  # before PyTorch had several groups a unit
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-            yield from group.fsdp_params
+        yield from getattr(state, "_fsdp_param_groups", [one] if one else [])

@@ -135,21 +135,19 @@ class ExpertParallel:
         to_send = tokens_per_expert.view(self.size, -1)  # (ep, local experts): tokens for each expert of each rank
         to_receive = torch.empty_like(to_send)  # (ep, local experts): tokens from each rank for each local expert
         dist.all_to_all_single(to_receive, to_send, group=self.group)
-        send = _by_rank(to_send, len(x))
-        receive = _by_rank(to_receive, len(x))
+        # All that the host has to know of the layer, in one read.
+        counts = to_host_list(torch.stack((to_send, to_receive)), 2 * len(x))
+        local = to_send.shape[1]
+        by_rank = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
+        send, receive = by_rank[: self.size], by_rank[self.size :]
+        of_experts = [sum(counts[len(tokens_per_expert) + i :: local]) for i in range(local)]
         tokens = AllToAllTokens.apply(x, send, receive, self.group)  # sorted by source rank, then by expert
-        local = torch.arange(to_receive.shape[1], device=x.device).expand_as(to_receive).flatten()
-        expert = local.repeat_interleave(to_receive.flatten(), output_size=len(tokens))  # (tokens,): of each token
+        of_each = torch.arange(local, device=x.device).expand_as(to_receive).flatten()
+        expert = of_each.repeat_interleave(to_receive.flatten(), output_size=len(tokens))  # (tokens,): of each token
         order = expert.argsort(stable=True)
-        weights = [to_local(w) for w in (w1, w2, w3)]  # each (local experts, …)
-        output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), *weights)
+        w1, w2, w3 = (to_local(w) for w in (w1, w2, w3))  # each (local experts, …)
+        output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), w1, w2, w3, of_experts)
         return AllToAllTokens.apply(output.index_select(0, order.argsort()), receive, send, self.group)
-
-
-def _by_rank(tokens_per_expert: Tensor, total: int) -> list[int]:
-    """Tokens for or from each rank: the sums over (ep, local experts)."""
-    tokens, local = to_host_list(tokens_per_expert, total), tokens_per_expert.shape[1]
-    return [sum(tokens[first : first + local]) for first in range(0, len(tokens), local)]
 
 
 class AllToAllTokens(torch.autograd.Function):

@@ -22,9 +22,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError
+from mmm.parallel.data.fsdp import gathered_twice
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import to_local
 
@@ -55,14 +55,13 @@ def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict
 
     Returns:
         ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
-        host to device; by fsdp once for forward and once for backward, and once what only the root gathers.
+        host to device; by fsdp for forward, and once more for backward what `gathered_twice` says.
     """
     kept = again = 0
     for model in models:
         kept += sum(to_local(p).nbytes for p in model.parameters())
         if not isinstance(model, Replicas):
-            units = (m for m in model.modules() if isinstance(m, FSDPModule) and m is not model)
-            again += sum(to_local(p).nbytes for p in {p for unit in units for p in unit.parameters()})
+            again += sum(to_local(p).nbytes for p in gathered_twice(model))
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
     state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)
     return {"host_parameters": kept, "host_state": state, "down": kept, "up": kept + again}

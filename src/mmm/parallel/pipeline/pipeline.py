@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from mmm.parallel.data.fsdp import widen_gradients
+from mmm.parallel.data.fsdp import reshard, widen_gradients
 from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pipeline.recorder import Action, Recorder
@@ -85,10 +85,6 @@ class TimedStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
-def _fsdp_units(module: nn.Module) -> Iterator[FSDPModule]:
-    return (unit for unit in module.modules() if isinstance(unit, FSDPModule))
-
-
 def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
     """The local losses of a step's micro-batches, summed, on all stages alike: only the last has any. A collective.
 
@@ -137,7 +133,7 @@ class Pipeline:
         for number, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch. PyTorch 2.13 needs that, too, where it splits a
             # backward in two: it looks for the gathered parameters, and otherwise silently loses gradients.
-            for unit in _fsdp_units(module):
+            for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
                 unit.set_reshard_after_forward(False, recurse=False)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
             contiguous_between_stages(module, number == 0, number == count - 1)
@@ -202,8 +198,7 @@ class Pipeline:
         self._training = False
         loss = self._run(self.schedule.eval, inputs, targets, unsplit)
         for module in self.stages.values():
-            for unit in _fsdp_units(module):  # FSDP itself does so only after a backward
-                unit.reshard()
+            reshard(module)  # FSDP itself does so only after a backward
         return loss
 
     def _run(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, unsplit: dict[str, Any]) -> Tensor:

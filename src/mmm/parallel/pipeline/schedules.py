@@ -19,9 +19,8 @@ from torch.distributed.pipelining import schedules
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.advice import smaller
-from mmm.parallel.compile import check_compile
 from mmm.parallel.mesh import Layout
-from mmm.parallel.plan import Plan
+from mmm.parallel.techniques import Techniques
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,6 @@ def find_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def least_microbatches(schedule: str, pp: int) -> int:
-    return find_schedule(schedule).microbatches(pp)[0]
-
-
 def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
     """The numbers of the stages on the rank with that coordinate on pp."""
     if SCHEDULES[schedule].v:
@@ -74,29 +69,18 @@ def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> 
     return [coordinate + turn * pp for turn in range(stages_per_rank)]
 
 
-def check_pipeline(
-    layout: Layout,
-    schedule: str,
-    microbatches: int,
-    batch: int,
-    parts: int,
-    stages_per_rank: int | None = None,
-    *,
-    dtype: str = "",
-    compile: Plan | None = None,
-    checkpointing: str = "none",
-) -> int:
+def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: int, dtype: str = "") -> tuple[int, int]:
     """Whether a schedule goes with the layout, the batch and the model.
 
     Args:
         layout: fitted to the number of ranks.
-        microbatches: of a step. batch: samples of a step, per data-parallel coordinate.
-        parts: of the model, that stages can be made of (`stages.parts_of`).
-        stages_per_rank: None for the fewest that the schedule takes.
-        dtype: name of the precision. compile: the plan, where it is to be compiled. checkpointing: of activations.
+        batch: samples of a step, per data-parallel coordinate. parts: of the model, that stages can be made of
+            (`stages.parts_of`).
+        dtype: name of the precision, where it is known.
 
     Returns:
-        Stages per rank.
+        Stages per rank and micro-batches: the techniques', or where those leave them open the fewest that the schedule
+        takes.
 
     Raises:
         ConfigError: no such schedule, or a dtype that a pipeline cannot train in.
@@ -107,13 +91,15 @@ def check_pipeline(
             "dtype fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or fp32",
             fields=("dtype",),
         )
-    kind, pp = find_schedule(schedule), layout.pp
+    schedule, pp = techniques.schedule, layout.pp
+    kind = find_schedule(schedule)
     if not hasattr(schedules._PipelineSchedule, "eval"):
         raise ConfigError(
             f"pp {pp}: the pipelines of PyTorch {torch.__version__} train only, and cannot be evaluated; use a newer "
             f"PyTorch, or pp 1"
         )
-    each = kind.least if stages_per_rank is None else stages_per_rank
+    each = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
+    microbatches = kind.microbatches(pp)[0] if techniques.microbatches is None else techniques.microbatches
     wrong = []
     if pp < 2:
         wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
@@ -128,14 +114,12 @@ def check_pipeline(
             + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
         )
     wrong += _microbatch_problems(schedule, pp, microbatches, batch)
-    if compile is not None:
-        check_compile(compile, layout)
-    if compile is not None and kind.splits:
+    if techniques.compile and kind.splits:
         wrong.append(
             f"compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
             f"one; leave compile out, or use 1F1B or Interleaved1F1B"
         )
-    if checkpointing == "selective" and kind.splits:
+    if techniques.checkpointing == "selective" and kind.splits:
         wrong.append(
             f"checkpointing selective with {schedule}, which goes through the backward of a stage twice, for its input "
             f"and for its weights: what was kept, PyTorch gives back once; use full (which then "
@@ -143,7 +127,7 @@ def check_pipeline(
         )
     if wrong:
         raise LayoutError("; ".join(wrong), fields=("stages_per_rank", "microbatches", "compile", "checkpointing"))
-    return each
+    return each, microbatches
 
 
 def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:

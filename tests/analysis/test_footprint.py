@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmm.analysis import fits
+from mmm.analysis import footprint
 from mmm.analysis.footprint import Footprint
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
@@ -43,7 +43,7 @@ def test_every_program_that_trains(monkeypatch, tmp_path, program):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
-    monkeypatch.setattr(fits, "host_memory", lambda: 1_000_000)
+    monkeypatch.setattr(footprint, "host_memory", lambda: 1_000_000)
     images = {"dataset": "digits"} if program in (fsdp, fsdp_trainer) else {}
     with pytest.raises(LayoutError, match=r"would hold at least .* GB of parameters, .* this host has 0.0 GB left"):
         program.train(program.Config(**images, device="cpu"))
@@ -52,7 +52,7 @@ def test_every_program_that_trains(monkeypatch, tmp_path, program):
 
 def test_the_largest_preset_is_not_built(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fits, "host_memory", lambda: 64 * 10**9)
+    monkeypatch.setattr(footprint, "host_memory", lambda: 64 * 10**9)
     words = r"68,456,554,496 parameters: 1 rank here would hold at least 1,095.3 GB .* has 64.0 GB left: use a smaller "
     with pytest.raises(LayoutError, match=words + "model, or at least 18 hosts"):
         fsdp_tp.train(fsdp_tp.Config(preset="llama-70b", device="cpu"))
@@ -78,16 +78,16 @@ def test_the_bound_is_below_what_ranks_hold_and_close(run_on_ranks, technique, o
     with torch.device("meta"):
         model = Transformer(TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4))
     count = sum(p.numel() for p in model.parameters())
-    (bound,) = Footprint((count,), technique, fits.STATE[optimizer]).elements(layout)
+    (bound,) = Footprint((count,), technique, footprint.STATE[optimizer]).elements(layout)
     real = run_on_ranks(held, 4, technique, layout, optimizer)
     assert 0.9 * max(real) < bound <= min(real)
 
 
 def check(holds, layout, ranks_here, there, monkeypatch, device="cpu", rank=0):
-    monkeypatch.setattr(fits, "host_memory", lambda: there)
-    monkeypatch.setattr(fits, "device_memory", lambda device: there)
+    monkeypatch.setattr(footprint, "host_memory", lambda: there)
+    monkeypatch.setattr(footprint, "device_memory", lambda device: there)
     place = Rank(rank, layout.ranks, rank % ranks_here, ranks_here, "launch")
-    fits.check_fits(holds, layout, place, torch.device(device), FP32)
+    footprint.check_fits(holds, layout, place, torch.device(device), FP32)
 
 
 def test_by_hosts_devices_and_stages(monkeypatch):
