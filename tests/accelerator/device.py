@@ -107,7 +107,8 @@ def install(kind: str) -> None:
 def _zeros(tensor):
     """What a read of all elements gives: they are all 0."""
     COUNTS.add("reads")
-    return torch._C._TensorBase.tolist(_real_zeros(tensor))
+    with unset_fake_temporarily():
+        return torch._C._TensorBase.tolist(torch.zeros(tensor.shape, dtype=tensor.dtype))
 
 
 def _counted(to_host_list, kind):
@@ -125,11 +126,6 @@ def _math_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=
     return ATEN._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **named)[0]
 
 
-def _real_zeros(tensor):
-    with unset_fake_temporarily():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
 def _outside_fake_mode(name: str) -> None:
     """Meshes compute with tensors of ranks, which need elements."""
     method = DeviceMesh.__dict__.get(name)
@@ -145,7 +141,7 @@ def _outside_fake_mode(name: str) -> None:
 
 
 class Count(TorchDispatchMode):
-    """Counts reads by the host, copies that it waits for, and the optimizer's kernels; a scalar that is read is 0."""
+    """Counts reads by the host, copies that it waits for, and the optimizer's kernels; a scalar that is read is 1."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -160,7 +156,7 @@ class Count(TorchDispatchMode):
         if COUNTS.in_optimizer and not func.is_view and func.namespace == "aten":
             COUNTS.add("optimizer kernels")
         if func.overloadpacket is ATEN._local_scalar_dense and isinstance(args[0], FakeTensor):
-            return _real_zeros(args[0]).item()
+            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         return func(*args, **kwargs)
 
     def _waits(self, func, args, kwargs):
