@@ -43,17 +43,17 @@ def measure(schedule: str, microbatches: int, steps: int, layers: int, dim: int)
     parts = parts_of(model, plan)
     techniques = Techniques(schedule=schedule, microbatches=microbatches)
     each, _ = check_pipeline(layout, techniques, microbatches * MICROBATCH, len(parts))
-    cuts = balance_stages([0, *[1] * layers, 0], layout.pp * each)
+    split = balance_stages([0, *[1] * layers, 0], layout.pp * each)
     mesh, mine = build_mesh(layout, "cpu"), {}
     for number in stages_of(rank.rank, layout.pp, schedule, each):
         mine[number] = apply(
-            take_stage(model, parts, cuts[number]), mesh, plan, Precision("fp32", torch.float32, torch.float32)
+            take_stage(model, parts, split[number]), mesh, plan, Precision("fp32", torch.float32, torch.float32)
         )
         materialize(mine[number], CPU, 0)
     tokens = torch.arange(microbatches * MICROBATCH * SEQ).view(-1, SEQ) % 256
     pipeline = Pipeline(
         mine,
-        len(cuts),
+        len(split),
         mesh,
         schedule=schedule,
         microbatches=microbatches,

@@ -108,6 +108,9 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         out["offload"] = "on"
     if "compile" in known and rng.random() < (0.004 if tp * cp == 1 else 0.03):
         out["compile"] = "on"
+    sharded = out.get("parallel", "fsdp") in ("fsdp", "zero3", "hsdp")
+    if "reshard_after_forward" in known and sharded and rng.random() < 0.2:
+        out["reshard_after_forward"] = rng.choice(("always", "never") if pp == 1 else ("auto", "never"))
     return out
 
 

@@ -96,14 +96,14 @@ def test_where_there_is_one_product(monkeypatch):
         x.device, x.dtype = torch.device(device), dtype
         return experts.has_grouped_product(x, SimpleNamespace(dtype=dtype, shape=(2, hidden, dim)))
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=8))
     assert there("cuda") == hasattr(F, "grouped_mm")
     assert not there("cuda", torch.float32)
     assert not there("cuda", dim=12)
     assert not there("cuda", rows=0)
     assert not there("cpu")
     assert not there("xpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=7))
     assert not there("cuda")
 
 

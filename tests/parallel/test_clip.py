@@ -21,7 +21,7 @@ def whole_parameters():
 
 
 def clip_mixed(rank, max_norm):
-    """Plain; cut over dp, unevenly; over dp and tp; over dp alone on that mesh; replicated. One has no gradient."""
+    """Plain; sharded over dp, unevenly; over dp and tp; over dp alone on that mesh; replicated. One has no gradient."""
     mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
     kinds = [
         None,

@@ -1,10 +1,12 @@
-"""A sequence that is cut over ranks: the same attention, the same losses and the same gradients as whole."""
+"""A sequence that is sharded over ranks: the same attention, the same losses and the same gradients as whole."""
 
 import math
 
 import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mmm.parallel.data.apply
 from mmm.data import Batch
@@ -23,8 +25,9 @@ from mmm.parallel import (
     local_value,
     materialize,
 )
+from mmm.parallel.context import block_attention
 from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of, shard_batch
-from mmm.parallel.context.block_attention import block_backward, block_forward, math_backward, math_forward, merge
+from mmm.parallel.context.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
 from mmm.parallel.context.ring import RingAttention
 from mmm.parallel.context.ulysses import UlyssesAttention
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
@@ -38,7 +41,7 @@ STEPS = 10
 CPU = torch.device("cpu")
 
 
-# ---- the cut
+# ---- the shards
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
@@ -77,17 +80,20 @@ def qkv(heads, kv_heads, seq=16, dtype=torch.float64):
     return [torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("tile", [512, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_blocks_put_together(dtype):
+def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
     """The fused kernel and the one that is written out; queries 8 … 15 to keys 0 … 7, and to their own."""
+    monkeypatch.setattr(block_attention, "TILE", tile)
     bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
-    q, k, v, gradient = (t.double() for t in qkv(4, 4, dtype=dtype))
+    q, k, v, gradient = (t.double() for t in qkv(4, kv_heads, dtype=dtype))
     inputs = [t.requires_grad_() for t in (q, k, v)]
     whole = causal_attention(*inputs)[:, :, 8:]
     expected = torch.autograd.grad(whole, inputs, gradient[:, :, 8:])
     q, k, v, gradient = (t.detach().to(dtype) for t in (q[:, :, 8:], k, v, gradient[:, :, 8:]))
     blocks = [(slice(0, 8), False), (slice(8, 16), True)]
-    for forward, backward in ((block_forward, block_backward), (math_forward, math_backward)):
+    for forward, backward in ((block_forward, block_backward), (tiled_forward, tiled_backward)):
         parts = [forward(q, k[:, :, keys], v[:, :, keys], causal) for keys, causal in blocks]
         out, lse = merge(*parts[0], *parts[1])
         assert (out - whole).abs().max() <= bound
@@ -99,6 +105,60 @@ def test_blocks_put_together(dtype):
             dv[:, :, keys] += ours[2]
         for got, right in zip((dq, dk, dv), expected, strict=True):
             assert (got - right).abs().max() / right.abs().max() <= 2 * bound
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator makes, views of others left out."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if not any(result.alias_info is not None for result in func._schema.returns):
+            sizes = [each.numel() for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+            self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_scores_of_a_block_never_exist(monkeypatch, causal):
+    """What is there instead: those of a tile, or what is as large as q."""
+    monkeypatch.setattr(block_attention, "_has_cpu_kernel", lambda *_: False)  # as on a device without a fused kernel
+    monkeypatch.setattr(block_attention, "TILE", 32)
+    q, k, v, gradient = qkv(4, 2, seq=512, dtype=torch.float32)
+    with Largest() as largest:
+        out, lse = block_forward(q, k, v, causal)
+        block_backward(gradient, q, k, v, out, lse, causal)
+    assert largest.elements == max(2 * 4 * 32 * 32, q.numel())
+    assert largest.elements < 2 * 4 * 512 * 512 / 50
+
+
+class KVHeads(TorchDispatchMode):
+    """Heads of keys in each call of the fused kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "flash_attention_for_cpu" in str(func):
+            self.seen.append(args[2 if "backward" in str(func) else 1].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+def kv_heads_seen(rank, style):
+    with KVHeads() as heads:
+        attend(rank, 2, style, 8, 2, torch.float64)
+    return heads.seen
+
+
+def test_keys_and_values_are_not_copied_for_each_head(run_on_ranks):
+    *inputs, gradient = qkv(8, 2)
+    with KVHeads() as heads:
+        causal_attention(*(t.requires_grad_() for t in inputs)).backward(gradient)
+    assert heads.seen == [2, 2]
+    assert run_on_ranks(kv_heads_seen, 2, "ring") == [[2] * 4] * 2
+    assert run_on_ranks(kv_heads_seen, 2, "ulysses") == [[1] * 2] * 2
 
 
 def attend(rank, cp, style, heads, kv_heads, dtype):

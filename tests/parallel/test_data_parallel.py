@@ -60,7 +60,7 @@ def held(rank, techniques):
 
 @pytest.mark.long
 def test_what_each_rank_holds(run_on_ranks):
-    """The net's one large matrix is cut as well: by whole parameters, one rank would keep 98 % of the state."""
+    """The net's one large matrix is sharded as well: by whole parameters, one rank would keep 98 % of the state."""
     whole, ranks = 1_199_882, 4
     got = run_on_ranks(held, ranks, [*TECHNIQUES, "hsdp"])
     for technique in TECHNIQUES:

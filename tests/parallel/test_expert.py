@@ -1,4 +1,4 @@
-"""Experts cut over ranks: losses, every gradient, loads and biases as in plain PyTorch on one process."""
+"""Experts sharded over ranks: losses, every gradient, loads and biases as in plain PyTorch on one process."""
 
 import math
 from functools import lru_cache
@@ -241,7 +241,7 @@ def test_selective_checkpointing(run_on_ranks):
     check(run_on_ranks, Layout(dp_shard=4, ep=2), 2, accumulate=2, checkpointing="selective")
     check(
         run_on_ranks, Layout(dp_shard=2, ep=2), 2, accumulate=2, checkpointing="selective"
-    )  # nothing left for FSDP to cut
+    )  # nothing left for FSDP to shard
 
 
 @pytest.mark.long
@@ -262,7 +262,7 @@ def test_a_rank_whose_experts_get_no_token(run_on_ranks):
 
 @pytest.mark.parametrize("n_experts", [6, pytest.param(2, marks=pytest.mark.long)])
 def test_experts_that_their_ranks_do_not_divide(run_on_ranks, n_experts):
-    """3 experts, or 1, a rank, which 2 ranks cut: w2 by its rows; w1 and w3 have 23, and go by the expert."""
+    """3 experts, or 1, a rank, which 2 ranks shard: w2 by its rows; w1 and w3 have 23, and go by the expert."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": n_experts, "expert_dim": 23})
     check(run_on_ranks, Layout(dp_shard=4, ep=2), 2, config=config)
 
@@ -374,7 +374,7 @@ def counted_on_dp_alone(rank, layout):
 def not_back_in_order(rank, layout):
     """Tokens come back sorted by expert and not as they were sent."""
     original = mmm.parallel.expert.apply.expert_forward
-    mmm.parallel.expert.apply.expert_forward = lambda x, *rest, **more: original(x, *rest, **more).flip(0)
+    mmm.parallel.expert.apply.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
     try:
         return train(rank, layout, steps=1)
     finally:

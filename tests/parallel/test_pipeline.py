@@ -1,4 +1,4 @@
-"""Pipelines: losses, gradient norms and every gradient as in plain PyTorch on one process; cuts; refusals."""
+"""Pipelines: losses, gradient norms and every gradient as in plain PyTorch on one process; the split; refusals."""
 
 import math
 from dataclasses import replace

@@ -102,7 +102,7 @@ LAYOUTS = {
     "fsdp, bf16": ("text", Layout(), "fsdp", "ring", BF16),
     "fsdp, 2 micro-batches": ("text", Layout(), "fsdp", "ring", FP32, 2),
     "hsdp": ("text", Layout(dp_replicate=2), "hsdp"),
-    "tp with the sequence cut": ("text", Layout(tp=4), "fsdp"),
+    "tp with the sequence sharded": ("text", Layout(tp=4), "fsdp"),
     "tp of the ViT": ("vit", Layout(tp=4), "fsdp"),
     "tp of the CNN": ("cnn", Layout(tp=4), "fsdp"),
     "cp, ring": ("text", Layout(cp=4), "fsdp"),
@@ -122,7 +122,7 @@ def close(counted: dict[str, float], expected: dict[str, float]) -> None:
         assert counted[axis] == pytest.approx(count, rel=0.005), axis
 
 
-QUICK = ("ddp", "fsdp", "hsdp", "tp with the sequence cut", "cp, ring", "cp, ulysses")
+QUICK = ("ddp", "fsdp", "hsdp", "tp with the sequence sharded", "cp, ring", "cp, ulysses")
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.long) for c in LAYOUTS])

@@ -49,7 +49,7 @@ def same_samples_on_all_dp_ranks():
 
 
 def norms_not_summed_over_sequence():
-    """Norms between cut matrices see a part of the sequence, and nobody adds up the gradients of the parts."""
+    """Norms between sharded matrices see a part of the sequence, and nobody adds up the gradients of the parts."""
 
     class PlainNorm(mmm.parallel.plans.transformer.SequenceParallel):
         def _apply(self, module, mesh):

@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -19,6 +21,8 @@ from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer
 from mmm.trainer import lm
 from mmm.trainer.options import parse
+from mmm.trainer.tasks import fetched_ahead
+from mmm.trainer.text import resolve
 from support.pool import meeting_only
 
 SMALL = {
@@ -162,6 +166,62 @@ def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words)
     with pytest.raises(UserError, match=re.escape(words)):
         lm.train(lm.Config(**{**SMALL, **flags}, outdir=tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["small.txt"]
+
+
+LARGE = {"vocab_size": 128_256, "dataset": "random", "seq_length": 4096, "global_batch_size": 2}  # 4.2 GB of logits
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "chunks", "logits"),
+    [
+        ({}, 1, 17, "4.2 GB"),
+        ({"microbatches": 2}, 1, 9, "2.1 GB"),
+        ({"tpsize": 2}, 2, 9, "2.1 GB"),
+        ({"parallel": "zero2"}, 2, 9, "2.1 GB"),
+        ({"cp": 4}, 4, 5, "1.1 GB"),
+        ({"pp": 2}, 2, 9, "2.1 GB"),
+        ({"tpsize": 4, "microbatches": 2}, 4, 1, None),
+        ({"loss_chunks": 1}, 1, 1, None),
+        ({"loss_chunks": 3}, 1, 3, None),
+    ],
+    ids=str,
+)
+def test_large_logits_are_computed_in_chunks(monkeypatch, flags, ranks, chunks, logits):
+    monkeypatch.setattr("mmm.trainer.text.whoami", lambda: SimpleNamespace(world_size=ranks))
+    resolved = resolve(lm.Config(**{**SMALL, **LARGE, "dtype": "fp32", **flags}))
+    assert resolved.techniques.loss_chunks == chunks
+    text = f"--loss_chunks {chunks}: the full logits would have {logits} on a rank"
+    assert resolved.notes == (() if logits is None else (text,))
+
+
+def test_the_next_batch_is_fetched_while_one_is_in_use():
+    fetched, second = [], threading.Event()
+
+    def batches():
+        for number in range(3):
+            fetched.append(number)
+            if number == 1:
+                second.set()
+            yield number
+
+    used = []
+    for number in fetched_ahead(batches()):
+        used.append(number)
+        if number == 0:
+            assert second.wait(10)  # before this loop asks for it
+    assert used == fetched == [0, 1, 2]
+    for _ in fetched_ahead(batches()):
+        break  # a run that ends leaves no thread
+    assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]
+
+
+def test_a_batch_that_cannot_be_fetched_is_an_error():
+    def batches():
+        yield 0
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        list(fetched_ahead(batches()))
 
 
 def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):

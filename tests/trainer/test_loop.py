@@ -25,7 +25,7 @@ from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.options import RunOptions
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.resolve import resolve_model
+from mmm.trainer.resolve import Resolved, resolve_plan
 from mmm.trainer.run import Run
 from mmm.trainer.tasks import ImageTask, TokenTask
 from mmm.trainer.text import TextData
@@ -55,7 +55,8 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     with torch.device("meta"):
         model, sample = CNN(CONFIG), torch.zeros(BATCH // layout.dp, 1, 8, 8)
     data = load_images("digits", image_size=8)
-    resolved = resolve_model(options, layout, CONFIG, model, cnn_plan(), sample, data, STEPS)
+    own = Resolved(options=options, layout=layout, sizes=CONFIG, model=model, sample=sample, data=data, steps=STEPS)
+    resolved = resolve_plan(own, cnn_plan())
     record, clock = Rows([]), StepClock(CPU)
     run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, [], record)
     model = parallelize(run, resolved)
@@ -127,7 +128,8 @@ def biases_by_step(rank, max_norm):
     with torch.device("meta"):
         model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
     options, data = RunOptions(lr=0.1, dtype="fp16"), TextData(texts.tokens(), texts.tokens(), {})
-    resolved = resolve_model(options, layout, EXPERTS, model, transformer_plan(), sample, data, 3)
+    own = Resolved(options=options, layout=layout, sizes=EXPERTS, model=model, sample=sample, data=data, steps=3)
+    resolved = resolve_plan(own, transformer_plan())
     calls = itertools.count()
 
     def loss(output, targets, count):

@@ -45,6 +45,7 @@ def files_entered(function) -> tuple[set[str], set[str]]:
 
 def test_the_main_examples_configuration_is_followed_in_few_files(monkeypatch, tmp_path, capsys):
     def stop(clock):
+        sys.setprofile(None)  # what the record does at the end is not on the way
         raise FirstStep
 
     monkeypatch.setattr(StepClock, "start", stop)
@@ -53,4 +54,4 @@ def test_the_main_examples_configuration_is_followed_in_few_files(monkeypatch, t
     torch.distributed.destroy_process_group()  # a run that does not end leaves it
     assert "examples/fsdp_tp.py" in given
     assert len(given) <= 14, sorted(given)
-    assert len(entered) <= 60, sorted(entered)
+    assert len(entered) <= 40, sorted(entered)

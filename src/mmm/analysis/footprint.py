@@ -113,8 +113,8 @@ def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.devic
 def _more(holds: Footprint, of_what: str, least: int) -> str:
     """What else would help."""
     if holds.data_parallel in UNSHARDED:
-        return f"or one that is cut over the ranks: with {holds.data_parallel} each has all parameters"
-    return f"or at least {least:,} {of_what} such as this to cut it over"
+        return f"or a technique that shards it over the ranks: with {holds.data_parallel} each has all parameters"
+    return f"or at least {least:,} {of_what} such as this to shard it over"
 
 
 def _ranks(count: int) -> str:

@@ -44,7 +44,7 @@ from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve
+from mmm.trainer.text import TextProgramOptions, resolve_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Config(TextProgramOptions, BreakOptions):
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config)
+    resolved = resolve_own(config)
     layout = resolved.layout
     if config.accumulate < 1 or resolved.local_batch_size % config.accumulate:
         raise ConfigError(

@@ -49,7 +49,7 @@ from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
+from mmm.trainer.text import TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    resolved = resolve(config)
+    resolved = resolve_own(config)
     layout, model = resolved.layout, resolved.model
     check_own_kv_heads(resolved)
     if config.summary:

@@ -1,10 +1,10 @@
-"""HSDP: copies of a model, each of them cut: FSDP within a group of ranks, an all-reduce between the groups.
+"""HSDP: copies of a model, each of them sharded: FSDP within a group of ranks, an all-reduce between the groups.
 
     launch python3 -m mmm.examples.hsdp --replicas 2
 
 N ranks stand on a mesh of dp_replicate × dp_shard, R × S. Every rank has its own samples::
 
-                          dp_shard: one copy of the model, cut in S parts
+                          dp_shard: one copy of the model, in S shards
                         ┌────────┬────────┬────────┬────────┐
        dp_replicate:    │ rank 0 │ rank 1 │ rank 2 │ rank 3 │   copy 0: host 1
        R copies,        │ part 0 │ part 1 │ part 2 │ part 3 │
@@ -48,7 +48,7 @@ from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
 from mmm.trainer.run import start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve
+from mmm.trainer.text import TextProgramOptions, resolve_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def train(config: Config) -> None:
     if config.replicas < 2:
         one = f"--replicas {config.replicas}: with one copy HSDP is FSDP"
         raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
-    resolved = resolve(config)
+    resolved = resolve_own(config)
     if config.summary:
         print_once(resolved.summary())
         return

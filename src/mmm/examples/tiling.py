@@ -2,7 +2,7 @@
 
     launch python3 -m mmm.examples.tiling
 
-Cutting a model over ranks does not help where one layer of one sequence is too large. Two layers are larger than all
+Sharding a model over ranks does not help where one layer of one sequence is too large. Two layers are larger than all
 others, and both work token by token, so that they need not be computed for the whole sequence at once::
 
                      what is largest                            piece by piece
@@ -39,7 +39,7 @@ from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import Unused, parse
 from mmm.trainer.report import print_once
-from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve import ResolvedPlan
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import Preset, TextProgramOptions, resolve
@@ -90,7 +90,7 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(run: Run, mesh: Mesh, resolved: Resolved, way: int) -> tuple[int, list[float]]:
+def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.options
     assert isinstance(config, Config)

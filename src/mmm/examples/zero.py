@@ -41,7 +41,7 @@ from mmm.trainer.report import print_once
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve
+from mmm.trainer.text import TextProgramOptions, resolve_own
 from mmm.trainer.zero_stages import most_elements, report_stages
 
 
@@ -132,7 +132,7 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
 
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
-    resolved = resolve(config)
+    resolved = resolve_own(config)
     if config.summary:
         print_once(resolved.summary())
         return True

@@ -22,7 +22,6 @@ from mmm.history.record import write_atomically
 if TYPE_CHECKING:
     import xarray
 
-AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 INT64 = np.iinfo(np.int64)
 
 _ABOUT = {  # name: (what it is, its unit or "")
@@ -59,30 +58,6 @@ def about(name: str) -> dict[str, str]:
         unit = _ABOUT[prefix[1]][1]
     attrs = {"long_name": f"{what}, {_OVER[over]}" if over else what}
     return {**attrs, "units": unit} if unit else attrs
-
-
-def plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each rank's coordinates by their names in the dataset: ``host``, ``local_rank``, ``pid``, ``axis_<name>``, …
-
-    Every value becomes an int or text.
-
-    Raises:
-        RecordError: the ranks are not numbered 0, 1, 2, … in this order.
-    """
-    plain = []
-    for index, given in enumerate(ranks):
-        if (number := given.get("rank", index)) != index:
-            raise RecordError(f"ranks must be given in order: place {index} of {len(ranks)} holds rank {number}.")
-        named = {f"axis_{key}" if key in AXES else key: value for key, value in given.items() if key != "rank"}
-        plain.append({key: _int_or_text(value) for key, value in named.items()})
-    return plain
-
-
-def _int_or_text(value: Any) -> int | str:
-    try:
-        return int(value.__index__())
-    except AttributeError:
-        return str(value)
 
 
 def to_dataset(

@@ -12,11 +12,11 @@ import numpy as np
 
 import mmm
 from mmm.errors import RecordError
-from mmm.history.dataset import plain_ranks
 from mmm.history.ending import RUNNING, Ending, ending_of, write_ending
 from mmm.history.journal import Header, Journal, LoggedRow
 from mmm.history.record import DATASET, JOURNAL, reason
 
+AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 log = logging.getLogger("mmm")
 
 
@@ -50,7 +50,7 @@ class History:
             raise RecordError(f"a History needs flush_every >= 1 and a rank or more: {flush_every=}, {len(ranks)=}.")
         self.outdir = Path(outdir)
         self.flush_every = flush_every
-        self._ranks = plain_ranks(ranks)
+        self._ranks = _plain_ranks(ranks)
         self._full = len(ranks) <= full_ranks
         self._taken = {"draw", "rank", *(key for place in self._ranks for key in place)}
         self._names: set[str] = set()
@@ -169,6 +169,30 @@ class History:
                 f"per_rank[{name!r}] has {len(listed)} values, and this run has {len(self._ranks)} ranks."
             )
         return [v if type(v) is float or type(v) is int else _number(name, v) for v in listed]
+
+
+def _plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each rank's coordinates by their names in the dataset: ``host``, ``local_rank``, ``pid``, ``axis_<name>``, …
+
+    Every value becomes an int or text.
+
+    Raises:
+        RecordError: the ranks are not numbered 0, 1, 2, … in this order.
+    """
+    plain = []
+    for index, given in enumerate(ranks):
+        if (number := given.get("rank", index)) != index:
+            raise RecordError(f"ranks must be given in order: place {index} of {len(ranks)} holds rank {number}.")
+        named = {f"axis_{key}" if key in AXES else key: value for key, value in given.items() if key != "rank"}
+        plain.append({key: _int_or_text(value) for key, value in named.items()})
+    return plain
+
+
+def _int_or_text(value: Any) -> int | str:
+    try:
+        return int(value.__index__())
+    except AttributeError:
+        return str(value)
 
 
 def _number(name: str, value: Any) -> float | int:

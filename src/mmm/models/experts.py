@@ -57,7 +57,7 @@ def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
     fits = len(x) > 0 and all(size % 8 == 0 for size in weight.shape[1:])
     if x.device.type != "cuda" or {x.dtype, weight.dtype} != {torch.bfloat16} or not fits or torch.version.hip:
         return False
-    return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return hasattr(F, "grouped_mm") and torch.cuda.get_device_properties(x.device).major >= 8
 
 
 def expert_forward(

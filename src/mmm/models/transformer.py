@@ -131,6 +131,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
 
 
+CPU_TAKES_GROUPED_HEADS = torch.__version__ >= "2.9"
+
+
+def takes_grouped_heads(q: Tensor) -> bool:
+    """Whether PyTorch's fused attention takes fewer heads of k and v than of q: on CUDA flash attention alone does, in
+    half precision; where it does not run, the memory-efficient kernel with repeated heads is better than the math that
+    ``enable_gqa`` would then choose. The CPU's kernel does from PyTorch 2.9 on.
+
+    Args:
+        q: (batch, heads, seq, head_dim).
+    """
+    if q.device.type == "cuda":
+        half = q.dtype in (torch.bfloat16, torch.float16)
+        return half and q.shape[-1] <= 256 and torch.cuda.get_device_properties(q.device).major >= 8
+    return q.device.type != "mps" and CPU_TAKES_GROUPED_HEADS
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Every token attends to itself and to all before it.
 
@@ -141,10 +158,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (batch, heads, seq, head_dim).
     """
     shared_by = q.shape[1] // k.shape[1]
-    if shared_by > 1:
+    grouped = shared_by > 1 and takes_grouped_heads(q)
+    if shared_by > 1 and not grouped:
         k = k.repeat_interleave(shared_by, dim=1)  # (batch, heads, seq, head_dim)
         v = v.repeat_interleave(shared_by, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-CHUNK = 1 << 22  # elements drawn at once, which bounds the temporary memory to a few times 32 MiB
+CHUNK = 1 << 22  # elements drawn at once on a device, which bounds the temporary memory to a few times 32 MiB
+CPU_CHUNK = 1 << 15  # the same for each thread of a CPU: the temporary memory stays in its cache
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -64,50 +65,54 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64 (torch shifts in copies of the sign)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _logical_shift(z: Tensor, bits: int, out: Tensor) -> Tensor:
+    """``z >> bits`` with zeros from the left (torch shifts in copies of the sign), in `out`."""
+    return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def uniform01(key: int, index: Tensor) -> Tensor:
     """Float64 in (0, 1), 53 random bits each, for the int64 element indices `index` (any shape)."""
-    z = index * _signed(_GAMMA) + _signed(key + _GAMMA)
-    z = (z ^ _shift_right(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MIX2)
-    z = z ^ _shift_right(z, 31)
-    return (_shift_right(z, 11).double() + 0.5) * 2.0**-53
+    z = (index * _signed(_GAMMA)).add_(_signed(key + _GAMMA))  # from here on in place: memory is what it costs
+    shifted = torch.empty_like(z)
+    z.bitwise_xor_(_logical_shift(z, 30, shifted)).mul_(_signed(_MIX1))
+    z.bitwise_xor_(_logical_shift(z, 27, shifted)).mul_(_signed(_MIX2))
+    z.bitwise_xor_(_logical_shift(z, 31, shifted))
+    return _logical_shift(z, 11, shifted).double().add_(0.5).mul_(2.0**-53)
 
 
 def _draw(rule: Init, key: int, index: Tensor) -> Tensor:
-    u = uniform01(key, index)
+    centred = uniform01(key, index).mul_(2).sub_(1)  # in (-1, 1)
     if rule.kind == "uniform":
-        return (2 * u - 1) * rule.scale
+        return centred.mul_(rule.scale)
     if rule.kind == "normal":
-        return torch.erfinv(2 * u - 1) * (math.sqrt(2.0) * rule.scale)
+        return centred.erfinv_().mul_(math.sqrt(2.0) * rule.scale)
     raise ValueError(f"unknown kind of initial weights {rule.kind!r}: normal, uniform or constant")
 
 
 def _element_indices(box: ShardBox, first: int, last: int, device: torch.device) -> Tensor:
     """Indices in the full tensor (row-major) of elements first..last of the box (row-major), int64."""
     local = torch.arange(first, last, device=device)
-    index = torch.zeros_like(local)
-    stride = 1
-    for start, length, full in zip(reversed(box.start), reversed(box.length), reversed(box.full), strict=True):
-        index += (local % length + start) * stride
-        local = local // length
+    offset, inside, stride, index = 0, 1, 1, local
+    for start, length, full in list(zip(box.start, box.length, box.full, strict=True))[:0:-1]:
+        offset, inside = offset + start * stride, inside * length
+        if length < full:  # each time the box goes on in the next row, what is between is passed over
+            index = index + local.div(inside, rounding_mode="floor").mul_((full - length) * stride)
         stride *= full
-    return index
+    return index.add_(offset + (box.start[0] * stride if box.start else 0))
 
 
 @torch.no_grad()
-def fill_(local: Tensor, rule: Init, key: int, box: ShardBox) -> None:
+def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.device | None = None) -> None:
     """Fill `local` (shape ``box.length``) with its shard of the parameter, in place.
 
     The elements are computed in float64 and rounded once to the dtype of `local`. They are the same on every device up
     to the last bits of the device's ``erfinv``.
+
+    Args:
+        device: computes them. None: that of `local`.
     """
     if rule.zero_row is not None:
-        fill_(local, replace(rule, zero_row=None), key, box)
+        fill_(local, replace(rule, zero_row=None), key, box, device)
         row = rule.zero_row - box.start[0]
         if 0 <= row < box.length[0]:
             local[row].zero_()
@@ -116,12 +121,14 @@ def fill_(local: Tensor, rule: Init, key: int, box: ShardBox) -> None:
         local.fill_(rule.scale)
         return
     total = local.numel()
-    # MPS has no float64: draw on the host and copy.
-    device = torch.device("cpu") if local.device.type == "mps" else local.device
+    device = device or local.device
+    if device.type == "mps":
+        device = torch.device("cpu")  # MPS has no float64
+    chunk = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else CHUNK
     if local.is_contiguous():
         flat = local.view(-1)
-        for first in range(0, total, CHUNK):
-            last = min(first + CHUNK, total)
+        for first in range(0, total, chunk):
+            last = min(first + chunk, total)
             flat[first:last].copy_(_draw(rule, key, _element_indices(box, first, last, device)))
     elif total:
         local.copy_(_draw(rule, key, _element_indices(box, 0, total, device)).view(box.length))
@@ -192,6 +199,7 @@ def initialize(
     box_of: Callable[[Tensor], ShardBox] = full_box,
     local_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     empty: Collection[str] = (),
+    device: torch.device | None = None,
 ) -> None:
     """Draw every parameter of `model`, in place. Buffers keep their values, except those that the model has a rule for.
 
@@ -200,6 +208,7 @@ def initialize(
         seed: of the run.
         box_of, local_of: of a sharded parameter, this rank's shard and its local tensor.
         empty: names of buffers that have memory and no values yet: they start as PyTorch's own modules do.
+        device: computes the elements, wherever they lie. None: each where it lies.
 
     Raises:
         ValueError: as `parameter_problems` says.
@@ -210,7 +219,7 @@ def initialize(
     for name, parameter in model.named_parameters():
         rule = rule_of.parameter(name)
         assert rule is not None
-        fill_(local_of(parameter), rule, stream_key(seed, name), box_of(parameter))
+        fill_(local_of(parameter), rule, stream_key(seed, name), box_of(parameter), device)
     for name, buffer in model.named_buffers():
         if (rule := rule_of.buffer(name, name in empty)) is not None:
             fill_(local_of(buffer), rule, stream_key(seed, name), full_box(buffer))

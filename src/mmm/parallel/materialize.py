@@ -35,7 +35,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     tie_again(inner, ties, "its memory")
     _restore_buffers(inner, buffers, device)
     empty = {name for name, buffer in buffers.items() if buffer.is_meta}
-    weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty)
+    weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty, device=device)
     if isinstance(model, Replicas):
         model.connect()
 

@@ -15,7 +15,7 @@ from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, Unused, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
-from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve import ResolvedPlan
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
@@ -90,7 +90,7 @@ class FourAxesOptions(TextExampleOptions):
             run.note(f"no axis was given a size: layout {run.layout} chosen for {run.layout.ranks} ranks")
 
 
-def parallelize(run: Run, resolved: Resolved) -> Mesh:
+def parallelize(run: Run, resolved: ResolvedPlan) -> Mesh:
     """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
     mesh = build_mesh(resolved.layout, run.device.type, run.options.timeout, experts=has_experts(resolved.model))
     apply(resolved.model, mesh, resolved.plan, run.precision, resolved.techniques)

@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import ScheduleName
 from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions
 
@@ -17,8 +19,9 @@ DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 class MemoryOptions:
     """Flags of what is too large for one device: computed piece by piece, or kept on the host."""
 
-    loss_chunks: int = 1
-    """Chunks of the sequence that logits and loss are computed in: the full logits never exist."""
+    loss_chunks: int | None = None
+    """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
+    as keep them small where they would have more than 1 GB on a rank."""
     tile: int = 1
     """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
     offload: bool = False
@@ -45,6 +48,12 @@ class DataParallelOptions(RunOptions):
 
     def axes(self, ranks: int) -> dict[str, int]:
         return super().axes(ranks) | {"dp_replicate": self.dp_replicate or (2 if self.parallel == "hsdp" else 1)}
+
+    def layout(self, ranks: int) -> Layout:
+        """As `RunOptions.layout`; a LayoutError also where the data-parallel technique does not go with the sizes."""
+        layout = super().layout(ranks)
+        check_data_parallel(self.parallel, layout)
+        return layout
 
 
 @dataclass(frozen=True, kw_only=True)

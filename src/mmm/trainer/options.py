@@ -17,7 +17,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import Techniques
 from mmm.runtime.failure import said_once
@@ -173,11 +172,10 @@ class RunOptions(BatchOptions):
         """The mesh for that many ranks.
 
         Raises:
-            LayoutError: the sizes do not multiply to it, or the data-parallel technique does not go with them.
+            LayoutError: the sizes do not multiply to it.
             ConfigError: a flag that has no effect on it (`Need`).
         """
         layout = Layout(**self.axes(ranks)).fit(ranks)
-        check_data_parallel(self.techniques().data_parallel, layout)
         check_needs(self, layout)
         return layout
 

@@ -8,11 +8,11 @@ from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.trainer.report import local_parameters, sharded_model, stage_table
-from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve import ResolvedPlan
 from mmm.trainer.run import Run, gather
 
 
-def parallelize(run: Run, resolved: Resolved) -> ParallelModel:
+def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
     """Make the mesh, and on it this rank's part of the model with its initial weights; log who has what. A collective.
 
     Args:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmm.analysis.footprint import Footprint, footprint_of
 from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
 from mmm.parallel.mesh import Layout
 from mmm.parallel.partition import Partition, partition_model
-from mmm.parallel.plan import Plan
+from mmm.parallel.plan import Plan, find
 from mmm.parallel.techniques import Techniques
 from mmm.trainer.options import RunOptions
 from mmm.trainer.report import model_summary
+
+LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,28 +26,36 @@ class Resolved:
     """What a run needs.
 
     Attributes:
-        layout: fitted to the number of ranks. techniques: on it.
+        layout: fitted to the number of ranks.
         sizes: of the model. model: an `nn.Module` on the meta device, shapes without memory.
-        plan: how it is sharded. partition: into pipeline stages.
         sample: what a step's forward takes of one data-parallel coordinate, (local batch, …), on the meta device.
-        local_batch_size, global_batch_size: samples of a step, of one data-parallel coordinate and of all.
         data: to train on, and to evaluate on; None for a summary of the model. steps: of the run.
-        footprint: what the ranks will hold. notes: what was chosen where no flag says.
+        notes: what was chosen where no flag says.
     """
 
+    options: RunOptions
     layout: Layout
-    techniques: Techniques
     sizes: Any
     model: Any
-    plan: Plan
-    partition: Partition
     sample: Tensor
-    local_batch_size: int
-    global_batch_size: int
     data: Any
     steps: int
-    footprint: Footprint
     notes: tuple[str, ...] = ()
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of a step, of one data-parallel coordinate."""
+        return len(self.sample)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step, of all data-parallel coordinates."""
+        return len(self.sample) * self.layout.dp
+
+    @property
+    def footprint(self) -> Footprint:
+        """What the ranks will hold."""
+        return footprint_of(self.model, self.options.optimizer, self.options.techniques())
 
     def summary(self) -> str:
         """The full model, before it is sharded."""
@@ -59,6 +70,24 @@ class Resolved:
         return tokens.batch(step, self.global_batch_size, coordinate * self.local_batch_size, self.local_batch_size)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan(Resolved):
+    """What a run needs, and how `mmm.parallel` parallelizes its model.
+
+    Attributes:
+        techniques: on the layout. plan: how the model is sharded. partition: into pipeline stages.
+    """
+
+    techniques: Techniques
+    plan: Plan
+    partition: Partition
+
+    @property
+    def footprint(self) -> Footprint:
+        techniques = self.options.techniques()
+        return footprint_of(self.model, self.options.optimizer, techniques, self.partition, self.layout.pp)
+
+
 def check_pieces(techniques: Techniques, tokens: int) -> None:
     """Raises ConfigError where a sequence has fewer tokens on a rank than it is to be computed in pieces."""
     for name in ("loss_chunks", "tile"):
@@ -69,43 +98,33 @@ def check_pieces(techniques: Techniques, tokens: int) -> None:
             )
 
 
-def resolve_model(
-    options: RunOptions,
-    layout: Layout,
-    sizes: Any,
-    model: nn.Module,
-    plan: Plan,
-    sample: Tensor,
-    data: Any,
-    steps: int,
-    tokens: int | None = None,
-    notes: tuple[str, ...] = (),
-) -> Resolved:
+def logits_bytes(resolved: Resolved, plan: Plan, microbatches: int) -> int:
+    """Of a micro-batch on a rank, in float32 or wider; 0 where the plan names no output matrix."""
+    layout, sample = resolved.layout, resolved.sample  # (local batch, seq)
+    vocabulary = sum(-(-output.out_features // layout.tp) for output in find(resolved.model, plan.output))  # type: ignore
+    tokens = -(-len(sample) // microbatches) * math.prod(sample.shape[1:2]) // layout.cp
+    return vocabulary * tokens * (8 if resolved.options.dtype == "fp64" else 4)
+
+
+def resolve_plan(resolved: Resolved, plan: Plan, tokens: int | None = None) -> ResolvedPlan:
     """Check how a model goes onto a layout with the techniques that the options ask for; needs no process group.
 
     Args:
-        layout: fitted. sizes, model, plan, sample, data, steps, notes: as in `Resolved`.
         tokens: of a sequence, on one rank; None where nothing is computed in pieces.
 
     Raises:
         UserError: anything that does not fit.
     """
-    techniques = options.techniques()
+    techniques = resolved.options.techniques()
     if tokens is not None:
         check_pieces(techniques, tokens)
-    partition = partition_model(model, plan, layout, techniques, sample, options.dtype)
-    return Resolved(
-        layout=layout,
-        techniques=techniques,
-        sizes=sizes,
-        model=model,
-        plan=plan,
-        partition=partition,
-        sample=sample,
-        local_batch_size=len(sample),
-        global_batch_size=len(sample) * layout.dp,
-        data=data,
-        steps=steps,
-        footprint=footprint_of(model, options.optimizer, techniques, partition, layout.pp),
-        notes=notes,
-    )
+    options, layout, sample = resolved.options, resolved.layout, resolved.sample
+    partition = partition_model(resolved.model, plan, layout, techniques, sample, options.dtype)
+    if getattr(options, "loss_chunks", 1) is None:
+        logits = logits_bytes(resolved, plan, partition.microbatches)
+        if logits > LOGITS:
+            chunks = min(math.ceil(4 * logits / LOGITS), sample.shape[1] // layout.cp)
+            techniques = replace(techniques, loss_chunks=chunks)
+            note = f"--loss_chunks {chunks}: the full logits would have {logits / 1e9:.1f} GB on a rank"
+            resolved = replace(resolved, notes=(*resolved.notes, note))
+    return ResolvedPlan(**vars(resolved), techniques=techniques, plan=plan, partition=partition)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -50,6 +51,15 @@ class Task(ABC):
             epoch += 1
 
 
+def fetched_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each fetched by a thread while the one before it is in use."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, batches, None)
+        while (batch := following.result()) is not None:
+            following = thread.submit(next, batches, None)
+            yield batch
+
+
 class TokenTask(Task):
     """The next token of a text."""
 
@@ -62,8 +72,9 @@ class TokenTask(Task):
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)
-        for step in range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch):
-            batch = self.resolved.local_batch(self.resolved.data.train, step, coordinate)
+        steps = range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+        batches = (self.resolved.local_batch(self.resolved.data.train, step, coordinate) for step in steps)
+        for batch in batches if self.run.device.type == "cpu" else fetched_ahead(batches):
             yield batch.to(self.run.device)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:

@@ -22,7 +22,7 @@ from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions
-from mmm.trainer.resolve import Resolved, resolve_model
+from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 from mmm.trainer.run import Run
 
 Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
@@ -181,8 +181,15 @@ class ValidationOptions:
             raise ConfigError(f"--eval_batches {self.eval_batches}: it must be at least 1")
 
 
-def resolve(options: TextProgramOptions) -> Resolved:
-    """Find the text, and decide on layout, model, batch and steps; needs no process group.
+def resolve(options: TextProgramOptions) -> ResolvedPlan:
+    """`resolve_own`, and how `mmm.parallel` parallelizes the model."""
+    own = resolve_own(options)
+    return resolve_plan(own, transformer_plan(own.sizes), options.seq_length // (own.layout.cp * own.layout.tp))
+
+
+def resolve_own(options: TextProgramOptions) -> Resolved:
+    """For a program that parallelizes the model itself: find the text, and decide on layout, model, batch and steps;
+    needs no process group.
 
     Raises:
         UserError: anything that does not fit.
@@ -207,10 +214,16 @@ def resolve(options: TextProgramOptions) -> Resolved:
     with torch.device("meta"):
         model = Transformer(sizes)
         sample = torch.zeros(local_batch_size, options.seq_length, dtype=torch.int64)
-    tokens = options.seq_length // (layout.cp * layout.tp)
-    steps = options.steps(steps_per_epoch)
-    plan = transformer_plan(sizes)
-    return resolve_model(options, layout, sizes, model, plan, sample, data, steps, tokens, tuple(notes))
+    return Resolved(
+        options=options,
+        layout=layout,
+        sizes=sizes,
+        model=model,
+        sample=sample,
+        data=data,
+        steps=options.steps(steps_per_epoch),
+        notes=tuple(notes),
+    )
 
 
 def check_own_kv_heads(resolved: Resolved) -> None:

@@ -17,7 +17,7 @@ from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.runtime.ranks import Rank, whoami
 from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.options import Unused
-from mmm.trainer.resolve import Resolved, resolve_model
+from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class CNNOptions(ImageOptions, DataParallelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedCNN(Resolved):
+class ResolvedCNN(ResolvedPlan):
     """What a run of the net needs.
 
     Attributes:
@@ -132,7 +132,8 @@ def resolve(options: CNNOptions) -> ResolvedCNN:
         model, sample = CNN(sizes), torch.zeros(local_batch_size, *data.shape)
     limits = options if options.epochs or options.max_iters else replace(options, epochs=defaults.epochs)
     steps = limits.steps(check_images(data, global_batch_size, layout.dp))
-    resolved = resolve_model(options, layout, sizes, model, cnn_plan(), sample, data, steps)
+    own = Resolved(options=options, layout=layout, sizes=sizes, model=model, sample=sample, data=data, steps=steps)
+    resolved = resolve_plan(own, cnn_plan())
     factor = {"none": 1.0, "sqrt": layout.dp**0.5, "linear": float(layout.dp)}[options.scale_lr]
     gamma = defaults.gamma if options.gamma is None else options.gamma
     return ResolvedCNN(**vars(resolved), lr=options.lr * factor, gamma=gamma)

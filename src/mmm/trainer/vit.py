@@ -27,7 +27,7 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, Unused, parse
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.report import print_once
-from mmm.trainer.resolve import Resolved, resolve_model
+from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import fitting_warmup_cosine
@@ -74,7 +74,7 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
         return replace(PRESETS[preset], attention=self.attention, sdpa_backend=self.sdpa_backend, **given), notes
 
 
-def resolve(config: Config) -> Resolved:
+def resolve(config: Config) -> ResolvedPlan:
     """Find the images, and decide on layout, model, batch and steps; needs no process group.
 
     Raises:
@@ -100,7 +100,10 @@ def resolve(config: Config) -> Resolved:
     with torch.device("meta"):
         model = ViT(sizes)
         sample = torch.zeros(local_batch_size, sizes.channels, sizes.image_size, sizes.image_size)
-    return resolve_model(config, layout, sizes, model, vit_plan(), sample, data, steps, sizes.patches, notes)
+    own = Resolved(
+        options=config, layout=layout, sizes=sizes, model=model, sample=sample, data=data, steps=steps, notes=notes
+    )
+    return resolve_plan(own, vit_plan(), sizes.patches)
 
 
 def train(config: Config) -> None:

@@ -65,7 +65,7 @@ def expand(text: str) -> list[str]:
 
 
 def _split(text: str) -> Iterable[str]:
-    """Cut at the commas outside of brackets."""
+    """The words between the commas outside of brackets."""
     word, depth = "", 0
     for letter in text.strip():
         depth += (letter == "[") - (letter == "]")

@@ -9,7 +9,8 @@ logarithm of its sum of exponentials (``lse``)::
 Backward needs no merging: given ``out`` and ``lse`` of all keys, the gradients of the blocks simply add up.
 
 Kernels: on CPU the fused one, in any dtype; on CUDA flash attention, in bf16 and fp16 with a head_dim that is a
-multiple of 8 up to 256; elsewhere matrix products ("math"), which have the (queries, keys) scores of a block in memory.
+multiple of 8 up to 256; elsewhere matrix products, of `TILE` queries and `TILE` keys at a time: the scores of a block,
+(queries, keys), never exist. All take k and v with fewer heads than q, each of which serves several heads of q.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023.
 """
@@ -17,29 +18,33 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from mmm.models.transformer import CPU_TAKES_GROUPED_HEADS
+
 aten = torch.ops.aten
+TILE = 512  # tokens
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of queries to one block of keys.
 
     Args:
-        q: (batch, heads, queries, head_dim). k, v: (batch, heads, keys, head_dim).
+        q: (batch, heads, queries, head_dim). k, v: (batch, kv heads, keys, head_dim).
         causal: query i sees keys 0 … i (queries = keys); otherwise every query sees every key.
 
     Returns:
         The output, (batch, heads, queries, head_dim) in the dtype of q, and ``lse``, (batch, heads, queries), float32
         at least.
     """
-    if q.device.type == "cpu":
+    if _has_cpu_kernel(q, k):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if _has_flash(q):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return math_forward(q, k, v, causal)
+    return tiled_forward(q, k, v, causal)
 
 
 def block_backward(
@@ -50,7 +55,7 @@ def block_backward(
     Args:
         gradient: of `out`. out, lse: merged from *all* blocks. q, k, v, causal: as for `block_forward`.
     """
-    if q.device.type == "cpu":
+    if _has_cpu_kernel(q, k):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(gradient, q, k, v, out, lse, 0.0, causal)
     if _has_flash(q):
@@ -59,7 +64,7 @@ def block_backward(
         lengths = (None, None, q.shape[2], k.shape[2])
         backward = aten._scaled_dot_product_flash_attention_backward
         return backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, state, offset)
-    return math_backward(gradient, q, k, v, out, lse, causal)
+    return tiled_backward(gradient, q, k, v, out, lse, causal)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,38 +74,71 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * old + block_out * new, total
 
 
+def _has_cpu_kernel(q: Tensor, k: Tensor) -> bool:
+    return q.device.type == "cpu" and (q.shape[1] == k.shape[1] or CPU_TAKES_GROUPED_HEADS)
+
+
 def _has_flash(q: Tensor) -> bool:
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and fits
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """(batch, heads, queries, keys); -inf where a query does not see a key."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    return scores
-
-
-def math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """`block_forward` in matrix products."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = _scores(q.to(wide), k.to(wide), causal)
-    lse = scores.logsumexp(-1)
-    return (torch.exp(scores - lse[..., None]) @ v.to(wide)).to(q.dtype), lse
+    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+    heads = k.shape[1]
+    for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
+        scores = _scores(_by_kv_head(q[:, :, rows].to(wide), heads), k[:, :, keys].to(wide), rows, diagonal)
+        tile_lse = scores.logsumexp(-1, keepdim=True)  # (batch, kv heads, group · tile, 1)
+        tile_out = scores.sub_(tile_lse).exp_() @ v[:, :, keys].to(wide)
+        parts = (_by_head(tile_out, q.shape[1]), _by_head(tile_lse, q.shape[1]).squeeze(-1))
+        out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *parts)
+    return out.to(q.dtype), lse
 
 
-def math_backward(
+def tiled_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_backward` in matrix products."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dtype = q.dtype
-    gradient, q, k, v, out = (t.to(wide) for t in (gradient, q, k, v, out))
-    weights = torch.exp(_scores(q, k, causal) - lse[..., None])  # (batch, heads, queries, keys)
-    through = gradient @ v.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)
-    scores_gradient = weights * through / math.sqrt(q.shape[-1])  # (batch, heads, queries, keys)
-    products = (scores_gradient @ k, scores_gradient.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ gradient)
-    dq, dk, dv = (product.to(dtype) for product in products)
-    return dq, dk, dv
+    wide, heads = lse.dtype, k.shape[1]
+    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+    inner = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # (batch, heads, queries, 1)
+    for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
+        of_rows = (t[:, :, rows].to(wide) for t in (q, gradient, inner, lse[..., None]))
+        tile_q, tile_gradient, tile_inner, tile_lse = (_by_kv_head(t, heads) for t in of_rows)
+        tile_k, tile_v = k[:, :, keys].to(wide), v[:, :, keys].to(wide)
+        weights = _scores(tile_q, tile_k, rows, diagonal).sub_(tile_lse).exp_()
+        dv[:, :, keys] += weights.mT @ tile_gradient
+        through = (tile_gradient @ tile_v.mT).sub_(tile_inner)
+        d_scores = weights.mul_(through).div_(math.sqrt(q.shape[-1]))  # (batch, kv heads, group · tile, tile)
+        dq[:, :, rows] += _by_head(d_scores @ tile_k, q.shape[1])
+        dk[:, :, keys] += d_scores.mT @ tile_q
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _tiles(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """Queries and keys of each tile, and whether it is on the diagonal: where causal, those above it are left out."""
+    for row in range(0, queries, TILE):
+        for key in range(0, row + 1 if causal else keys, TILE):
+            yield slice(row, min(row + TILE, queries)), slice(key, min(key + TILE, keys)), causal and row == key
+
+
+def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
+    """(batch, heads, rows, n) to (batch, kv heads, group · rows, n)."""
+    return t.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _by_head(t: Tensor, heads: int) -> Tensor:
+    """Inverse of `_by_kv_head`."""
+    return t.unflatten(2, (heads // t.shape[1], -1)).flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, rows: slice, diagonal: bool) -> Tensor:
+    """(batch, kv heads, group · rows, keys); on the diagonal -inf where a query does not see a key."""
+    scores = (q @ k.mT).div_(math.sqrt(q.shape[-1]))
+    if diagonal:
+        tile = rows.stop - rows.start
+        later = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(later.repeat(q.shape[2] // tile, 1), -math.inf)
+    return scores

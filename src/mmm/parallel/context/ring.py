@@ -110,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
         for hop in range(ring.size):
             next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
             rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            block_k, block_v = _repeat_kv(kv[:, :, :, keys], q.shape[1])
+            block_k, block_v = kv[:, :, :, keys]
             block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal)
             out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
             if next_kv is not None:
@@ -132,7 +132,7 @@ class _RingAttention(torch.autograd.Function):
         for hop in range(ring.size):
             next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
             rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            block_k, block_v = _repeat_kv(kv[:, :, :, keys], q.shape[1])
+            block_k, block_v = kv[:, :, :, keys]
             block_gradient, block_q, block_out, block_lse = (t[:, :, rows] for t in (gradient, q, out, lse))
             block_dq, *block_dkv = block_backward(
                 block_gradient, block_q, block_k, block_v, block_out, block_lse.contiguous(), causal
@@ -142,18 +142,8 @@ class _RingAttention(torch.autograd.Function):
                 kv = next_kv.wait()
             if next_dkv is not None:
                 dkv = next_dkv.wait()  # of this hop's shard, summed over the ranks that it has visited
-            dkv[:, :, :, keys] += _sum_repeated(torch.stack(block_dkv).to(dkv.dtype), kv.shape[2])
+            dkv[:, :, :, keys] += torch.stack(block_dkv).to(dkv.dtype)
             next_dkv = ring.send_recv(dkv)
         assert next_dkv is not None
         dk, dv = next_dkv.wait()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
-
-
-def _repeat_kv(kv: Tensor, heads: int) -> Tensor:
-    """(2, batch, kv heads, keys, head_dim) to (2, batch, heads, keys, head_dim)."""
-    return kv.repeat_interleave(heads // kv.shape[2], dim=2)
-
-
-def _sum_repeated(dkv: Tensor, kv_heads: int) -> Tensor:
-    """Backward of `_repeat_kv`: (2, batch, heads, keys, head_dim) to (2, batch, kv heads, keys, head_dim)."""
-    return dkv.unflatten(2, (kv_heads, -1)).sum(3)

@@ -48,12 +48,12 @@ from mmm.runtime.device import Precision
 
 
 def expert_problems(n_experts: int, layout: Layout) -> list[Broken]:
-    """What keeps a model's experts from being sharded; empty where nothing does.
+    """What keeps a model's experts from being sharded, where ep is above 1; empty where nothing does.
 
     Args:
         n_experts: of each layer; 0 for a model without.
     """
-    if layout.ep == 1 or (n_experts and n_experts % layout.ep == 0):
+    if n_experts and n_experts % layout.ep == 0:
         return []
     if n_experts == 0:
         return [Broken("ep", f"ep {layout.ep}: the model has no experts to shard: give it n_experts, or use ep 1")]

@@ -118,7 +118,9 @@ def _broken(config: TransformerConfig, layout: Layout, seq_length: int, cp_style
     """The rules that such a Transformer breaks on a layout."""
     if wrong := config.problems():
         return [Broken(problem, problem) for problem in wrong]
-    found = context_problems(config.n_heads, layout, seq_length, cp_style) + expert_problems(config.n_experts, layout)
+    found = context_problems(config.n_heads, layout, seq_length, cp_style)
+    if layout.ep > 1:
+        found += expert_problems(config.n_experts, layout)
     if layout.tp == 1:
         return found
     found += kv_head_problems(config.n_kv_heads, config.head_dim, layout.tp)
