@@ -108,7 +108,8 @@ def test_what_rank_1_sends_is_what_the_docstring_says(run_on_ranks):
     assert "983 kB" in moe.__doc__
     assert sent["expert_dp"] == 3 * 1 / 2 * 983_040  # 4 of 8 experts of 3 × 64 × 160 float32, in 2 layers
     assert "235 kB" in moe.__doc__
-    assert sent["dp_shard"] == pytest.approx(3 * 3 / 4 * 235_000, rel=0.01)
+    assert "66 kB" in moe.__doc__
+    assert sent["dp_shard"] == pytest.approx(3 / 4 * (3 * 235_000 - 66_000), rel=0.002)
     assert sent["ep"] == pytest.approx(4 * 253_000, rel=0.1)  # as the router chooses
 
 

@@ -1,13 +1,21 @@
 """The Transformer by itself: sizes, shapes, positions, data types, and stages that hold a part of it."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mmm.models import weights
-from mmm.models.transformer import PRESETS, Transformer, TransformerConfig, rotary_table, rotate
+from mmm.models.transformer import (
+    PRESETS,
+    Transformer,
+    TransformerConfig,
+    rotary_table,
+    rotate,
+    takes_grouped_heads,
+)
 
 SMALL = TransformerConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=48)
 
@@ -138,3 +146,20 @@ def test_stages_one_after_the_other_are_the_whole(model):
 def test_sizes_that_do_not_fit(changes, words):
     with pytest.raises(ValueError, match=words):
         Transformer(TransformerConfig(**{**vars(SMALL), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "there"),
+    [
+        ("cpu", torch.float32, 64, True),
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.bfloat16, 512, False),
+        ("cuda", torch.float32, 64, False),
+        ("xpu", torch.bfloat16, 64, False),
+        ("mps", torch.float32, 64, False),
+    ],
+)
+def test_where_heads_are_grouped_by_the_kernel(monkeypatch, device, dtype, head_dim, there):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=8))
+    q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, 8, head_dim))
+    assert takes_grouped_heads(q) == (there and (device != "cpu" or torch.__version__ >= "2.9"))

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import mmm.models.experts
+import mmm.parallel.data.apply
 import mmm.parallel.expert.apply
 import mmm.parallel.expert.balance
 import mmm.parallel.mesh
@@ -33,6 +34,7 @@ from mmm.parallel import (
 )
 from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.data.apply import check_data_parallel
+from mmm.parallel.data.fsdp import fsdp_units_of, prefetch_next
 from mmm.parallel.expert.apply import apply_expert_parallel
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import stages_of
@@ -309,6 +311,25 @@ def test_pipeline(run_on_ranks, layout, schedule, steps):
 def test_compiled(run_on_ranks):
     """The attention of a block, and what surrounds its experts."""
     check(run_on_ranks, Layout(dp_shard=2, ep=2), 2, compile=True)
+
+
+def prefetched(rank, layout):
+    """As on an accelerator: each FSDP unit, a layer with its experts, begins to gather the next."""
+    original = mmm.parallel.data.apply.apply_fsdp
+
+    def applied(model, mesh, plan, *given):
+        original(model, mesh, plan, *given)
+        prefetch_next(fsdp_units_of(model, plan))
+
+    mmm.parallel.data.apply.apply_fsdp = applied
+    try:
+        return train(rank, layout)
+    finally:
+        mmm.parallel.data.apply.apply_fsdp = original
+
+
+def test_the_next_layer_and_its_experts_are_gathered_ahead(run_on_ranks):
+    assert_same(run_on_ranks(prefetched, 4, Layout(dp_shard=4, ep=2))[0], reference_run("sgd", STEPS))
 
 
 def reads(rank):

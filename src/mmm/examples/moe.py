@@ -15,10 +15,10 @@ tokens, × 2 choices = 1024 rows. What rank 1 does in a layer, with numbers such
     weigh        each token: the sum of its 2 rows by their weights      no communication
 
 So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and in backward as much again: 1 MB a step. FSDP
-gathers parameters twice and reduce-scatters gradients: 3 (n-1)/n of their bytes over n ranks. Those of rank 1's experts
-(983 kB) are sharded over [1 3], which have the same ones: 1.5 MB; all others (235 kB) over the four ranks: 0.5 MB.
+gathers parameters twice (its last unit, 66 kB, once) and reduce-scatters gradients: each time (n-1)/n of their bytes.
+The 983 kB of rank 1's experts are sharded over [1 3], which have the same: 1.5 MB. All others, 235 kB, over 4: 0.5 MB.
 
-No token is dropped. A bias on each expert's score, moved after every step, lowers ``imbalance``: busiest load / mean.
+No token is dropped: a bias on each expert's score, moved every step, lowers ``imbalance``, the busiest load / mean.
 """
 
 from __future__ import annotations

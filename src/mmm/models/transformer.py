@@ -135,9 +135,10 @@ CPU_TAKES_GROUPED_HEADS = torch.__version__ >= "2.9"
 
 
 def takes_grouped_heads(q: Tensor) -> bool:
-    """Whether PyTorch's fused attention takes fewer heads of k and v than of q: on CUDA flash attention alone does, in
-    half precision; where it does not run, the memory-efficient kernel with repeated heads is better than the math that
-    ``enable_gqa`` would then choose. The CPU's kernel does from PyTorch 2.9 on.
+    """Whether PyTorch trains fewer heads of k and v than of q by a fused kernel. Elsewhere ``enable_gqa`` repeats them
+    and computes all scores, and repeated heads with a fused kernel are better.
+
+    CUDA: flash attention alone does, in half precision. CPU: from PyTorch 2.9 on. XPU: without gradients only.
 
     Args:
         q: (batch, heads, seq, head_dim).
@@ -145,7 +146,7 @@ def takes_grouped_heads(q: Tensor) -> bool:
     if q.device.type == "cuda":
         half = q.dtype in (torch.bfloat16, torch.float16)
         return half and q.shape[-1] <= 256 and torch.cuda.get_device_properties(q.device).major >= 8
-    return q.device.type != "mps" and CPU_TAKES_GROUPED_HEADS
+    return q.device.type == "cpu" and CPU_TAKES_GROUPED_HEADS
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

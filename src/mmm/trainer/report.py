@@ -20,7 +20,7 @@ from mmm.runtime.ranks import whoami
 RANKS_SHOWN = 32
 
 
-def model_summary(model: nn.Module, inputs: Tensor, depth: int = 2) -> str:
+def model_summary(model: nn.Module, inputs: Tensor) -> str:
     """torchinfo's summary of a model on the meta device, which costs no memory and next to no time.
 
     Args:
@@ -30,7 +30,7 @@ def model_summary(model: nn.Module, inputs: Tensor, depth: int = 2) -> str:
 
     model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
     columns = ("output_size", "num_params")
-    return str(torchinfo.summary(model, input_data=inputs, depth=depth, col_names=columns, verbose=0, device="meta"))
+    return str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))
 
 
 def print_once(text: str) -> None:
@@ -39,8 +39,8 @@ def print_once(text: str) -> None:
         print(text)
 
 
-def _as_text(table: Table, width: int = 120) -> str:
-    console = Console(width=width, color_system=None, force_terminal=False)
+def _as_text(table: Table) -> str:
+    console = Console(width=120, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())

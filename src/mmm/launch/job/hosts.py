@@ -14,12 +14,12 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 Hosts = dict[str, int]  # name → how often it was listed, or its slots; in the order of the list
 
 
-def parse_list(text: str, what: str = "--hosts") -> Hosts:
+def parse_list(text: str) -> Hosts:
     """`a,b` or `a:4,b:4`, each host once. Raises `LaunchError`."""
     found: Hosts = {}
     for word in text.split(","):
         name, colon, slots = word.strip().partition(":")
-        _add(found, name, _slots(slots, f"{what} {text}") if colon else 1, f"{what} {text}")
+        _add(found, name, _slots(slots, f"--hosts {text}") if colon else 1, f"--hosts {text}")
     return found
 
 
