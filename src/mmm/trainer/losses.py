@@ -17,6 +17,16 @@ class NotFinite(NamedTuple):
     loss: float
     ranks: list[int]
 
+    def text(self, hosts: Sequence[str]) -> str:
+        """
+        Args:
+            hosts: by rank.
+        """
+        places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:8])
+        others = f" and {len(self.ranks) - 8} more" if len(self.ranks) > 8 else ""
+        when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in self.at.items())
+        return f"the loss is {self.loss} at {when}, from {places}{others}"
+
 
 class UnreadLosses:
     """The local losses since the last row that was due. The host knows none of them, and waits for none."""

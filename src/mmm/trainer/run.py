@@ -179,18 +179,10 @@ class Run:
 
     def _diverged(self, found: NotFinite) -> str:
         """What has happened, in words: rank 0 knows the hosts, and tells all. A collective."""
-        text = [""]
-        if self.rank.is_main:
-            places = ", ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in found.ranks[:8])
-            others = f" and {len(found.ranks) - 8} more" if len(found.ranks) > 8 else ""
-            when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in found.at.items())
-            text = [
-                f"the loss is {found.loss} at {when}, from {places}{others}: lower --lr ({self.options.lr})"
-                + (", or try --dtype fp32" if self.precision.mixed else "")
-            ]
+        text = [found.text([about["host"] for about in self.ranks])] if self.rank.is_main else [""]
         if self.rank.world_size > 1:
             dist.broadcast_object_list(text)
-        return text[0]
+        return f"{text[0]}: lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
 
     def record_startup(self) -> None:
         """Put every rank's start-up into the record, once, when the first step is over. A collective."""
