@@ -89,12 +89,12 @@ def install(kind: str) -> None:
     module.current_device, module.device_count = (lambda: 0), (lambda: 1)
     module.set_device = lambda *_: None
     module.get_device_capability = lambda *_: (9, 0)
+    module.get_device_properties = lambda *_: SimpleNamespace(major=9, has_fp64=True)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     torch.Tensor.is_pinned = lambda tensor, *_: True
     tolist = FakeTensor.tolist
     FakeTensor.tolist = lambda tensor: _zeros(tensor) if tensor.device.type == kind else tolist(tensor)
     if kind == "xpu":
-        torch.xpu.get_device_properties = lambda *_: SimpleNamespace(has_fp64=True)
         F.scaled_dot_product_attention = _math_attention
     for module in (experts, apply):  # which spares FakeTensors a read
         module.to_host_list = _counted(module.to_host_list, kind)
