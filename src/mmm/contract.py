@@ -1,7 +1,7 @@
 """What `launch` and the ranks agree on. Both import this file, and neither imports the other. Standard library only.
 
-Names of environment variables; the variables by which launcher backends number their processes; a rank's report on the
-failure socket; when a start-up began, and what was imported before the program did.
+Names of environment variables; the variables by which launcher backends number their processes; how many files both may
+open; a rank's report on the failure socket; when a start-up began, and what was imported before the program did.
 """
 
 import contextlib
@@ -84,6 +84,17 @@ def read_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str
             except ValueError:
                 raise LaunchError(f"{name}={environ[name]!r} in the environment is not a whole number") from None
     return None
+
+
+def open_files() -> int:
+    """How many file descriptors this process may have, after asking for as many as it is allowed."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited", and refuses it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else os.sysconf("SC_OPEN_MAX")
 
 
 # The failure socket.

@@ -8,7 +8,7 @@ import pytest
 
 from mmm.launch.control import controller
 from mmm.launch.control.run import Limits
-from mmm.launch.job import cluster, mpi
+from mmm.launch.job import cluster
 from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.target import Target
 
@@ -129,7 +129,7 @@ def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
 
 
 def test_more_ranks_than_files(lead, monkeypatch):
-    monkeypatch.setattr(mpi, "open_files", lambda: 60)
+    monkeypatch.setattr(controller, "open_files", lambda: 60)
     with pytest.raises(Exception, match="Use --ranks-by host: one connection a host"):
         lead("good")
 

@@ -3,6 +3,10 @@
 import json
 import os
 
+import pytest
+
+from mmm.launch.host import forkserver
+
 LOOK = """
 import os, sys
 at_start = {name: name in sys.modules for name in ("numpy", "tool", "h5py", "rich")}
@@ -72,6 +76,58 @@ def test_a_package_that_must_not_be_imported_before_a_fork(launcher):
     done = launcher.run("-n", "2", "python3", "t.py", **path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("True") == 2
+
+
+TOUCHED = """
+import os
+class cuda:
+    loaded = os.getpid()
+    is_initialized = lambda: False
+    _is_in_bad_fork = lambda: os.getpid() != cuda.loaded
+class xpu:
+    pass
+__path__ = []
+"""
+LATE = """
+import sys, torch
+print(torch.cuda._is_in_bad_fork(), sys.argv[1:])
+if sys.argv[1:] == ["fails"]:
+    raise OSError("in a rank")
+"""
+
+
+def test_ranks_that_cannot_use_a_device_after_the_fork_are_started_anew(launcher):
+    """As where torch has counted devices by ROCm's runtime: nothing is initialized, and the driver is."""
+    path = installed(launcher, "torch", TOUCHED)
+    launcher.write("t.py", LATE)
+    done = launcher.run("-n", "2", "python3", "t.py", "--lr", "a b", **path)
+    assert (done.returncode, done.stdout) == (0, "False ['--lr', 'a b']\n" * 2), done.stderr
+    done = launcher.run("-n", "1", "python3", "t.py", "fails", **path)
+    assert (done.returncode, done.stderr.count("OSError: in a rank")) == (1, 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "touched"),
+    [("/dev/nvidia-uvm", True), ("/dev/kfd", True), ("/dev/nvidiactl", False), ("/dev/null", False)],
+)
+def test_a_device_that_an_import_has_opened_is_seen(tmp_path, monkeypatch, file, touched):
+    """NVML, by which torch counts NVIDIA's devices, opens /dev/nvidiactl, and may be open before a fork."""
+    (tmp_path / "7").symlink_to(file)
+    monkeypatch.setattr(forkserver, "OPEN_FILES", str(tmp_path))
+    assert forkserver._device_open() is touched
+
+
+def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
+    path = installed(
+        launcher,
+        "opens",
+        "import os, sys\nsys.modules['__main__'].OPEN_FILES = 'open'\nloaded = os.getpid()\n",
+    )
+    launcher.write("t.py", "import os, opens\nprint(opens.loaded == os.getpid())\n")
+    (launcher.folder / "open").mkdir()
+    (launcher.folder / "open" / "7").symlink_to("/dev/kfd")
+    done = launcher.run("-n", "2", "python3", "t.py", **path)
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 
 def test_a_file_beside_the_target_hides_an_installed_package(launcher):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmm.launch.job import local
+from mmm.launch.job import accelerators, local
 from mmm.launch.job.accelerators import Accelerators
 from mmm.launch.job.target import Target
 
@@ -26,6 +26,15 @@ def test_four_cpu_ranks_without_any_and_it_says_so():
     made = plan()
     assert (len(made.ranks), made.device) == (4, "cpu")
     assert made.notes == ("no accelerator found (0 NVIDIA GPUs): 4 CPU ranks (choose with -n)",)
+
+
+def test_a_mac(tmp_path):
+    found = accelerators.find(tmp_path, {}, "cpu", "Darwin arm64")
+    made = plan(found=found)
+    assert (len(made.ranks), made.device) == (4, "cpu")
+    assert "an Apple GPU computes where --device mps says so" in made.notes[0]
+    made = plan(found=found, device="mps")
+    assert (len(made.ranks), made.device, made.notes) == (1, "mps", ())
 
 
 def test_cpu_by_choice_on_a_host_with_accelerators():

@@ -1,7 +1,10 @@
 """What the data-parallel techniques hold, refuse, and give back; and several backwards a step."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -11,6 +14,8 @@ from mmm.models.cnn import CNN
 from mmm.models.weights import canonical_name, parameter_count
 from mmm.parallel import (
     Layout,
+    Mesh,
+    Techniques,
     apply,
     build_mesh,
     check_data_parallel,
@@ -19,9 +24,10 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
+from mmm.parallel.data.apply import apply_data_parallel
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.device import Precision
-from support import vision
+from support import anywhere, reference, vision
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -227,3 +233,20 @@ def test_refused(technique, layout, words):
 def test_no_such_technique():
     with pytest.raises(ConfigError, match="data_parallel 'zero4' is not one of ddp, zero1"):
         check_data_parallel("zero4", Layout())
+
+
+def on_mps(rank, technique):
+    with patch.object(anywhere, "build_mesh", lambda layout, _, timeout: build_mesh(layout, "mps", timeout)):
+        return anywhere.train(rank, Layout(dp_shard=1), {"data_parallel": technique})
+
+
+@pytest.mark.parametrize("technique", ["fsdp", "ddp"])
+def test_on_mps_the_model_stays_as_it_is(run_on_ranks, technique):
+    """PyTorch makes no mesh and no streams there. Here the tensors are the CPU's."""
+    anywhere.assert_same(run_on_ranks(on_mps, 1, technique), reference.train("sgd", torch.float64, 2))
+
+
+def test_no_offload_on_mps():
+    mesh = Mesh(Layout(dp_shard=1), None, one_device=True)
+    with pytest.raises(ConfigError, match="offload on mps"):
+        apply_data_parallel(nn.Linear(1, 1), mesh, cnn_plan(), FP64, Techniques(offload=True))

@@ -1,13 +1,15 @@
 """What the ranks differ in is found, said compactly, and every rank's error."""
 
+import re
 import time
+from unittest.mock import patch
 
 import pytest
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mmm.errors import ConfigError, RecordError
+from mmm.errors import ConfigError, DeviceError, RecordError
 from mmm.runtime import agreement
-from mmm.runtime.agreement import agree, differences
+from mmm.runtime.agreement import agree, check_devices, differences, find_hosts
 
 ADVICE = {"": "the same command line", "torch": "one environment", "Python": "one environment"}
 
@@ -67,6 +69,36 @@ def meet(rank, differing, refusing):
             outcome.append((type(error).__name__, str(error), error.on_every_rank))
             assert rank.is_main or time.monotonic() - begin > 0.2  # rank 0 has the word: the first that ends, ends all
     return outcome, done
+
+
+def meet_on(rank, hosts, identities):
+    """What this rank raises where rank r is on hosts[r] and has device identities[r]; and all hosts."""
+    agreement.FIRST_WORD = 0.2
+    with patch.object(agreement.socket, "gethostname", lambda: hosts[rank.rank]):
+        try:
+            check_devices(_get_default_store(), rank, identities[rank.rank])
+            said = None
+        except DeviceError as error:
+            said = str(error), error.on_every_rank
+        return said, find_hosts(_get_default_store(), rank)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "identities", "words"),
+    [
+        ("aabb", ["GPU-1", "GPU-2", "GPU-3", "GPU-4"], None),
+        ("aabb", ["GPU-1", "GPU-2", "GPU-1", "GPU-2"], None),  # on another host
+        ("aabb", ["", "", "", ""], None),
+        ("aabb", ["GPU-1", "GPU-2", "GPU-3", "GPU-3"], "ranks 2-3 on b are on one device: "),
+        ("aaaa", ["GPU-1"] * 4, "ranks 0-3 on a are on one device: .*launch -n 1 "),
+        ("aaaa", ["GPU-1", "GPU-2"] * 2, r"ranks 0, 2 on a .* \(so are others: 2 devices in all\): .*launch -n 2 "),
+    ],
+)
+def test_ranks_on_one_device(run_on_ranks, hosts, identities, words):
+    """NCCL would end in "Duplicate GPU detected", or hang."""
+    for said, found in run_on_ranks(meet_on, 4, hosts, identities):
+        assert found == [*hosts]
+        assert said is None if words is None else (re.match(words, said[0]) and said[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -9,6 +9,7 @@ from mmm.runtime.ranks import Rank
 
 ALONE = Rank(0, 1, 0, 1, "alone")
 FOUR = Rank(1, 4, 1, 4, "launch")
+LAST = Rank(3, 4, 3, 4, "slurm")
 
 
 @pytest.fixture
@@ -31,15 +32,28 @@ def accelerators(monkeypatch):
         ({}, FOUR, "auto", "cpu"),
         ({"cuda": 4}, FOUR, "auto", "cuda:1"),
         ({"cuda": 1}, FOUR, "auto", "cuda:0"),  # a scheduler that shows each rank its own
+        ({"cuda": 2}, LAST, "auto", "cuda:1"),  # two of its own
         ({"xpu": 12}, FOUR, "auto", "xpu:1"),
         ({"cuda": 4}, FOUR, "cpu", "cpu"),
-        ({"mps": 1}, ALONE, "auto", "mps"),
+        ({"mps": 1}, ALONE, "auto", "cpu"),
+        ({"mps": 1}, ALONE, "mps", "mps"),
         ({"mps": 1}, FOUR, "auto", "cpu"),
     ],
 )
 def test_choice(accelerators, counts, rank, asked, device):
     accelerators(**counts)
     assert str(devices.choose_device(asked, rank)) == device
+
+
+def test_auto_says_that_it_leaves_out_an_apple_gpu(accelerators, monkeypatch):
+    cpu = torch.device("cpu")
+    accelerators(mps=1)
+    assert "--device mps uses it, on one rank" in devices.left_out("auto", cpu)
+    assert devices.left_out("cpu", cpu) is None
+    monkeypatch.setenv("MMM_DEVICE", "cpu")
+    assert devices.left_out("auto", cpu) is None
+    accelerators()
+    assert devices.left_out("auto", cpu) is None
 
 
 def test_launch_decides_unless_the_flag_does(accelerators, monkeypatch):
@@ -54,7 +68,6 @@ def test_launch_decides_unless_the_flag_does(accelerators, monkeypatch):
     [
         ({}, "cuda", "sees no cuda device here"),
         ({}, "tpu", "'tpu' is not one of auto, cpu"),
-        ({"cuda": 2}, "cuda", "4 ranks on this host but 2 cuda devices"),
         ({"mps": 1}, "mps", "mps is one device"),
     ],
 )
@@ -87,18 +100,53 @@ def test_float64_everywhere_but_on_mps():
     assert devices.choose_precision("fp64", torch.device("cpu")).compute == torch.float64
     with pytest.raises(DeviceError, match="no float64"):
         devices.choose_precision("fp64", torch.device("mps"))
+    assert devices.choose_precision("auto", torch.device("mps")).name == "fp32"
+    for mixed in ("bf16", "fp16"):
+        with pytest.raises(DeviceError, match=f"--dtype {mixed}: .* use --dtype fp32"):
+            devices.choose_precision(mixed, torch.device("mps"))
+
+
+def test_an_accelerators_backend_alone():
+    """PyTorch 2.8 and 2.9 refuse `cpu:gloo,cuda:nccl` for the groups of a mesh; gloo would connect all ranks to all."""
+    assert devices.backend_for(torch.device("cuda")) == "nccl"
+    assert devices.backend_for(torch.device("cpu")) == "gloo"
 
 
 def test_intel_backend(monkeypatch):
     """PyTorch's own xccl first, then Intel's bindings, else a clear word."""
     xpu = torch.device("xpu")
     monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True, raising=False)
-    assert devices.backend_for(xpu) == "cpu:gloo,xpu:xccl"
+    assert devices.backend_for(xpu) == "xccl"
     monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
     with pytest.raises(DeviceError, match="oneccl-bindings-for-pytorch is not installed"):
         devices.backend_for(xpu)
     imported = []
     monkeypatch.setattr(devices, "_installed", lambda package: True)
     monkeypatch.setattr(devices.importlib, "import_module", imported.append)
-    assert devices.backend_for(xpu) == "cpu:gloo,xpu:ccl"
+    assert devices.backend_for(xpu) == "ccl"
     assert imported == ["oneccl_bindings_for_pytorch"]
+
+
+class Properties:
+    uuid = "GPU-1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "mask", "same"),
+    [
+        ("cuda", None, "CUDA_VISIBLE_DEVICES", True),  # one GPU whatever the list it is in
+        ("cuda", "6.4", "ROCR_VISIBLE_DEVICES", False),  # parts of a GPU
+        ("xpu", None, "ZE_AFFINITY_MASK", False),  # tiles of a GPU
+    ],
+)
+def test_what_tells_devices_apart(monkeypatch, kind, hip, mask, same):
+    monkeypatch.setattr(getattr(torch, kind), "get_device_properties", lambda device: Properties())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(name, raising=False)
+    first, again = devices.identity(torch.device(kind, 0)), devices.identity(torch.device(kind, 0))
+    monkeypatch.setenv(mask, "1")
+    assert first == again
+    assert (devices.identity(torch.device(kind, 0)) == first) is same
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    assert devices.identity(torch.device("cuda", 0)) == ""

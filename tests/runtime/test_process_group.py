@@ -1,19 +1,26 @@
 """Process groups: every group of the mesh gives up after the timeout, and numbers come together by rank."""
 
+import os
+import resource
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mmm.errors import LaunchError
+from mmm.errors import DeviceError, LaunchError
 from mmm.parallel import Layout, build_mesh
+from mmm.runtime import agreement
+from mmm.runtime import process_group as groups
 from mmm.runtime.clock import StepClock
-from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.process_group import bound_if_it_splits, gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank
+from mmm.testing import fork_ranks
 
 CPU = torch.device("cpu")
 
@@ -73,6 +80,66 @@ def test_groups_of_any_backend_get_the_timeout(layout):
     assert float(after) == 1800
 
 
+BOUND = """
+import sys, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import init_device_mesh
+from mmm.parallel import Layout, build_mesh
+from mmm.runtime import process_group as groups
+from mmm.runtime.ranks import Rank
+
+device = torch.device("cuda", 0)
+torch.accelerator.is_available = lambda: True  # of which this PyTorch sees none
+torch.accelerator.device_count = lambda: 8
+torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+groups.backend_for = lambda device: "cuda:fake"  # says, as XCCL's does, that it cannot split
+bound = lambda: dist.distributed_c10d._get_default_group().bound_device_id
+if sys.argv[1] == "ours":
+    groups.identity = groups.check_devices = lambda *_: ""
+    groups.dist.rendezvous = lambda *_, **__: iter([(FakeStore(), 0, 8)])
+    with groups.process_group(Rank(0, 8, 0, 8, "torchrun", "127.0.0.1", 1), device):
+        print(bound())
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))  # as the examples do
+        mesh = build_mesh(Layout(dp_shard=2, cp=2, tp=2), "cpu")
+        print(bound(), sorted(mesh.groups()))
+else:
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=8, device_id=device)
+    mesh = build_mesh(Layout(dp_shard=2, cp=2, tp=2), "cpu")
+    print(bound(), sorted(mesh.groups()))
+"""
+
+
+@pytest.mark.parametrize(("whose", "before", "after"), [("ours", "None\n", "None"), ("own", "", "cuda:0")])
+def test_meshes_where_the_backend_cannot_split_groups(whose, before, after):
+    """PyTorch would split each group off the default one if that is bound; a user's own group stays as it was."""
+    done = subprocess.run([sys.executable, "-c", BOUND, whose], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{before}{after} ['cp', 'dp_shard', 'dp_shard_cp', 'tp']\n", done.stderr
+
+
+class Group:
+    """A default group whose backend can split."""
+
+    bound_device_id = torch.device("cuda", 1)
+    supports_splitting = True
+
+    def _get_backend(self, device):
+        assert device is self.bound_device_id
+        return self
+
+
+def test_a_device_stays_bound_where_the_backend_splits(monkeypatch):
+    """Unbound, FSDP2 has been seen to hang on NCCL."""
+    group = Group()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    with bound_if_it_splits():
+        assert group.bound_device_id == torch.device("cuda", 1)
+    group.supports_splitting = False
+    with bound_if_it_splits():
+        assert group.bound_device_id is None
+    assert group.bound_device_id == torch.device("cuda", 1)
+
+
 def test_port_in_use():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -83,6 +150,59 @@ def test_port_in_use():
             process_group(Rank(0, 2, 0, 2, "torchrun", "127.0.0.1", port), CPU, 5),
         ):
             pass
+
+
+def located(rank, hosts):
+    """The local numbers of a rank that was told none; and that it meets the others by the same store."""
+    told = replace(rank, local_rank=None, local_world_size=None, port=rank.port)
+    with patch.object(agreement.socket, "gethostname", lambda: hosts[rank.rank]):
+        rank = locate(told, 20.0)
+    with process_group(rank, CPU, 20.0):
+        assert gather_floats([1.0], CPU) == [[1.0]] * rank.world_size
+    return rank.local_rank, rank.local_world_size
+
+
+def with_few_files(rank):
+    """The world, two axes and their product: more sockets than this process may open at first."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (os.open(os.devnull, os.O_RDONLY) + 16, hard))
+    with process_group(rank, CPU, 20.0):
+        mesh = build_mesh(Layout(dp_shard=2, cp=3), "cpu", 20.0)
+        dist.barrier(mesh["dp_shard_cp"].get_group())
+        dist.barrier()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+
+
+def test_a_rank_may_open_as_many_sockets_as_the_system_allows():
+    """Gloo connects every rank with every other, once a group: 1,024 files, as systems begin with, end near there."""
+    assert fork_ranks(with_few_files, 6, timeout=100) == [True] * 6
+
+
+def test_local_numbers_that_nobody_says_come_from_the_hosts():
+    found = fork_ranks(located, 4, "abab", timeout=60)
+    assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_local_numbers_that_are_said_stay():
+    rank = Rank(1, 2, 1, 2, "torchrun", "nowhere", 1)
+    assert locate(rank) is rank
+    assert locate(Rank(0, 1, 0, 1, "alone")).store is None
+
+
+def on_one_device(rank):
+    """As `launch -n 2` on a host with one GPU: before the backend starts."""
+    with (
+        patch.object(groups, "identity", lambda device: "GPU-1"),
+        patch.object(agreement, "FIRST_WORD", 0.0),
+        pytest.raises(DeviceError, match=r"ranks 0-1 on .* are on one device"),
+        process_group(rank, torch.device("cuda", 0), 20.0),
+    ):
+        pass
+    return dist.is_initialized()
+
+
+def test_two_ranks_on_one_device_are_refused_before_its_backend_starts():
+    assert fork_ranks(on_one_device, 2, timeout=60) == [False, False]
 
 
 def test_alone():

@@ -13,6 +13,7 @@ TORCHRUN = {
     "MASTER_ADDR": "h",
     "MASTER_PORT": "1234",
 }
+UNSAID = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}  # PyTorch's own contract
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 OPENMPI = {
     f"OMPI_COMM_WORLD_{k}": v
@@ -44,6 +45,10 @@ MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
         ({**MPICH, "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}, (1, 4, 1, 4, "mpich")),
         ({**PALS, **MEET}, (13, 24, 1, 12, "pals")),
         ({**SLURM, **MEET, **TORCHRUN}, (5, 8, 1, 4, "torchrun")),
+        (UNSAID, (5, 8, 1, None, "torchrun")),
+        ({**UNSAID, "MASTER_ADDR": "127.0.0.1"}, (5, 8, 1, 8, "torchrun")),
+        ({**UNSAID, "RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 1, 1, "torchrun")),
+        ({**MEET, "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, None, None, "mpich")),
     ],
 )
 def test_place(env, place):
@@ -73,6 +78,10 @@ def test_ranks_of_one_mpiexec_agree_on_a_port():
         ({k: v for k, v in PALS.items() if k != "PMI_SIZE"}, "none of PMI_SIZE, PALS_SIZE"),
         ({**SLURM}, "several hosts and MASTER_ADDR and MASTER_PORT"),
         ({**SLURM, "MASTER_ADDR": "x1"}, "MASTER_PORT=29500"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4"},
+            "nothing says that the ranks are on one host",
+        ),  # 127.0.0.1 is each host's own
     ],
 )
 def test_what_cannot_be(env, words):

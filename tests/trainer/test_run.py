@@ -14,14 +14,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mmm.errors import DivergedError, UserError
+from mmm.errors import DeviceError, DivergedError, UserError
 from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, _computes_bf16
 from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import Rank
 from mmm.testing import free_port
-from mmm.trainer.options import RunOptions
+from mmm.trainer import fsdp, lm, vit
+from mmm.trainer.options import BaseOptions, RunOptions
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, resolve
 from support.launcher import OURS
@@ -238,3 +239,13 @@ def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
             assert inside == before
     finally:
         torch.set_float32_matmul_precision(default)
+
+
+def test_mps_runs_the_trainers_alone(monkeypatch):
+    """The others make groups by PyTorch's own calls, which MPS has none for: refused before any is made."""
+    monkeypatch.setattr("mmm.trainer.run.choose_device", lambda *_: torch.device("mps"))
+    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    refused = pytest.raises(DeviceError, match=r"--device mps: zero .* mmm\.trainer\.lm")
+    with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
+        pass
+    assert all(each.runs_on_mps for each in (lm.Config, vit.Config, fsdp.Config))

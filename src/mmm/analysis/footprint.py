@@ -96,10 +96,10 @@ def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.devic
     if not on_host:
         at = layout.coordinates(rank.rank)["pp"]
         needed, who, where = each[at % len(each)], "a rank", f"{device}"
-    elif rank.local_world_size == layout.ranks:  # all of them are here
+    elif (local_ranks := rank.local_world_size or 1) == layout.ranks:  # all of them are here
         needed, who, where = everywhere, _ranks(layout.ranks), "this host"
     else:
-        needed, who, where = min(each) * rank.local_world_size, _ranks(rank.local_world_size), "this host"
+        needed, who, where = min(each) * local_ranks, _ranks(local_ranks), "this host"
     if needed <= there:
         return
     parts = ["parameters", "gradients"] + ["optimizer state"] * (holds.state > 0)

@@ -1,7 +1,8 @@
-"""This rank's local tensor of a sharded one, and which part of the full tensor it is."""
+"""This rank's local tensor of a sharded one, which part of the full tensor it is, and how it reaches other ranks."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -11,6 +12,20 @@ from mmm.models import weights
 def to_local(tensor: Tensor) -> Tensor:
     """This rank's local tensor of a `DTensor`; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sendable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`tensor`, or its copy on the accelerator where it is on the host, as with offload, and `group` sends nothing from
+    there: accelerators' groups have their own backend alone."""
+    devices = group._device_types
+    return tensor if not devices or tensor.device.type in {each.type for each in devices} else tensor.to(devices[0])
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """The full tensor of a `DTensor`, on its mesh's device; a plain tensor is returned as it is. A collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]  # offload: from host
 
 
 def local_box(parameter: Tensor) -> weights.ShardBox:

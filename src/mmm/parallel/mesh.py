@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
-from mmm.runtime.process_group import default_timeout
+from mmm.runtime.process_group import bound_if_it_splits, default_timeout
 from mmm.runtime.ranks import command_line
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -137,11 +137,14 @@ class Mesh:
         experts: the same ranks as (pp, dp_replicate, expert_dp, ep), again without axes of one rank but for expert_dp,
             which is what ep leaves of dp_shard, × cp × tp: the ranks with the same experts and other tokens. None where
             experts are sharded as all other parameters are.
+        one_device: MPS, on which PyTorch makes no groups and FSDP does not run: there is one rank, and its model stays
+            as it is.
     """
 
     layout: Layout
     device_mesh: DeviceMesh
     experts: DeviceMesh | None = None
+    one_device: bool = False
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
@@ -189,10 +192,12 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     limit = timedelta(seconds=timeout)
-    with default_timeout(limit):
+    one_device = device_type == "mps"
+    device_type = "cpu" if one_device else device_type
+    with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
-        mesh = Mesh(layout, device_mesh, expert_mesh)
+        mesh = Mesh(layout, device_mesh, expert_mesh, one_device)
         groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")

@@ -1,8 +1,9 @@
-"""What has to be equal on every rank, compared once, while the ranks meet and before any device is touched.
+"""What the ranks decide while they meet, and before any communication between devices.
 
-Each rank leaves its facts in the store by which the ranks have found each other. Rank 0 compares them, does what only
-rank 0 does (such as to prepare the run's folder), and tells all how that went: either every rank goes on, or every rank
-raises the same error.
+Each rank leaves what it knows in the store by which the ranks have found each other. Rank 0 reads it, and tells all
+what follows: either every rank goes on, or every rank raises the same error. `agree` compares what has to be equal, and
+does what only rank 0 does (such as to prepare the run's folder); `check_devices` finds ranks on one device;
+`find_hosts` says who is on which host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mmm import errors
-from mmm.errors import ConfigError, UserError
+from mmm.errors import ConfigError, DeviceError, UserError
 from mmm.runtime.ranks import Rank
 
 CHUNK = 256  # ranks whose facts are read at once
@@ -51,20 +52,69 @@ def agree(
         ConfigError: facts differ: which, how, on which ranks and hosts.
         UserError: what `then` has raised on rank 0.
     """
+
+    def decide(found: list[Any]) -> str:
+        if text := differences(found, advice or {}):
+            raise ConfigError(text)
+        then()
+        return ""
+
+    decide_together(store, rank, (socket.gethostname(), dict(facts)), decide)
+
+
+def check_devices(store: Store, rank: Rank, identity: str) -> None:
+    """Refuse a run in which two ranks of a host have one device, on every rank. A collective.
+
+    Args:
+        identity: what tells this rank's device from all others of its host; "" where that is not known.
+
+    Raises:
+        DeviceError: which ranks, where.
+    """
+
+    def decide(found: list[Any]) -> str:
+        ranks: dict[tuple[str, str], list[int]] = {}
+        for number, (host, device) in enumerate(found):
+            ranks.setdefault((host, device), []).append(number)
+        shared = [(host, where) for (host, device), where in ranks.items() if device and len(where) > 1]
+        if shared:
+            host, where = shared[0]
+            devices = len({device for its_host, device in ranks if its_host == host})
+            more = f" (so are others: {len(shared)} devices in all)" if len(shared) > 1 else ""
+            raise DeviceError(
+                f"{_ranks(where)} on {host} are on one device{more}: start at most one rank a device (launch -n "
+                f"{devices} …), show each rank its own (srun --gpus-per-task=1), or use --device cpu"
+            )
+        return ""
+
+    decide_together(store, rank, (socket.gethostname(), identity), decide)
+
+
+def find_hosts(store: Store, rank: Rank) -> list[str]:
+    """The host of every rank, by rank. A collective."""
+    return json.loads(decide_together(store, rank, socket.gethostname(), json.dumps))
+
+
+def decide_together(store: Store, rank: Rank, own: Any, decide: Callable[[list[Any]], str]) -> str:
+    """What rank 0 decides on what all ranks have, on every rank. A collective, in the same order on all.
+
+    Args:
+        own: this rank's part, as JSON has it. decide: from all ranks' parts, by rank; called on rank 0.
+
+    Raises:
+        UserError: `decide` has raised it.
+    """
     where = f"mmm/agreement/{store.add(f'mmm/agreement/of/{rank.rank}', 1)}"  # torchrun's own store outlives a run
     if not rank.is_main:
-        store.set(f"{where}/{rank.rank}", json.dumps([socket.gethostname(), dict(facts)]))
+        store.set(f"{where}/{rank.rank}", json.dumps(own))
         kind, text = json.loads(store.get(f"{where}/verdict"))
         if kind:
             store.add(f"{where}/heard", 1)
             time.sleep(FIRST_WORD)
             raise getattr(errors, kind, UserError)(text, on_every_rank=True)
-        return
+        return text
     try:
-        found = [(socket.gethostname(), dict(facts)), *_others(store, where, rank.world_size)]
-        if text := differences(found, advice or {}):
-            raise ConfigError(text)
-        then()
+        text = decide([own, *_others(store, where, rank.world_size)])
     except UserError as error:
         if rank.world_size > 1:
             store.set(f"{where}/verdict", json.dumps([type(error).__name__, str(error)]))
@@ -72,11 +122,12 @@ def agree(
         error.on_every_rank = True
         raise
     if rank.world_size > 1:
-        store.set(f"{where}/verdict", json.dumps(["", ""]))
+        store.set(f"{where}/verdict", json.dumps(["", text]))
+    return text
 
 
 def _others(store: Store, where: str, world_size: int) -> list[Any]:
-    """(host, facts) of ranks 1, 2, …, as they come."""
+    """The parts of ranks 1, 2, …, as they come."""
     keys = [f"{where}/{rank}" for rank in range(1, world_size)]
     chunks = [keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK)]
     return [json.loads(text) for chunk in chunks for text in store.multi_get(chunk)]

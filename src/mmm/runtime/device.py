@@ -52,19 +52,18 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
     """The device of this rank.
 
     Args:
-        asked: ``auto`` (what ``launch --device`` said, else the first of cuda, xpu, mps that is there, else cpu) or the
-            kind of device.
+        asked: ``auto`` (what ``launch --device`` said, else the first of cuda, xpu that is there, else cpu) or the kind
+            of device.
 
     Raises:
-        DeviceError: no such device here, or fewer than ranks on this host.
+        DeviceError: no such device here.
     """
     if asked not in DEVICES:
         raise DeviceError(f"device {asked!r} is not one of {', '.join(DEVICES)}")
     if asked == "auto":
         asked = os.environ.get("MMM_DEVICE", "auto")
     if asked == "auto":
-        kinds = ("cuda", "xpu", "mps") if rank.world_size == 1 else ("cuda", "xpu")
-        asked = next((kind for kind in kinds if is_available(kind)), "cpu")
+        asked = next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu")
     if not is_available(asked):
         raise DeviceError(
             f"--device {asked}: this PyTorch ({torch.__version__}) sees no {asked} device here; use --device cpu, or "
@@ -77,27 +76,42 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
         )
     if asked in ("cpu", "mps"):
         return torch.device(asked)
-    count = getattr(torch, asked).device_count()
-    if count > 1 and rank.local_world_size > count:
-        raise DeviceError(
-            f"{rank.local_world_size} ranks on this host but {count} {asked} devices: start at most one rank a device "
-            f"(launch -n {count} …), or use --device cpu"
-        )
-    device = torch.device(asked, rank.local_rank if count > 1 else 0)  # a scheduler may show each rank just its own
+    # A scheduler may show each rank just its own, one or several: `check_devices` sees what they come to.
+    device = torch.device(asked, (rank.local_rank or 0) % max(getattr(torch, asked).device_count(), 1))
     getattr(torch, asked).set_device(device)
     return device
 
 
+def left_out(asked: str, device: torch.device) -> str | None:
+    """What ``auto`` has left out, in words."""
+    if asked == "auto" and device.type == "cpu" and "MMM_DEVICE" not in os.environ and is_available("mps"):
+        return "device: cpu; the Apple GPU here has no collectives: --device mps uses it, on one rank"
+    return None
+
+
+def identity(device: torch.device) -> str:
+    """What tells an accelerator from all others of its host; "" where PyTorch does not say."""
+    uuid = str(getattr(getattr(torch, device.type).get_device_properties(device), "uuid", ""))
+    if not uuid or (device.type == "cuda" and torch.version.hip is None):
+        return uuid
+    # Parts of an AMD or Intel GPU may have one uuid: two ranks that are shown different lists count as apart.
+    shown = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    return " ".join([uuid, str(device.index), *(f"{name}={os.environ[name]}" for name in shown if name in os.environ)])
+
+
 def backend_for(device: torch.device) -> str:
-    """The process-group backend: nccl, xccl (or Intel's older ccl), gloo. CPU tensors always have gloo."""
+    """The process-group backend: nccl, xccl (or Intel's older ccl), gloo.
+
+    An accelerator's alone: groups of meshes do not take two before PyTorch 2.10, and gloo connects all ranks to all.
+    """
     if device.type == "cuda":
-        return "cpu:gloo,cuda:nccl"
+        return "nccl"
     if device.type == "xpu":
         if getattr(dist, "is_xccl_available", lambda: False)():
-            return "cpu:gloo,xpu:xccl"
+            return "xccl"
         if _installed("oneccl_bindings_for_pytorch"):
             importlib.import_module("oneccl_bindings_for_pytorch")  # registers the ccl backend
-            return "cpu:gloo,xpu:ccl"
+            return "ccl"
         raise DeviceError(
             "this PyTorch has no xccl backend and oneccl-bindings-for-pytorch is not installed: collectives between "
             "Intel GPUs need one of them (docs/install.md)"
@@ -153,7 +167,7 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
     long), and makes the losses of meshes differ in the third digit.
 
     Raises:
-        DeviceError: float64 on MPS, which has none.
+        DeviceError: on MPS, which has no float64, and where a model has no wrapper that would mix data types.
     """
     if asked == "auto":
         name = "bf16" if _computes_bf16(device) else "fp32"
@@ -165,6 +179,8 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
         raise DeviceError(f"dtype {asked!r} is not one of auto, {', '.join(_PRECISIONS)}")
     if asked == "fp64" and device.type == "mps":
         raise DeviceError("--dtype fp64: MPS has no float64; use --device cpu")
+    if asked in ("bf16", "fp16") and device.type == "mps":
+        raise DeviceError(f"--dtype {asked}: on MPS a model computes in the data type of its weights; use --dtype fp32")
     return Precision(asked, *_PRECISIONS[asked])
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmm.contract import ENDING, MARKER_VARIABLE
+from mmm.contract import ENDING, MARKER_VARIABLE, open_files
 from mmm.errors import LaunchError
-from mmm.runtime.device import backend_for
+from mmm.runtime.agreement import check_devices, find_hosts
+from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import Rank
 
 
@@ -34,43 +37,74 @@ def process_group(
             rank costs no waiting for ranks that another backend would never meet.
 
     Raises:
-        LaunchError: rank 0 cannot listen on MASTER_PORT.
+        LaunchError: rank 0 cannot listen on MASTER_PORT. DeviceError: two ranks have one device; on every rank.
     """
     limit = timedelta(seconds=timeout)
+    # Gloo connects each rank with every other, once a group: more sockets than 1,024, which many systems begin with.
+    # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
+    # from those that are still connecting: barrier, then destroy, on 16 ranks failed in 4 of 30 runs, and without in 0.
+    open_files()
     options: dict = {"backend": backend_for(device), "timeout": limit}
     if device.type in ("cuda", "xpu"):
         options["device_id"] = device
-    if rank.source == "alone":
-        alone = dist.HashStore()
+    with _meeting(rank):
+        store = rank.store or _store(rank, limit)
         if meet is not None:
-            meet(alone)
-        dist.init_process_group(store=alone, rank=0, world_size=1, **options)
-    else:
-        # While ranks meet, a signal makes PyTorch print C++ frames and go on. launch kills who does not heed it.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if MARKER_VARIABLE in os.environ else ())
-        try:
-            where = f"tcp://{rank.address}:{rank.port}"
-            store, *_ = next(dist.rendezvous(where, rank.rank, rank.world_size, timeout=limit))
-            store.set_timeout(limit)
-            if meet is not None:
-                meet(store)
-            prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch does with a store that it makes
-            dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
-        except dist.DistNetworkError as error:
-            if rank.is_main and "EADDRINUSE" in str(error):
-                raise LaunchError(
-                    f"MASTER_PORT {rank.port} is already in use on {rank.address}: choose another port "
-                    f"(MASTER_PORT=…), or unset it and let `launch` find a free one"
-                ) from None
-            raise LaunchError(
-                f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} "
-                f"(MASTER_ADDR, MASTER_PORT): {error}"
-            ) from None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    with default_timeout(limit):
+            meet(store)
+        if "device_id" in options and rank.world_size > 1:
+            check_devices(store, rank, identity(device))
+        prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch does with a store that it makes
+        dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
+    with default_timeout(limit), bound_if_it_splits():
         yield
     dist.destroy_process_group()
+
+
+def locate(rank: Rank, timeout: float = 600.0) -> Rank:
+    """`rank` with its local numbers. Where nothing has said them, they come from the hosts of all ranks: a collective.
+
+    Args:
+        timeout: seconds that the meeting may take.
+
+    Raises:
+        LaunchError: as `process_group`.
+    """
+    if rank.local_rank is not None and rank.local_world_size is not None:
+        return rank
+    with _meeting(rank):
+        store = _store(rank, timedelta(seconds=timeout))
+        hosts = find_hosts(store, rank)
+    mates = [other for other, host in enumerate(hosts) if host == hosts[rank.rank]]
+    local_rank = mates.index(rank.rank) if rank.local_rank is None else rank.local_rank
+    return replace(rank, local_rank=local_rank, local_world_size=len(mates), store=store)
+
+
+def _store(rank: Rank, limit: timedelta) -> dist.Store:
+    if rank.source == "alone":
+        return dist.HashStore()
+    store, *_ = next(dist.rendezvous(f"tcp://{rank.address}:{rank.port}", rank.rank, rank.world_size, timeout=limit))
+    store.set_timeout(limit)
+    return store
+
+
+@contextlib.contextmanager
+def _meeting(rank: Rank) -> Iterator[None]:
+    """While ranks meet, a signal makes PyTorch print C++ frames and go on. launch kills who does not heed it."""
+    meets = rank.source != "alone" and MARKER_VARIABLE in os.environ
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if meets else ())
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if rank.is_main and "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"MASTER_PORT {rank.port} is already in use on {rank.address}: choose another port "
+                f"(MASTER_PORT=…), or unset it and let `launch` find a free one"
+            ) from None
+        raise LaunchError(
+            f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} (MASTER_ADDR, MASTER_PORT): {error}"
+        ) from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextlib.contextmanager
@@ -79,7 +113,7 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
 
     The groups of a `DeviceMesh` are made without one, and do not take over the default group's. Afterwards PyTorch can
     change it for gloo and nccl alone: those of xccl would wait half an hour. Options by axis (``backend_override``) are
-    newer than the oldest PyTorch that is supported, and there are none for a backend such as ``cpu:gloo,xpu:xccl``.
+    newer than the oldest PyTorch that is supported.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_timeout
@@ -88,6 +122,28 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
         yield
     finally:
         c10d._get_default_timeout = default
+
+
+@contextlib.contextmanager
+def bound_if_it_splits() -> Iterator[None]:
+    """Inside, the default group is bound to its device only if its backend can split groups.
+
+    PyTorch splits every group of a mesh off a default group that is bound, and fails where XCCL cannot (2.12, 2.13).
+    Groups of a backend that can are made faster so, and FSDP2 has been seen to hang without. Besides splitting, the
+    binding only says which device a barrier uses; without it, that is the current one.
+    """
+    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    device = getattr(group, "bound_device_id", None)
+    if group is None or device is None or group._get_backend(device).supports_splitting:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+            yield
+    finally:
+        group.bound_device_id = device
 
 
 # PyTorch 2.13 has a new name for it, and warns of the old one.

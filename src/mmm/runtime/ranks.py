@@ -9,11 +9,13 @@ import os
 import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from mmm.contract import MARKER_VARIABLE, NUMBERINGS, read_number
 from mmm.errors import LaunchError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
 
 
@@ -23,37 +25,43 @@ class Rank:
 
     Attributes:
         rank, world_size: over all hosts, 0 ≤ rank < world_size.
-        local_rank, local_world_size: the same on this host.
+        local_rank, local_world_size: the same on this host; None where nothing says them (`process_group.locate`).
         source: what told us: ``torchrun``, ``launch``, ``mpich``, ``openmpi``, ``pals``, ``slurm`` or ``alone``.
         address, port: where rank 0's store listens; None where this process is alone.
+        store: by which the ranks have met; None before.
     """
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
+    local_rank: int | None
+    local_world_size: int | None
     source: str
     address: str | None = None
     port: int | None = None
+    store: Any = field(default=None, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def _slurm_local_world(env: Mapping[str, str], world_size: int) -> int:
-    """Ranks on this host from ``SLURM_STEP_TASKS_PER_NODE`` such as ``4(x2),3``."""
+def _slurm_local_world(env: Mapping[str, str]) -> int | None:
+    """Ranks on this host from ``SLURM_STEP_TASKS_PER_NODE`` such as ``4(x2),3``; None where it does not say."""
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         number, _, times = part.partition("(x")
         if number.isdigit():
             counts += [int(number)] * int(times.rstrip(")") or 1)
     node = int(env.get("SLURM_NODEID", "0"))
-    return counts[node] if node < len(counts) else world_size
+    return counts[node] if node < len(counts) else None
 
 
-def _master_address(env: Mapping[str, str], one_host: bool) -> tuple[str, int]:
-    """Where rank 0 listens. On one host, ranks of one mpiexec share a parent, and so can agree on a port unasked."""
+def _master_address(env: Mapping[str, str], one_host: bool | None) -> tuple[str, int]:
+    """Where rank 0 listens. On one host, ranks of one mpiexec share a parent, and so can agree on a port unasked.
+
+    Args:
+        one_host: whether all ranks are on one; None where nothing says it.
+    """
     if "MASTER_PORT" in env:
         port = int(read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
     else:
@@ -62,8 +70,9 @@ def _master_address(env: Mapping[str, str], one_host: bool) -> tuple[str, int]:
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_host else None)
     if address is None or ("MASTER_PORT" not in env and not one_host):
         raise LaunchError(
-            "the ranks are on several hosts and MASTER_ADDR and MASTER_PORT are not both set: set them to a host name "
-            "all hosts can reach (rank 0's) and a free port, such as MASTER_ADDR=node001 MASTER_PORT=29500"
+            f"{'nothing says that the ranks are on one host' if one_host is None else 'the ranks are on several hosts'}"
+            " and MASTER_ADDR and MASTER_PORT are not both set: set them to a host name all hosts can reach (rank 0's) "
+            "and a free port, such as MASTER_ADDR=node001 MASTER_PORT=29500"
         )
     return address, port
 
@@ -90,13 +99,13 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
             raise LaunchError(f"{rank[0]}={rank[1]} is not between 0 and {world[0]}={world[1]}, less one")
         # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as MPICH's mpiexec does, and leaves the rest to Slurm's names.
         pmi2 = name == "mpich" and "SLURM_STEP_ID" in env and read_number(env, source.local_rank) is None
-        if name == "slurm" or pmi2:
-            local_world = _slurm_local_world(env, world[1])
-        else:
-            local_world = (read_number(env, source.local_world) or ("", world[1]))[1]
-        local_names = ("SLURM_LOCALID",) if pmi2 else source.local_rank
-        local_rank = (read_number(env, local_names) or ("", rank[1] % max(local_world, 1)))[1]
-        address, port = _master_address(env, one_host=local_world == world[1])
+        said = read_number(env, source.local_world)
+        local_world = _slurm_local_world(env) if name == "slurm" or pmi2 else said[1] if said else None
+        if local_world is None and (world[1] == 1 or env.get("MASTER_ADDR") in LOOPBACK):
+            local_world = world[1]
+        local = read_number(env, ("SLURM_LOCALID",) if pmi2 else source.local_rank)
+        local_rank = local[1] if local else rank[1] % max(local_world, 1) if local_world is not None else None
+        address, port = _master_address(env, one_host=None if local_world is None else local_world == world[1])
         if name == "torchrun" and MARKER_VARIABLE in env:
             name = "launch"
         return Rank(rank[1], world[1], local_rank, local_world, name, address, port)

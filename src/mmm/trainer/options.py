@@ -97,6 +97,7 @@ class BaseOptions:
     log_every = 1
     plots = False
     break_ = None
+    runs_on_mps = False
 
     def check(self) -> None:
         """Values that are wrong by themselves.

@@ -37,6 +37,8 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         lap=run.clock.lap,
     )
     run.log.info("%s, %s", techniques.data_parallel, mesh)
+    if mesh.one_device:
+        run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
     for number, module in parallel.modules.items():
         run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
     if held := gather(run.rank, sum(map(local_parameters, parallel.modules.values()))):

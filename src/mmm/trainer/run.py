@@ -29,7 +29,7 @@ from torch import Tensor
 from mmm import history
 from mmm.analysis.footprint import Footprint, check_fits
 from mmm.contract import LINE_VARIABLE
-from mmm.errors import DivergedError
+from mmm.errors import DeviceError, DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
 from mmm.parallel.data.fsdp import ignore_views
@@ -38,9 +38,9 @@ from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
-from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32
+from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.log import logging_to
-from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.process_group import gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, facts_of_run
 from mmm.trainer.losses import NotFinite, UnreadLosses
@@ -243,8 +243,13 @@ def start_run(
         RecordError: the folder cannot be prepared; on every rank.
         SystemExit: with ``--break``, once the run has ended and its record is complete.
     """
-    rank = whoami()
+    rank = locate(whoami(), options.timeout)
     device = choose_device(options.device, rank)
+    if device.type == "mps" and not options.runs_on_mps:
+        raise DeviceError(
+            f"--device mps: {module} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or "
+            f"one of mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.fsdp"
+        )
     precision = choose_precision(options.dtype, device)
     layout = resolved.layout if isinstance(resolved, Resolved) else resolved
     if isinstance(resolved, Resolved):
@@ -253,7 +258,7 @@ def start_run(
         check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[Path] = []
-    earlier: list[str] = []  # attempts of the same launch
+    earlier = [note] if (note := left_out(options.device, device)) else []  # and attempts of the same launch
 
     def prepare() -> None:
         if options.outdir is not None and (note := make_room(options.outdir, this_attempt())):

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from mmm.history.record import cannot_write
 from mmm.models.weights import canonical_name
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.local import unsharded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.ties import find_ties
 from mmm.trainer.run import Run
@@ -60,7 +60,7 @@ def full_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
         again = {name for _, *others in find_ties(inner) for name in others}
         for name, tensor in inner.state_dict().items():
             if name not in again:
-                yield canonical_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                yield canonical_name(name), unsharded(tensor)
 
 
 def second_names(modules: Iterable[nn.Module]) -> dict[str, str]:

@@ -120,7 +120,7 @@ def _already_refused(refusal: Path, ranks: Rank | None, asked: float) -> str:
         age, reason, run = time.time() - note["time"], str(note["reason"]), note["run"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    of_this_run = ranks is not None and ranks.local_world_size > 1 and run == _run() and 0 <= age < 600
+    of_this_run = ranks is not None and ranks.local_world_size != 1 and run == _run() and 0 <= age < 600
     return reason if of_this_run or note["time"] >= asked else ""
 
 

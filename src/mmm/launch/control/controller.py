@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 
-from mmm.contract import Report
+from mmm.contract import Report, open_files
 from mmm.errors import LaunchError
 from mmm.launch.control import link as links
 from mmm.launch.control import processes
@@ -57,7 +57,7 @@ class Controller(RunControl):
 
     def start(self) -> None:
         plan = self.plan
-        limit = mpi.open_files()
+        limit = open_files()
         if plan.processes + SPARE_FILES > limit:
             raise LaunchError(
                 f"{plan.processes} ranks each hold a connection to launch, which may open {limit} files "

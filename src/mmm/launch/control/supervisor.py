@@ -58,14 +58,14 @@ class Supervisor(RunControl):
                     end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
         self.reports.setblocking(False)
         target = plan.target
-        command = target.line()
-        if target.is_python and not plan.fork:
-            command = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
+        child = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
+        command = child if target.is_python else target.line()
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(
             *inherited, plan.ranks, plan.fork, command, os.getpid(), self.shielded, ignored=sorted(self.ignored)
         )
-        own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: todo.dumps()}
+        instructions = todo.write()
+        own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}
         if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
             self.verdict_fd = os.memfd_create("verdict")
             own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
@@ -78,9 +78,10 @@ class Supervisor(RunControl):
             env={**os.environ, **plan.shared, **own},
             stdout=out[0],
             stderr=out[1],
-            pass_fds=(*inherited, *self.passed_fds()),
+            pass_fds=(*inherited, instructions, *self.passed_fds()),
             start_new_session=True,
         )
+        os.close(instructions)
         os.close(control_read)
         os.close(status_write)
         failure_write.close()
@@ -149,7 +150,8 @@ class Supervisor(RunControl):
     def finish(self) -> int:
         """The fork server is gone: end what it left, and decide on the exit code."""
         self.read_reports()
-        os.waitid(os.P_PID, self.fork_server.pid, os.WEXITED | os.WNOWAIT)
+        if hasattr(os, "waitid"):  # not on macOS before Python 3.13; its end of the status pipe is closed in any case
+            os.waitid(os.P_PID, self.fork_server.pid, os.WEXITED | os.WNOWAIT)
         if self.exit_code is None and self.failures:
             self.fail()
         processes.end(self.fork_server.pid, self.marker, grace=LEFTOVER_GRACE if self.exit_code is None else 0.0)

@@ -7,10 +7,12 @@ launch ── verdict: a file in memory, empty until launch ends a run that has 
 """
 
 import json
+import os
 import signal
+import tempfile
 from dataclasses import asdict, dataclass, field
 
-FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # its instructions, JSON; taken out of the ranks' environment
+FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # file descriptor of its instructions; taken out before ranks start
 # What schedulers send to every process before a job's end: for the program to handle, and no other process.
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
@@ -28,18 +30,33 @@ class Instructions:
     failure: int
     ranks: list[dict[str, str]]  # what differs in each rank's environment
     fork: bool  # fork the ranks from this process, or exec each
-    command: list[str]  # with fork=False: what each rank executes
+    command: list[str]  # what each rank executes that cannot be forked
     launch_pid: int  # launch's, or an agent's
     shielded: bool = False  # SIGTERM comes to every process of the run: not the fork server's
     ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
     skip: list[str] = field(default_factory=list)  # modules not to preload; ["*"]: none at all
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
+    def write(self) -> int:
+        """Into a file without a name, which a new process inherits: its descriptor.
+
+        A variable of the environment would be too short: Linux ends one at 131,072 bytes, which 4,096 ranks exceed.
+        """
+        if hasattr(os, "memfd_create"):  # Linux: needs no disk that may be full
+            fd = os.memfd_create("instructions", 0)
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.set_inheritable(fd, True)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(json.dumps(asdict(self)).encode())
+        return fd
 
     @classmethod
-    def loads(cls, text: str) -> "Instructions":
-        return cls(**json.loads(text))
+    def read(cls, fd: int) -> "Instructions":
+        """What `write` has written. Closes the file."""
+        with open(fd, "rb") as file:
+            file.seek(0)
+            return cls(**json.loads(file.read()))
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,16 @@ NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
     *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"),
 )
+# What a runtime keeps open once it has touched a device: CUDA's, also of Windows, and AMD's. Not the others of NVIDIA's
+# and AMD's drivers, which the libraries open by which PyTorch counts devices: a fork does not hurt those.
+DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
+OPEN_FILES = "/proc/self/fd"
 PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
 
 
 def main() -> NoReturn:
     """The fork server's whole life, and that of each rank it forks."""
-    todo = Instructions.loads(os.environ.pop(FORK_SERVER_VARIABLE))
+    todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
     for number in (*PASSED_ON, *([signal.SIGTERM] if todo.shielded else [])):
         signal.signal(number, signal.SIG_IGN)
@@ -66,8 +70,9 @@ def main() -> NoReturn:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            server.become_rank(variables)
-            execute(todo) if target is None else child.finish(child.run(target))
+            forked = target is not None and not _fork_is_bad()
+            server.become_rank(variables, forked)
+            child.finish(child.run(target)) if forked and target is not None else execute(todo)
         server.started(int(variables["RANK"]), pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     lifeline.outlive_parent()
@@ -114,7 +119,7 @@ def start_anew(todo: Instructions, skip: str) -> NoReturn:
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, True)
     skip = "*" if len(todo.skip) >= 3 else skip
-    os.environ[FORK_SERVER_VARIABLE] = replace(todo, skip=[*todo.skip, skip]).dumps()
+    os.environ[FORK_SERVER_VARIABLE] = str(replace(todo, skip=[*todo.skip, skip]).write())
     os.execv(sys.executable, [sys.executable, *_flags(), "-m", FORK_SERVER, *sys.argv[1:]])
 
 
@@ -124,8 +129,23 @@ def _flags() -> list[str]:
 
 
 def _device_open() -> bool:
+    """Whether an import has touched a device: as torch says, or by the files that this process has open."""
     torch = sys.modules.get("torch")
-    return any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in ("cuda", "xpu"))
+    if any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in ("cuda", "xpu")):
+        return True
+    with contextlib.suppress(OSError):
+        for name in os.listdir(OPEN_FILES):
+            with contextlib.suppress(OSError):  # closed since
+                if os.readlink(f"{OPEN_FILES}/{name}").startswith(DEVICE_FILES):
+                    return True
+    return False
+
+
+def _fork_is_bad() -> bool:
+    """Whether torch says, in a forked rank, that a device was touched before the fork: on ROCm counting them does it,
+    where AMD's library for that is not installed."""
+    torch = sys.modules.get("torch")
+    return any(getattr(getattr(torch, kind, None), "_is_in_bad_fork", bool)() for kind in ("cuda", "xpu"))
 
 
 def _shadowed(first: str | None) -> list[str]:
@@ -179,8 +199,12 @@ class ForkServer:
         with contextlib.suppress(BrokenPipeError):  # launch is gone: `watch` sees it too
             os.write(self.todo.status, status.dumps())
 
-    def become_rank(self, variables: dict[str, str]) -> None:
-        """In the forked child: drop everything of the fork server's, take the rank's own environment."""
+    def become_rank(self, variables: dict[str, str], forked: bool) -> None:
+        """In the forked child: drop everything of the fork server's, take the rank's own environment.
+
+        Args:
+            forked: whether the rank goes on in this process; else it executes its command.
+        """
         lifeline.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
@@ -190,7 +214,7 @@ class ForkServer:
         os.environ.update(variables)
         if cpus := os.environ.pop(CPUS_VARIABLE, None):
             os.sched_setaffinity(0, binding.cpu_list(cpus))
-        if self.todo.fork:
+        if forked:
             contract.attach(self.todo.failure)
             child.prepare()
             torch = sys.modules.get("torch")

@@ -49,7 +49,7 @@ def find(
             "xpu", _intel(root, environ), "Intel GPU tile", environ, "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY"
         )
     if system == "Darwin arm64":
-        return Accelerators("mps", 1, "Apple GPU")
+        return Accelerators(None, 0, "an Apple GPU computes where --device mps says so")
     return Accelerators(None, 0, "torch is built for CPU")
 
 
@@ -131,7 +131,8 @@ def _visible(count: int, environ: Mapping[str, str], name: str) -> int:
         if not uuid and not (entry.isdigit() and int(entry) < count):
             break
         kept.add(entry)
-    return min(count, len(kept)) if not any(e[:4].upper() == "MIG-" for e in kept) else len(kept)
+    # Of MIG devices CUDA shows a process one, however many are listed.
+    return min(count, len(kept)) if not any(e[:4].upper() == "MIG-" for e in kept) else 1
 
 
 def _list(folder: Path) -> list[Path]:

@@ -62,6 +62,8 @@ def plan(
         why[DEVICE_VARIABLE] = why[DEVICE_VARIABLE] or "no accelerator found"
     elif device == found.device:
         count, why["ranks"] = found.count, f"one per accelerator: {found.why}"
+    elif device == "mps":
+        count, why["ranks"] = 1, "mps is one device"
     else:
         count, why["ranks"] = 1, f"-n not given, no {device} device found ({found.why})"
         notes.append(f"no {device} device found ({found.why}): 1 rank (choose with -n)")

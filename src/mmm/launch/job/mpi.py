@@ -1,6 +1,5 @@
 """An MPI's mpiexec: which one it is, and its command line."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -120,13 +119,3 @@ def _joined(names: Sequence[str]) -> str:
             "host once into a file and give --hostfile FILE."
         )
     return hosts
-
-
-def open_files() -> int:
-    """How many file descriptors this process may have, after asking for as many as it is allowed."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else os.sysconf("SC_OPEN_MAX")

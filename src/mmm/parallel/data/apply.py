@@ -107,8 +107,16 @@ def dp_mesh(mesh: Mesh) -> DeviceMesh:
 def apply_data_parallel(
     model: nn.Module, mesh: Mesh, plan: Plan, precision: Precision, techniques: Techniques
 ) -> nn.Module:
-    """The model to train: `model` itself, sharded in place, or for ddp, zero1 and zero2 a wrapper around it."""
+    """The model to train: `model` itself, sharded in place, or for ddp, zero1 and zero2 a wrapper around it.
+
+    Raises:
+        ConfigError: offload on MPS, which has the host's memory.
+    """
     technique, offload = techniques.data_parallel, techniques.offload
+    if mesh.one_device:
+        if offload:
+            raise ConfigError("offload on mps: it has the host's memory; leave it out", fields=("offload",))
+        return model
     if technique not in UNSHARDED:
         if mesh.experts is not None:
             apply_expert_fsdp(model, mesh.experts, plan, precision, offload)  # before the units that contain them

@@ -131,7 +131,7 @@ class Zero(Replicas):
         self.pending: list[tuple[ShardedParameter, dist.Work, Tensor]] = []
 
     def connect(self) -> None:
-        # The same ranks, by their CPU backend: what is summed over shards on the host, such as a norm, goes by gloo.
+        # The same ranks, for shards on the host. It is not for sending: the group's backend may not send from there.
         host = DeviceMesh.from_group(self.mesh.get_group(), "cpu") if self.offload else None
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:

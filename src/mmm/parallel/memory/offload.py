@@ -10,8 +10,9 @@ A step brings the gradients of this rank's shards down, updates the shards on th
 zero2 once, fsdp whenever it gathers them. It saves 4 elements a parameter and rank under AdamW, and costs the link to
 the host and an optimizer at the host's speed.
 
-Gradients are then CPU tensors, and a norm over them is summed over the ranks by gloo, the groups' CPU backend. On a CPU
-nothing changes except that zero1 and zero2 keep a second copy of a rank's shards.
+Gradients are then CPU tensors. What the ranks sum over them, such as a norm, goes by the device, because groups of
+accelerators send nothing from the host. On a CPU nothing changes except that zero1 and zero2 keep a second copy of a
+rank's shards.
 
 Sources: Ren et al., "ZeRO-Offload", 2021; ``torch.distributed.fsdp.CPUOffloadPolicy``.
 """

@@ -52,7 +52,7 @@ class Recorder:
 
     def start(self) -> None:
         """A step begins, on all ranks together. A collective."""
-        dist.barrier(self.group)
+        dist.barrier(self.group, device_ids=None if self.device.index is None else [self.device.index])
         self.zero = perf_counter()
         self.steps.append(([], {}))
 

@@ -49,17 +49,10 @@ def contiguous_between_stages(stage: nn.Module, first: bool, last: bool) -> None
         return x.clone(memory_format=torch.contiguous_format) if x._is_view() else to_contiguous(x)
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            tree_map_only(Tensor, lambda x: ContiguousGradient.apply(x) if x.requires_grad else x, list(given))
-        )
+        return tuple(tree_map_only(Tensor, wrap, list(given)))
 
     def after(module: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
-        # A backward that is split detaches a stage's output in place, which PyTorch cannot do to a view.
-        return tree_map_only(
-            Tensor,
-            lambda x: x.clone(memory_format=torch.contiguous_format) if x._is_view() else to_contiguous(x),
-            output,
-        )
+        return tree_map_only(Tensor, copy, output)
 
     if not first:
         stage.register_forward_pre_hook(before)
