@@ -74,7 +74,6 @@ class Run:
     notes: list[str] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     startup: startup.Times | None = None  # until it is on record
-    losses: UnreadLosses = dataclasses.field(default_factory=UnreadLosses)
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
@@ -91,6 +90,11 @@ class Run:
             ending = self.record.ending if self.record is not None else Ending(RUNNING)
             ended = {name: history.encode(value) for name, value in ending.attrs().items()}
             history.write_encoded(self.outdir, self._encoded | ended)
+
+    @cached_property
+    def losses(self) -> UnreadLosses:
+        """Of the steps since the last row."""
+        return UnreadLosses()
 
     @cached_property
     def loss_ranks(self) -> list[int]:
