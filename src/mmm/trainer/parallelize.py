@@ -41,8 +41,8 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
     for number, module in parallel.modules.items():
         run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
-    if held := gather(run.rank, sum(map(local_parameters, parallel.modules.values()))):
-        least, most = min(held), max(held)
+    if by_rank := gather(run.rank, sum(map(local_parameters, parallel.modules.values()))):
+        least, most = min(by_rank), max(by_rank)
         run.log.info(
             "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",
             f"{least:,}",
@@ -57,6 +57,6 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
             techniques=techniques,
             microbatches=partition.microbatches,
             parameters=parameters,
-            held=held,
+            held=by_rank,
         )
     return parallel
