@@ -107,6 +107,10 @@ def counted(kind, words):
             module = model.source.parity_model()
         clock = StepClock(device)
         with fake_tensors(kind), count_traffic(mesh) as traffic:
+            for owner in module.modules():  # what has elements cannot go to a device that is not there
+                owner._buffers.update(
+                    {name: buffer.clone() for name, buffer in owner._buffers.items() if buffer is not None}
+                )
             parallel = ParallelModel(
                 module,
                 model.plan(),
