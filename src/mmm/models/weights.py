@@ -121,7 +121,8 @@ def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.devi
         local.fill_(rule.scale)
         return
     total = local.numel()
-    device = device or local.device
+    if device is None or device.type == "meta":  # which has no values to copy
+        device = local.device
     if device.type == "mps":
         device = torch.device("cpu")  # MPS has no float64
     chunk = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else CHUNK

@@ -58,8 +58,9 @@ class Supervisor(RunControl):
                     end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
         self.reports.setblocking(False)
         target = plan.target
-        child = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
-        command = child if target.is_python else target.line()
+        command = target.line()
+        if target.is_python:
+            command = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(
             *inherited, plan.ranks, plan.fork, command, os.getpid(), self.shielded, ignored=sorted(self.ignored)
