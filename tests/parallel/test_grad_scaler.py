@@ -98,7 +98,7 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
             norms.append(made.clip(1e9).item())
         scaler.step(optimizer)
         scaler.update()
-        skipped.append(scaler.skipped)
+        skipped.append(not scaler.unless_skipped(1.0))
         scales.append(scaler.get_scale())
         optimizer.zero_grad()
         # Each tp rank has worked out the same loss, by its own copy of what is replicated.
@@ -152,7 +152,7 @@ def nothing_here(rank):
         parameter.grad = torch.tensor([1.0, math.nan])
     scaler.step(optimizer)
     scaler.update()
-    return scaler.skipped, scaler.get_scale(), parameter.tolist()
+    return not scaler.unless_skipped(1.0), scaler.get_scale(), parameter.tolist()
 
 
 def test_a_rank_without_gradients(run_on_ranks):
@@ -177,7 +177,7 @@ def test_alone_as_pytorch():
     off = GradScaler("cpu", enabled=False)
     off.unscale_(optimizer)
     assert off.scale(parameter) is parameter
-    assert not off.skipped
+    assert off.unless_skipped(1.0) == 1.0
 
 
 def test_gradients_in_half_precision_are_refused():

@@ -1,5 +1,6 @@
 """What a run tells its ranks: that they differ, that rank 0 has no folder, that the loss is no number."""
 
+import json
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, _computes_bf16
 from mmm.runtime.log import get_logger
+from mmm.runtime.ranks import Rank
 from mmm.testing import free_port
 from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import BaseOptions, RunOptions
@@ -45,6 +47,57 @@ def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(run_on_ranks)
     for everywhere, text in run_on_ranks(diverge, 2):
         assert everywhere
         assert text.startswith("the loss is nan at step 3, from rank 1 on node1: lower --lr")
+
+
+def diverge_between_rows(rank):
+    """Rank 1's loss is infinite in a step without a row, and a number in those after it."""
+    layout = Layout().fit(rank.world_size)
+    precision, clock = Precision("fp32", torch.float32, torch.float32), StepClock(CPU)
+    ranks = [{"host": f"node{each}"} for each in range(rank.world_size)] if rank.is_main else []
+    run = Run(RunOptions(log_every=4), rank, layout, CPU, precision, clock, get_logger(), None, ranks)
+    said, collectives = [], []
+    gather = torch.distributed.distributed_c10d.all_gather_into_tensor
+    with patch("mmm.runtime.process_group.all_gather", lambda *given: (collectives.append(1), gather(*given))):
+        for step in range(8):
+            clock.start()
+            clock.lap("dto")
+            bad = rank.rank == 1 and step in (5, 6)
+            try:
+                said.append(run.step(step, torch.tensor(math.inf if bad else 1.0 + step), samples=1, last=step == 7))
+            except DivergedError as error:
+                said.append(str(error))
+    return said, len(collectives)
+
+
+def test_a_loss_that_is_no_number_between_two_rows_is_found_by_the_next(run_on_ranks):
+    for said, collectives in run_on_ranks(diverge_between_rows, 2):
+        assert said[:7] == [2.0, None, None, None, 10.0, None, None]
+        assert said[7].startswith("the loss is inf at step 5, from rank 1 on node1: lower --lr")
+        assert collectives == 3
+
+
+class Table(list):
+    """Counts how often it is written."""
+
+    written = 0
+
+    def __iter__(self):
+        type(self).written += 1
+        return super().__iter__()
+
+
+def test_a_table_is_encoded_once(tmp_path):
+    clock, precision = StepClock(CPU), Precision("fp32", torch.float32, torch.float32)
+    run = Run(
+        RunOptions(), Rank(0, 1, 0, 1, "test"), Layout(dp_shard=1), CPU, precision, clock, get_logger(), tmp_path, []
+    )
+    run.describe(ranks=Table([{"rank": 0}]))
+    for value in range(3):
+        run.describe(value=value, text=["π\n", {}])
+    assert Table.written == 1
+    text = (tmp_path / "config.json").read_text()
+    config = {"ranks": [{"rank": 0}], "value": 2, "text": ["π\n", {}], "state": "running"}
+    assert text == json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
 # --- ranks that differ, and a folder that rank 0 cannot have ----------------------------------------------------------

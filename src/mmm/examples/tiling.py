@@ -101,7 +101,7 @@ def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[i
     materialize(model, run.device, config.seed)
     loss_fn = loss_of(model)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-    steps = []
+    losses = []
     for step in text_steps(run, resolved, model, optimizer, at={"way": way}):
         with Peak(run.device, model) as peak, loss_parallel():
             loss = loss_fn(model(step.batch.inputs), step.batch.targets, step.batch.count)
@@ -110,8 +110,8 @@ def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[i
         optimizer.step()
         optimizer.zero_grad()
         step.row["peak"] = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
-        steps.append(step)
-    return int(step.row["peak"]), [step.loss for step in steps]
+        losses.append(step.local_loss)
+    return int(step.row["peak"]), run.global_sums(torch.stack(losses))
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
     materialize(full, run.device, run.options.seed)
     for p in full.parameters() if stage == 0 else ():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
-    model, steps = Slices(full, mesh, stage) if stage in (1, 2) else full, []
+    model, losses = Slices(full, mesh, stage) if stage in (1, 2) else full, []
     optimizer = make_optimizer("adamw", model.parameters(), run.options.lr)
     for step in text_steps(run, resolved, model, optimizer, at={"stage": stage}):
         with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
@@ -126,8 +126,8 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
             model.gather()
         step.row.update(elements := most_elements(model, optimizer, run.device))  # while there are gradients
         optimizer.zero_grad()
-        steps.append(step)
-    return elements, [step.loss for step in steps]
+        losses.append(step.local_loss)
+    return elements, run.global_sums(torch.stack(losses))
 
 
 def train(config: Config) -> bool:

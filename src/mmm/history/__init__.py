@@ -11,11 +11,12 @@ Importing this package imports neither torch, xarray, matplotlib nor plotext: `l
 from mmm.history.history import History
 from mmm.history.plots import plot_all, plot_timeline
 from mmm.history.reader import finalize, load, state
-from mmm.history.record import prepare, versions, write_config
+from mmm.history.record import encode, prepare, versions, write_config, write_encoded
 from mmm.history.terminal import terminal_plot
 
 __all__ = [
     "History",
+    "encode",
     "finalize",
     "load",
     "plot_all",
@@ -25,4 +26,5 @@ __all__ = [
     "terminal_plot",
     "versions",
     "write_config",
+    "write_encoded",
 ]

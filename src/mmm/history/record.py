@@ -72,8 +72,21 @@ def write_config(outdir: Path | str, config: Any) -> Path:
     Raises:
         RecordError: the file cannot be written.
     """
+    return write_encoded(outdir, encode(config))
+
+
+def encode(value: Any) -> str:
+    """A value as `write_config` writes it. A large one that stays the same need not be encoded at every write."""
+    return json.dumps(_plain(value), indent=2, ensure_ascii=False)
+
+
+def write_encoded(outdir: Path | str, config: str | Mapping[str, str]) -> Path:
+    """`write_config` of what has been encoded: in all, or each value by its name."""
+    if not isinstance(config, str):
+        lines = ",".join(f"\n{json.dumps(name)}: {text}" for name, text in config.items())
+        config = "{" + lines.replace("\n", "\n  ") + "\n}"
     path = Path(outdir) / CONFIG
-    write_atomically(path, (json.dumps(_plain(config), indent=2, ensure_ascii=False) + "\n").encode())
+    write_atomically(path, f"{config}\n".encode())
     return path
 
 

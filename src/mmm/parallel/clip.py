@@ -53,9 +53,12 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: Device
         dist.all_reduce(total, group=stages.get_group())
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device
-    for gradient in gradients:
-        local = to_local(gradient)
-        local.mul_(scale.to(local))
+    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensors in by_sharding.values():
+        for local in tensors:
+            together.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), tensors in together.items():
+        torch._foreach_mul_(tensors, scale.to(device, dtype))
     return norm
 
 
@@ -70,4 +73,4 @@ def _sharding(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 
 def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    return torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in parts]).square().sum()
+    return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()

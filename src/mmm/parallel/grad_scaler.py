@@ -37,10 +37,9 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, *given, **named)
         self._agreed: Tensor | None = None
 
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped, the same on every rank. The host waits for the device, as `step` did."""
-        return self._agreed is not None and bool(self._agreed.item())
+    def unless_skipped(self, rate: float) -> float | Tensor:
+        """`rate`, or 0 where the last step was skipped: the same on every rank, and on the device."""
+        return rate if self._agreed is None else (1 - self._agreed) * rate
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

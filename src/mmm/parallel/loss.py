@@ -30,6 +30,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int) -> Tensor:
     return total / count
 
 
+def detached(loss: Tensor) -> Tensor:
+    """A scalar, plain or replicated over a mesh, without its graph and in float64, to add up on its device (MPS has no
+    float64: float32)."""
+    wide = torch.float32 if loss.device.type == "mps" else torch.float64
+    return to_local(loss.detach()).to(wide)
+
+
 def local_value(loss: Tensor) -> float:
     """The value of a scalar, plain or replicated over a mesh."""
     return float(to_local(loss.detach()))

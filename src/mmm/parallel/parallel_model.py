@@ -10,7 +10,6 @@ An example that teaches one technique calls these functions itself; what takes a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -30,7 +29,7 @@ from mmm.parallel.context.apply import positions_of
 from mmm.parallel.data.apply import sync_gradients
 from mmm.parallel.data.fsdp import reshard
 from mmm.parallel.expert.balance import BALANCE_RATE, balance_experts, imbalance
-from mmm.parallel.loss import Loss, local_value
+from mmm.parallel.loss import Loss, detached
 from mmm.parallel.materialize import materialize
 from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Mesh
@@ -78,6 +77,7 @@ class ParallelModel:
         self.microbatches, self._positions = partition.microbatches, plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._experts = has_experts(model)
+        self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
         self.modules: dict[int, nn.Module] = {0: model}
         if partition.stages:
             warn_unmatched(plan, model)
@@ -119,28 +119,26 @@ class ParallelModel:
         """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective."""
         return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
 
-    def balance_experts(self, rate: float = BALANCE_RATE, measured: bool = True) -> float | None:
+    def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
         """After a step of the optimizer: `mmm.parallel.balance_experts` on all stages. A collective.
 
         Args:
             measured: whether the imbalance is wanted, on all ranks or on none.
 
         Returns:
-            `mmm.parallel.imbalance` over the layers of all stages, the same on every rank; None where it is not
-            wanted, or the model has no experts.
+            `mmm.parallel.imbalance` over the layers of all stages, on the device, the same on every rank; None where
+            it is not wanted, or the model has no experts.
         """
         if not self._experts:
             return None
         load = balance_experts(self.modules.values(), self.mesh, rate)
         if not measured:
             return None
-        local = imbalance(load)
-        if self.pipeline is None:
-            return local
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        worst = torch.tensor(0.0 if math.isnan(local) else local, dtype=dtype, device=self.device)  # NaN: no experts
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
-        return worst.item()
+        worst = imbalance(load).to(self.device)
+        if self.pipeline is not None:
+            worst = worst.nan_to_num(0.0)  # of a stage without experts
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
+        return worst
 
     def step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None = None) -> Tensor:
         """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
@@ -150,7 +148,8 @@ class ParallelModel:
             scaler: scales up what is differentiated, for fp16; not with pp.
 
         Returns:
-            This rank's local loss, scalar, without a graph: those of `Layout.loss_ranks` add up to the global loss.
+            This rank's local loss, scalar, on the device and without a graph: those of `Layout.loss_ranks` add up to
+            the global loss.
         """
         loss = self._step(inputs, targets, count, scaler)
         if self._report is not None:
@@ -165,7 +164,7 @@ class ParallelModel:
                 assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
                 self._measure = lambda output, targets: self._loss(output, targets, count)
                 return self.pipeline.step(inputs, targets, **positions)
-            total, (model,) = 0.0, self.modules.values()
+            losses, (model,) = [], self.modules.values()
             batches = (inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches))
             for number, (some_inputs, some_targets) in enumerate(zip(*batches, strict=True), start=1):
                 sync_gradients(model, number == self.microbatches)
@@ -173,8 +172,8 @@ class ParallelModel:
                 self._timed("dtf")
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 self._timed("dtb")
-                total += local_value(loss)
-        return torch.tensor(total, dtype=torch.float64)
+                losses.append(detached(loss))
+        return sum(losses[1:], losses[0])
 
     def evaluate(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
         """The local loss as `step` returns it, by forward alone. A collective."""
@@ -189,13 +188,14 @@ class ParallelModel:
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
-            (measures,) float64, of this data-parallel (and cp) coordinate, the same on all its stages.
+            (measures,) float64, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
         """
         inputs, targets, positions = self._own_tokens(inputs, targets)
-        sums = torch.zeros(len(measures), dtype=torch.float64)
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        sums = torch.zeros(len(measures), dtype=wide, device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
-            sums.add_(torch.tensor([local_value(measure(output, targets)) for measure in measures], dtype=sums.dtype))
+            sums.add_(torch.stack([detached(measure(output, targets)) for measure in measures]))
             return sums.sum()
 
         with loss_parallel():
@@ -206,15 +206,18 @@ class ParallelModel:
                 return sums
             self._measure = add
             self.pipeline.evaluate(inputs, targets, **positions)
-        shared = sums.to(self.device)  # only the last stage has outputs
-        dist.all_reduce(shared, group=self.mesh["pp"].get_group())
-        return shared
+        dist.all_reduce(sums, group=self.mesh["pp"].get_group())  # only the last stage has outputs
+        return sums
 
     def _own_tokens(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The tokens of this cp coordinate, and for models of sequences their positions in the full sequence."""
         if not self._positions:
             return inputs, targets, {}
-        positions = positions_of(self.coordinates["cp"], self.layout.cp, inputs.shape[1]).to(inputs.device)
+        length = inputs.shape[1]
+        if length not in self._own_positions:
+            own = positions_of(self.coordinates["cp"], self.layout.cp, length)
+            self._own_positions[length] = own.to(inputs.device)
+        positions = self._own_positions[length]
         if self.layout.cp > 1:
             inputs, targets = inputs[:, positions], targets[:, positions]
         return inputs, targets, {"positions": positions}

@@ -1,8 +1,9 @@
-"""Seconds of a step and of its parts. The device is waited for at each mark, so that a part is charged its own work."""
+"""Seconds of a step and of its parts, without making the host wait for the device until they are asked for."""
 
 from __future__ import annotations
 
 from time import perf_counter, time
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from mmm.runtime.device import synchronize
 
 PARTS = ("dtd", "dtf", "dtb", "dto")
 PIPELINE_PARTS = ("dtd", "dtf", "dtb", "dtw", "dto")  # with a pipeline, a rank also waits
+MOST_LAPS = 1024  # whose events are kept
 
 
 class StepClock:
@@ -18,6 +20,10 @@ class StepClock:
     ``start()``, then ``lap("dtd")``, ``lap("dtf")`` … at the end of each part. A part may be marked many times in a
     step (micro-batches): its seconds add up. The parts add up to ``dt`` because ``dt`` is their sum.
 
+    On CUDA and XPU a mark is an event in the device's queue, and a part the time between the device's reaching two of
+    them. The host goes on; it waits in `seconds`, and at both ends of the very first step. Elsewhere a mark is the
+    host's time, once the device has finished.
+
     Attributes:
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
     """
@@ -25,27 +31,50 @@ class StepClock:
     def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
         self.device = device
         self.parts = parts
-        self._mark = 0.0
+        self._event = getattr(torch, device.type).Event if device.type in ("cuda", "xpu") else None
+        self._last: Any = None  # mark
+        self._laps: list[tuple[str, Any, Any]] = []  # part and the marks around it: those not yet added up
         self._seconds: dict[str, float] = {}
         self.first_start: float | None = None
         self.first_end: float | None = None
 
     def start(self) -> None:
-        synchronize(self.device)
-        self._seconds = dict.fromkeys(self.parts, 0.0)
-        self._mark = perf_counter()
         if self.first_start is None:
+            synchronize(self.device)
             self.first_start = time()
+        self._seconds, self._laps = dict.fromkeys(self.parts, 0.0), []
+        self._last = self._mark()
 
     def lap(self, part: str) -> None:
         """Charge the time since the last mark to `part`."""
-        synchronize(self.device)
-        now = perf_counter()
-        self._seconds[part] += now - self._mark
-        self._mark = now
+        now = self._mark()
+        self._laps.append((part, self._last, now))
+        self._last = now
+        if self._event is None:
+            self._add_up(1)
+        elif len(self._laps) > MOST_LAPS:
+            self._add_up(MOST_LAPS // 2)  # long over: the host does not wait
         if self.first_end is None and part == self.parts[-1]:
+            synchronize(self.device)
             self.first_end = time()
 
     def seconds(self) -> dict[str, float]:
-        """``dt`` and each part, in seconds, of the step since ``start()``."""
+        """``dt`` and each part, in seconds, of the step since ``start()``. The host waits for the last mark."""
+        self._add_up(len(self._laps))
         return {"dt": sum(self._seconds.values()), **self._seconds}
+
+    def _mark(self) -> Any:
+        if self._event is None:
+            synchronize(self.device)
+            return perf_counter()
+        event = self._event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add_up(self, count: int) -> None:
+        """The first `count` of the laps."""
+        laps, self._laps = self._laps[:count], self._laps[count:]
+        if laps and self._event is not None:
+            laps[-1][2].synchronize()
+        for part, begin, end in laps:
+            self._seconds[part] += end - begin if self._event is None else begin.elapsed_time(end) / 1000

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmm.contract import ENDING, MARKER_VARIABLE, open_files
 from mmm.errors import LaunchError
@@ -145,16 +146,23 @@ def bound_if_it_splits() -> Iterator[None]:
         group.bound_device_id = device
 
 
-def gather_floats(values: list[float], device: torch.device) -> list[list[float]]:
+# PyTorch 2.13 has a new name for it, and warns of the old one.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gather_floats(values: list[float] | Tensor, device: torch.device, columns: int | None = None) -> list[list[float]]:
     """Every rank's `values` (the same number on each), by rank. A collective: all ranks call it.
 
+    Args:
+        values: (n,), if a tensor, on `device`. columns: how many of each rank's are wanted here; None for all.
+
     Returns:
-        world_size lists, on every rank the same.
+        world_size lists.
     """
     world = dist.get_world_size()
     if world == 1:
-        return [list(values)]
-    own = torch.tensor(values, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(everyone, own)
-    return torch.stack(everyone).tolist()
+        return [list(values) if isinstance(values, list) else values.tolist()]
+    own = torch.tensor(values, dtype=torch.float64, device=device) if isinstance(values, list) else values
+    everyone = own.new_empty(world * len(own))
+    all_gather(everyone, own)
+    return everyone.view(world, -1)[:, :columns].tolist()

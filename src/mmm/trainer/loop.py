@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmm.parallel.expert.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler
@@ -47,7 +49,8 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-    clock, local_loss, since, evaluated = run.clock, 0.0, 0, {}
+    clock, since, evaluated = run.clock, 0, {}
+    local_loss: Tensor | None = None  # on the device
     batches = task.all_batches()
     clock.start()
     steps = range(options.steps)
@@ -59,7 +62,8 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         batch = next(batches)
         clock.lap("dtd")
         # Laps dtf, dtb and, with pp, dtw.
-        local_loss += model.step(batch.inputs, batch.targets, batch.count, scaler).item()
+        loss = model.step(batch.inputs, batch.targets, batch.count, scaler)
+        local_loss = loss if local_loss is None else local_loss + loss
         scaler.unscale_(optimizer)
         if options.max_norm:
             model.clip(options.max_norm)
@@ -72,13 +76,12 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
             end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
         )
         due = evaluate_now or (not options.by_epoch and step % run.options.log_every == 0)
-        rate = 0.0 if scaler.skipped else options.balance_rate  # a skipped step moves nothing
-        imbalance = model.balance_experts(rate, due)
+        imbalance = model.balance_experts(scaler.unless_skipped(options.balance_rate), due)
         clock.lap("dto")
 
         if options.by_epoch and not evaluate_now:
             continue
-        more = {} if imbalance is None else {"imbalance": imbalance}
+        more: dict[str, Any] = {} if imbalance is None else {"imbalance": imbalance}
         if evaluate_now:
             model.train(False)
             evaluated = task.evaluate(model)
@@ -87,6 +90,6 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         name = {"train_loss" if options.by_epoch else "loss": local_loss / since}
         size = since * task.global_batch_size, since * task.tokens
         run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
-        local_loss, since = 0.0, 0
+        local_loss, since = None, 0
         clock.start()
     return evaluated

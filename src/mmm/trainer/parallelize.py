@@ -7,10 +7,9 @@ from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
-from mmm.runtime.process_group import gather_floats
 from mmm.trainer.report import local_parameters, sharded_model, stage_table
 from mmm.trainer.resolve import ResolvedPlan
-from mmm.trainer.run import Run
+from mmm.trainer.run import Run, gather
 
 
 def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
@@ -22,12 +21,10 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
     model, plan, techniques, partition = resolved.model, resolved.plan, resolved.techniques, resolved.partition
     parameters = parameter_count(model)
     run.notes += unmatched(plan, model)  # `ParallelModel` says them
-    run.describe(notes=run.notes)
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     if partition.stages:
         table = stage_table(partition.names(), partition.shares())
         run.log.info("%d micro-batches by %s\n%s", partition.microbatches, techniques.schedule, table)
-        run.describe(stages=partition.names())
     parallel = ParallelModel(
         model,
         plan,
@@ -44,20 +41,22 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
     for number, module in parallel.modules.items():
         run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
-    local = gather_floats([float(sum(map(local_parameters, parallel.modules.values())))], run.device)
-    (least,), (most,) = min(local), max(local)
-    run.log.info(
-        "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",
-        f"{least:,.0f}",
-        f"{most:,.0f}",
-        f"{parameters:,}",
-        100 * least / parameters,
-        100 * most / parameters,
-    )
-    run.describe(
-        techniques=techniques,
-        microbatches=partition.microbatches,
-        parameters=parameters,
-        held=[int(n) for (n,) in local],
-    )
+    if by_rank := gather(run.rank, sum(map(local_parameters, parallel.modules.values()))):
+        least, most = min(by_rank), max(by_rank)
+        run.log.info(
+            "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",
+            f"{least:,}",
+            f"{most:,}",
+            f"{parameters:,}",
+            100 * least / parameters,
+            100 * most / parameters,
+        )
+        run.describe(
+            notes=run.notes,
+            **({"stages": partition.names()} if partition.stages else {}),
+            techniques=techniques,
+            microbatches=partition.microbatches,
+            parameters=parameters,
+            held=by_rank,
+        )
     return parallel

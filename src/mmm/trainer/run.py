@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from mmm.errors import DeviceError, DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
 from mmm.parallel.data.fsdp import ignore_views
-from mmm.parallel.loss import local_value
+from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree
@@ -43,6 +43,7 @@ from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, facts_of_run
+from mmm.trainer.losses import NotFinite, UnreadLosses
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 from mmm.trainer.resolve import Resolved
@@ -57,7 +58,7 @@ class Run:
     Attributes:
         rank, layout, device, precision: of this process.
         clock: for the parts of a step. log: the package's logger.
-        outdir: the run's folder (known on rank 0 only). ranks: every rank's host, pid and place.
+        outdir: the run's folder; ranks: every rank's host, pid and place: both known on rank 0 only.
     """
 
     options: BaseOptions
@@ -73,6 +74,7 @@ class Run:
     notes: list[str] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     startup: startup.Times | None = None  # until it is on record
+    _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
         """Say what was chosen or done instead of what was expected, and keep it in the record."""
@@ -81,20 +83,37 @@ class Run:
         self.describe(notes=self.notes)
 
     def describe(self, **facts: Any) -> None:
-        """Add facts to the record's config.json."""
+        """Add facts to the record's config.json. Only these are encoded: tables of thousands of ranks are there too."""
         self.config.update(facts)
         if self.outdir is not None:
+            self._encoded |= {name: history.encode(value) for name, value in facts.items()}
             ending = self.record.ending if self.record is not None else Ending(RUNNING)
-            history.write_config(self.outdir, ending.on(self.config))
+            ended = {name: history.encode(value) for name, value in ending.attrs().items()}
+            history.write_encoded(self.outdir, self._encoded | ended)
 
-    def global_sum(self, local: float) -> float:
+    @cached_property
+    def losses(self) -> UnreadLosses:
+        """Of the steps since the last row."""
+        return UnreadLosses()
+
+    @cached_property
+    def loss_ranks(self) -> list[int]:
+        """`Layout.loss_ranks` of the layout, which takes a while on thousands of ranks."""
+        return self.layout.loss_ranks()
+
+    def global_sum(self, local: float | Tensor) -> float:
         """The sum of a number over all data-parallel coordinates. A collective: every rank calls it."""
-        everyone = gather_floats([local], self.device)
-        return sum(everyone[rank][0] for rank in self.layout.loss_ranks())
+        (total,) = self.global_sums(detached(local).view(1) if isinstance(local, Tensor) else [local])
+        return total
+
+    def global_sums(self, local: list[float] | Tensor) -> list[float]:
+        """`global_sum` of several numbers, on the host or, (n,), on the device, at once."""
+        everyone = gather_floats(local, self.device)
+        return [sum(values) for values in zip(*(everyone[rank] for rank in self.loss_ranks), strict=True)]
 
     def step(
         self, step: int, loss: Tensor, *, samples: int, tokens: int = 0, last: bool = False, **more: float
-    ) -> float:
+    ) -> float | None:
         """Log and record one optimizer step. A collective: every rank calls it, after the clock's last lap.
 
         Args:
@@ -103,59 +122,71 @@ class Run:
             samples, tokens: in the global batch. more: further numbers for the row, which is then logged.
 
         Returns:
-            The global loss.
+            The global loss; None where no row is due: the host has not waited for it.
 
         Raises:
-            DivergedError: it is not finite; on every rank.
+            DivergedError: it is not finite, or was not since the last row; on every rank.
         """
         due = bool(step % self.options.log_every == 0 or last or more)
-        local_loss = {"loss": local_value(loss)}
+        local_loss = {"loss": detached(loss)}
         return self.row({"iter": step}, local_loss, samples=samples, tokens=tokens, more=more, due=due, depth=2)
 
     def row(
         self,
         at: dict[str, int],
-        local_loss: dict[str, float],
+        local_loss: dict[str, Tensor],
         *,
         samples: int,
         tokens: int = 0,
-        more: Mapping[str, float] | None = None,
+        more: Mapping[str, float | Tensor] | None = None,
         due: bool = True,
         depth: int = 1,
-    ) -> float:
-        """Log and record what has happened since the clock was started. A collective.
+    ) -> float | None:
+        """Log and record what has happened since the clock was started. A collective where the row is due: only then
+        the host waits for the device.
 
         Args:
-            at: where the run is, such as ``{"iter": 3}``. local_loss: its name, and this rank's.
-            samples, tokens: since the clock was started. more: further numbers for the row.
-            due: whether to log; a loss that is not finite is always logged.
+            at: where the run is, such as ``{"iter": 3}``. local_loss: its name, and this rank's, of `detached`.
+            samples, tokens: since the clock was started. more: further numbers for the row, tensors the same on all
+                ranks.
+            due: whether to log, and to find out whether the losses up to here are finite.
             depth: callers between the program and here, so that the log names the program's line.
 
         Returns, Raises: as `step`.
         """
         self.record_startup()
-        seconds = self.clock.seconds()
         ((name, local),) = local_loss.items()
-        by_rank = gather_floats([local, *seconds.values()], self.device)
-        losses = {rank: by_rank[rank][0] for rank in self.layout.loss_ranks()}
-        total = sum(losses.values())
-        finite = math.isfinite(total)
-        if self.record is not None and (due or not finite):
-            per_rank = {part: [row[i + 1] for row in by_rank] for i, part in enumerate(seconds)}
+        self.losses.add(at, local)
+        if not due:
+            return None
+        seconds, numbers = self.clock.seconds(), dict[str, Any](more or {})
+        tensors = {key: value for key, value in numbers.items() if isinstance(value, Tensor)}
+        marks = torch.tensor([*seconds.values()], dtype=local.dtype)
+        if self.device.type in ("cuda", "xpu"):
+            marks = marks.pin_memory()  # else the host waits for the copy
+        columns = [self.losses.columns(), *(value.view(1).to(local) for value in tensors.values())]
+        own = torch.cat((*columns, marks.to(local.device, non_blocking=True)))
+        wanted = UnreadLosses.COLUMNS if self.record is None else None
+        by_rank = gather_floats(own, self.device, wanted)
+        losses = {rank: by_rank[rank][: UnreadLosses.COLUMNS] for rank in self.loss_ranks}
+        total = sum(loss for loss, *_ in losses.values())
+        if self.record is not None:
+            values, first = by_rank[self.rank.rank], len(own) - len(seconds)
+            numbers |= dict(zip(tensors, values[UnreadLosses.COLUMNS :], strict=False))
+            per_rank = {part: [row[first + i] for row in by_rank] for i, part in enumerate(seconds)}
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
-            line = self.record.update({**at, name: total, **seconds, **(more or {}), **rate}, per_rank)
+            line = self.record.update({**at, name: total, **seconds, **numbers, **rate}, per_rank)
             self.log.info(line, stacklevel=depth + 1)
-        if not finite:
-            wrong = [rank for rank, loss in losses.items() if not math.isfinite(loss)] or list(losses)
-            places = ", ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in wrong[:8])
-            others = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in at.items())
-            raise DivergedError(
-                f"the loss is {total} at {when}, from {places}{others}: lower --lr ({self.options.lr})"
-                + (", or try --dtype fp32" if self.precision.mixed else ""),
-                on_every_rank=True,
-            )
+        if (found := self.losses.read(losses, total)) is not None:
+            raise DivergedError(self._diverged(found), on_every_rank=True)
         return total
+
+    def _diverged(self, found: NotFinite) -> str:
+        """What has happened, in words: rank 0 knows the hosts, and tells all. A collective."""
+        text = [found.text([about["host"] for about in self.ranks])] if self.rank.is_main else [""]
+        if self.rank.world_size > 1:
+            dist.broadcast_object_list(text)
+        return f"{text[0]}: lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
 
     def record_startup(self) -> None:
         """Put every rank's start-up into the record, once, when the first step is over. A collective."""
@@ -164,20 +195,22 @@ class Run:
         times, self.startup = self.startup, None
         if self.clock.first_start is not None and self.clock.first_end is not None:
             times.model, times.first_step = self.clock.first_start, self.clock.first_end
-        marks = gather_floats(times.marks(), self.device)
-        self.describe(startup=startup.as_record(times.source, marks, _gather(times.imports, self.rank)))
+        if everyone := gather(self.rank, (times.marks(), times.imports)):
+            marks, imports = zip(*everyone, strict=True)
+            self.describe(startup=startup.as_record(times.source, marks, imports))
 
 
-def _gather(local: Any, rank: Rank) -> list[Any]:
-    """Every rank's `local`, by rank. A collective."""
-    by_rank: list[Any] = [local] * rank.world_size
-    if rank.world_size > 1:
-        dist.all_gather_object(by_rank, local)
-    return by_rank
+def gather(rank: Rank, local: Any) -> list[Any]:
+    """Every rank's `local`, by rank, on rank 0; empty on the others. A collective."""
+    if rank.world_size == 1:
+        return [local]
+    by_rank: list[Any] | None = [None] * rank.world_size if rank.is_main else None
+    dist.gather_object(local, by_rank)
+    return by_rank or []
 
 
 def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
-    """What every rank says of itself, by rank."""
+    """What every rank says of itself, by rank, on rank 0."""
     local = {
         "rank": rank.rank,
         "local_rank": rank.local_rank,
@@ -185,7 +218,7 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
         "pid": os.getpid(),
         "device": str(device),
     }
-    return [{**about, **layout.coordinates(about["rank"])} for about in _gather(local, rank)]
+    return [{**about, **layout.coordinates(about["rank"])} for about in gather(rank, local)]
 
 
 @contextmanager
@@ -268,8 +301,8 @@ def start_run(
         if data is not None:
             config["data"] = data
         clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, config=config, startup=times)
-        run.describe()
+        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times)
+        run.describe(**config)
         log.info(
             "%d ranks (%s), layout %s, %s, %s (%s)\n%s",
             rank.world_size,
@@ -278,7 +311,7 @@ def start_run(
             device.type,
             precision.name,
             precision.reason,
-            rank_table(ranks),
+            rank_table(ranks) if ranks else "(rank 0 has the table)",
         )
         for note in earlier:
             run.note(note)

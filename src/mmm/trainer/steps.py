@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
-from mmm.parallel.loss import local_value
+from mmm.parallel.loss import detached
 from mmm.runtime.seed import seed_step
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.progress import epochs_bar
@@ -43,7 +43,6 @@ class Step:
     Attributes:
         number: from 0. batch: this rank's samples of the global batch, on the run's device. last: of the run.
         due: whether the row is logged. row: further numbers of it, for the loop's body to add to.
-        local_loss: this rank's. loss: of all ranks, once the step is over.
     """
 
     run: Run
@@ -51,9 +50,13 @@ class Step:
     batch: Batch
     last: bool = False
     due: bool = True
-    row: dict[str, float] = field(default_factory=dict)
-    local_loss: float = 0.0
-    loss: float = 0.0
+    row: dict[str, float | Tensor] = field(default_factory=dict)
+    _losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def local_loss(self) -> Tensor:
+        """This rank's, once `log` has been called: on the device."""
+        return sum(self._losses[1:], self._losses[0])
 
     def log(self, loss: Tensor) -> None:
         """The forward is over.
@@ -62,7 +65,7 @@ class Step:
             loss: of this rank's samples, divided by the global count. With micro-batches, of one of them: they add up.
         """
         self.run.clock.lap("dtf")
-        self.local_loss += local_value(loss)
+        self._losses.append(detached(loss))
 
 
 def text_steps(
@@ -115,7 +118,7 @@ def text_steps(
         if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(number, steps):
             step.row["val_loss"] = validate(run, resolved, options.eval_batches, local_loss)
             step.due = True
-        step.loss = run.row(
+        run.row(
             {**(at or {}), "iter": number},
             {"loss": step.local_loss},
             samples=global_batch,
@@ -125,7 +128,7 @@ def text_steps(
             depth=2,
         )
         if one_device is not None:
-            one_device.loss(step.loss)
+            one_device.loss(run.global_sum(step.local_loss))
     if one_device is not None:
         one_device.report()
 
@@ -156,11 +159,12 @@ def image_steps(
         one_device = OneDevice(run, full, [model], optimizer, whole_batch)
     optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
     run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
-    batches, local_loss, since = task.all_batches(), 0.0, 0
+    batches, losses = task.all_batches(), list[Tensor]()
     for number in epochs_bar(range(steps), per_epoch, run.rank):
-        if since == 0:
+        if not losses:
             model.train()
-            optimizer.param_groups[0]["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
+            for group in optimizer.param_groups:
+                group["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
         seed_step(run.options.seed, number, coordinate)  # for dropout
         batch = next(batches)
@@ -170,17 +174,17 @@ def image_steps(
         run.clock.lap("dtd")
         yield step
         run.clock.lap("dto")
-        local_loss, since = local_loss + step.local_loss, since + 1
+        losses.append(step.local_loss)
         if one_device is not None:
             one_device.loss(run.global_sum(step.local_loss))
         if (number + 1) % per_epoch == 0 or step.last:
             run.row(
                 {"epoch": number // per_epoch + 1},
-                {"train_loss": local_loss / since},
-                samples=since * resolved.global_batch_size,
+                {"train_loss": sum(losses[1:], losses[0]) / len(losses)},
+                samples=len(losses) * resolved.global_batch_size,
                 more={**step.row, **evaluate_images(run, model, task.test_loader)},
                 depth=2,
             )
-            local_loss, since = 0.0, 0
+            losses.clear()
     if one_device is not None:
         one_device.report()

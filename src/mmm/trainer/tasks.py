@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmm.data import Batch
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
+from mmm.parallel.loss import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
@@ -79,8 +80,8 @@ class TokenTask(Task):
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time."""
         batches = validation_batches(self.run, self.resolved, self.eval_batches)
-        losses = [model.evaluate(batch.inputs, batch.targets, batch.count).item() for batch in batches]
-        return {"val_loss": self.run.global_sum(sum(losses)) / len(losses)}
+        losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
+        return {"val_loss": self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)}
 
 
 class ImageTask(Task):
@@ -124,11 +125,10 @@ def evaluate_images(run: Run, model: nn.Module | ParallelModel, loader: ImageLoa
         loader: of `mmm.data.image_batches.evaluation`: what only pads a batch has weight 0.
     """
     model.train(False)
-    sums, images = torch.zeros(2, dtype=torch.float64), loader.batches.image_set.samples
-    for batch in loader.epoch():
-        batch = batch.to(run.device, run.precision.storage)
-        sums += _measure(model, batch).cpu()
-    loss, right = (run.global_sum(float(value)) / images for value in sums)
+    images = loader.batches.image_set.samples
+    batches = (batch.to(run.device, run.precision.storage) for batch in loader.epoch())
+    first, *others = (_measure(model, batch) for batch in batches)
+    loss, right = (total / images for total in run.global_sums(sum(others, first)))
     return {"test_loss": loss, "test_acc": 100 * right}
 
 
@@ -138,4 +138,4 @@ def _measure(model: nn.Module | ParallelModel, batch: ImageBatch) -> Tensor:
     if isinstance(model, ParallelModel):
         return model.measure(batch.images, labels, summed_loss, correct)
     logits = model(batch.images)
-    return torch.tensor([float(summed_loss(logits, labels)), float(correct(logits, labels))], dtype=torch.float64)
+    return torch.stack([detached(summed_loss(logits, labels)), detached(correct(logits, labels))])

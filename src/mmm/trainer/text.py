@@ -17,7 +17,8 @@ from mmm.data import Batch, Corpus, RandomTokens, TextTokens, Tokens, read_text_
 from mmm.data.text import BYTES
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
-from mmm.parallel import batch_sizes, local_value
+from mmm.parallel import batch_sizes
+from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions
@@ -251,5 +252,5 @@ def validate(run: Run, resolved: Resolved, batches: int, local_loss: Callable[[B
     losses = []
     for batch in validation_batches(run, resolved, batches):
         with loss_parallel():
-            losses.append(local_value(local_loss(batch)))
-    return run.global_sum(sum(losses)) / len(losses)
+            losses.append(detached(local_loss(batch)))
+    return run.global_sum(sum(losses[1:], losses[0])) / len(losses)

@@ -43,9 +43,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import to_local
 from mmm.runtime.device import Precision
+from mmm.runtime.process_group import all_gather
 
-# PyTorch 2.13 has new names for these two, and warns of the old ones.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# PyTorch 2.13 has a new name for it, and warns of the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

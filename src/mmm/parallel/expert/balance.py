@@ -5,6 +5,7 @@ Source: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -21,7 +22,7 @@ TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # their ranks have differ
 
 @torch.no_grad()
 def balance_experts(
-    model: nn.Module | Iterable[nn.Module], mesh: Mesh | DeviceMesh, rate: float = BALANCE_RATE
+    model: nn.Module | Iterable[nn.Module], mesh: Mesh | DeviceMesh, rate: float | Tensor = BALANCE_RATE
 ) -> Tensor:
     """After a step of the optimizer: make experts that had more tokens than the mean less likely, and the others more.
 
@@ -33,8 +34,8 @@ def balance_experts(
         model: or this rank's pipeline stages.
 
     Returns:
-        (layers, n_experts) int64 on the CPU: tokens per expert, over all ranks, of this rank's layers in the order of
-        the model; (0, 0) where there are none.
+        (layers, n_experts) int64 on the device: tokens per expert, over all ranks, of this rank's layers in the order
+        of the model; (0, 0) where there are none.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, MixtureOfExperts)]
@@ -50,19 +51,17 @@ def balance_experts(
     for layer, sign in zip(layers, direction, strict=True):
         layer.expert_bias += rate * sign.to(layer.expert_bias.dtype)
         layer.tokens_per_expert = None
-    return load.cpu()
+    return load
 
 
-def imbalance(load: Tensor) -> float:
+def imbalance(load: Tensor) -> Tensor:
     """The largest load over the mean load, of the layer where that is worst: 1 is even, n_experts / top_k the worst.
 
     Args:
         load: (layers, n_experts), of `balance_experts`.
 
     Returns:
-        NaN where no expert had a token.
+        Scalar, on the device of `load`; NaN where no expert had a token.
     """
-    if not load.numel() or not bool(load.any()):
-        return float("nan")
-    wide = load.double()
-    return float((wide.amax(1) / wide.mean(1)).max())
+    wide = load.to(torch.float32 if load.device.type == "mps" else torch.float64)
+    return (wide.amax(1) / wide.mean(1)).max() if load.numel() else wide.new_tensor(math.nan)

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from mmm.parallel.data.fsdp import reshard, widen_gradients
-from mmm.parallel.loss import local_value
+from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pipeline.recorder import Action, Recorder
 from mmm.parallel.pipeline.schedules import SCHEDULES
@@ -92,7 +92,7 @@ def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.
         Scalar, float64 (float32 on MPS).
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    loss = torch.tensor(sum(map(local_value, losses)), dtype=dtype, device=device)
+    loss = sum(map(detached, losses), torch.zeros((), dtype=dtype, device=device))
     dist.all_reduce(loss, group=group)
     return loss
 
@@ -109,8 +109,7 @@ class Pipeline:
         mesh: with a pp axis.
         schedule: a key of `SCHEDULES`. microbatches: of a step.
         loss: (output, targets) of a micro-batch → its local loss: its sum divided by the global count.
-        lap: `StepClock.lap` of a clock with the parts dtf, dtb and dtw. On an accelerator the host then waits for each
-            part of the work, which costs overlap.
+        lap: `StepClock.lap` of a clock with the parts dtf, dtb and dtw.
     """
 
     def __init__(

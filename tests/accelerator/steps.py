@@ -1,0 +1,164 @@
+"""Steps of the shared training loop on devices that are not there. A program: test_steps.py reads its answers.
+
+    python steps.py LIBRARY OUTPUT '{"cuda": [CASE, …], "xpu": [CASE, …]}'
+
+A case: model and layout, and fields of `ParityCase` and `Techniques`. OUTPUT: a JSON object a line, with what went
+wrong or the counts of a step without and of one with a row.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+LIBRARY, OUTPUT, CASES = sys.argv[1:]
+# Before torch, which asks at its import which devices there are.
+ctypes.CDLL(str(Path(importlib.util.find_spec("torch").origin).parent / "lib/libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+ctypes.CDLL(LIBRARY)
+
+import warnings  # noqa: E402
+from dataclasses import replace  # noqa: E402
+
+import torch  # noqa: E402
+from device import COUNTS, fake_tensors, install, process_group  # noqa: E402
+
+from mmm.analysis.traffic import count_traffic  # noqa: E402
+from mmm.data import Batch  # noqa: E402
+from mmm.models.experts import MixtureOfExperts  # noqa: E402
+from mmm.models.meta import meta_parameters  # noqa: E402
+from mmm.parallel.mesh import build_mesh  # noqa: E402
+from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
+from mmm.parity import models  # noqa: E402
+from mmm.parity.layouts import ParityCase, canonical  # noqa: E402
+from mmm.parity.reference import Training, batch  # noqa: E402
+from mmm.parity.train import prepare  # noqa: E402
+from mmm.runtime.clock import StepClock  # noqa: E402
+from mmm.runtime.device import Precision  # noqa: E402
+from mmm.runtime.log import get_logger  # noqa: E402
+from mmm.runtime.ranks import Rank  # noqa: E402
+from mmm.trainer.loop import Fit, fit  # noqa: E402
+from mmm.trainer.optimizer import make_optimizer  # noqa: E402
+from mmm.trainer.options import RunOptions  # noqa: E402
+from mmm.trainer.run import Run  # noqa: E402
+from mmm.trainer.tasks import Task  # noqa: E402
+
+ROWS = 2  # a row is due in every second step
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+
+
+class Enough(Exception):
+    """All steps that are counted have been made."""
+
+
+class Record:
+    """Stands where a record stands."""
+
+    def update(self, row, per_rank):
+        return ""
+
+
+class MadeUp(Task):
+    """The same batch every time; when the next one is asked for, what the last step has done is kept."""
+
+    def __init__(self, inputs, targets, count, traffic):
+        self.batch, self.traffic, self.seen = Batch(inputs, targets, count), traffic, []
+        self.global_batch_size = self.tokens = count
+        self.steps_per_epoch = 1000
+
+    def batches(self, epoch):
+        for step in range(4):  # the first makes the optimizer's state; then one without and one with a row
+            if step:
+                self.seen.append((dict(COUNTS.of), self._collectives()))
+            if step == 3:
+                raise Enough
+            COUNTS.of.clear()
+            self.traffic.entries.clear()
+            yield self.batch
+
+    def _collectives(self):
+        calls = {}
+        for (_, operation), entry in self.traffic.entries.items():
+            calls[operation] = calls.get(operation, 0) + entry.calls
+        return calls
+
+    def evaluate(self, model):
+        raise NotImplementedError
+
+
+def counted(kind, words):
+    """What a rank does in a step without a row, and in one with."""
+    fields = dict(words)
+    techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
+    optimizer = fields.pop("optimizer", "adamw")
+    case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
+    model, device = models.find(case.model), torch.device(kind, 0)
+    training = Training(dtype="fp32")
+    ready = prepare(model, case, training)
+    rank = Rank(0, case.ranks, 0, 1, "test")
+    inputs, targets = batch(model.source, training, 0)
+    local = training.global_batch // ready.layout.dp
+    with process_group(case.ranks):
+        mesh = build_mesh(ready.layout, kind, experts=ready.experts)
+        with meta_parameters():
+            module = model.source.parity_model()
+        clock = StepClock(device)
+        with fake_tensors(kind), count_traffic(mesh) as traffic:
+            for owner in module.modules():  # what has elements cannot go to a device that is not there
+                owner._buffers.update(
+                    {name: buffer.clone() for name, buffer in owner._buffers.items() if buffer is not None}
+                )
+            parallel = ParallelModel(
+                module,
+                model.plan(),
+                mesh,
+                BF16,
+                replace(ready.techniques, **techniques),
+                ready.partition,
+                device=device,
+                seed=0,
+                lap=clock.lap,
+            )
+            options, host = RunOptions(log_every=ROWS), [{"host": "here"}] * case.ranks
+            run = Run(options, rank, ready.layout, device, BF16, clock, get_logger(), None, host, Record())
+            task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
+            updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
+            with contextlib.suppress(Enough):
+                fit(run, parallel, updates, task, Fit(steps=100, max_norm=1.0))
+    _, without, with_row = task.seen
+    layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
+    forwards = layers * parallel.microbatches
+    return {"without": without, "with": with_row, "groups": len(updates.param_groups), "expert_forwards": forwards}
+
+
+def run_all(kind, cases, file):
+    install(kind)
+    get_logger().setLevel("ERROR")
+    warnings.simplefilter("ignore")
+    for case in cases:
+        try:
+            answer = counted(kind, case)
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        file.write(json.dumps({"kind": kind, "case": case, **answer}) + "\n")
+        file.flush()
+
+
+def main():
+    children = []
+    for kind, cases in json.loads(CASES).items():
+        if child := os.fork():
+            children.append(child)
+            continue
+        with open(OUTPUT, "a", encoding="utf-8") as file:
+            run_all(kind, cases, file)
+        os._exit(0)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
