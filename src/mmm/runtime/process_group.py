@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,3 +167,12 @@ def gather_floats(values: list[float] | Tensor, device: torch.device, columns: i
     everyone = own.new_empty(world * len(own))
     all_gather(everyone, own)
     return everyone.view(world, -1)[:, :columns].tolist()
+
+
+def gather_objects(rank: Rank, local: Any) -> list[Any]:
+    """Every rank's `local`, by rank, on rank 0; empty on the others. A collective."""
+    if rank.world_size == 1:
+        return [local]
+    by_rank: list[Any] | None = [None] * rank.world_size if rank.is_main else None
+    dist.gather_object(local, by_rank)
+    return by_rank or []

@@ -7,9 +7,10 @@ from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
+from mmm.runtime.process_group import gather_objects
 from mmm.trainer.report import local_parameters, sharded_model, stage_table
 from mmm.trainer.resolve import ResolvedPlan
-from mmm.trainer.run import Run, gather
+from mmm.trainer.run import Run
 
 
 def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
@@ -41,7 +42,7 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
     for number, module in parallel.modules.items():
         run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
-    if by_rank := gather(run.rank, sum(map(local_parameters, parallel.modules.values()))):
+    if by_rank := gather_objects(run.rank, sum(map(local_parameters, parallel.modules.values()))):
         least, most = min(by_rank), max(by_rank)
         run.log.info(
             "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",

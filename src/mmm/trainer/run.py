@@ -40,7 +40,7 @@ from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.log import logging_to
-from mmm.runtime.process_group import gather_floats, locate, process_group
+from mmm.runtime.process_group import gather_floats, gather_objects, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, facts_of_run
 from mmm.trainer.losses import NotFinite, UnreadLosses
@@ -195,18 +195,9 @@ class Run:
         times, self.startup = self.startup, None
         if self.clock.first_start is not None and self.clock.first_end is not None:
             times.model, times.first_step = self.clock.first_start, self.clock.first_end
-        if everyone := gather(self.rank, (times.marks(), times.imports)):
+        if everyone := gather_objects(self.rank, (times.marks(), times.imports)):
             marks, imports = zip(*everyone, strict=True)
             self.describe(startup=startup.as_record(times.source, marks, imports))
-
-
-def gather(rank: Rank, local: Any) -> list[Any]:
-    """Every rank's `local`, by rank, on rank 0; empty on the others. A collective."""
-    if rank.world_size == 1:
-        return [local]
-    by_rank: list[Any] | None = [None] * rank.world_size if rank.is_main else None
-    dist.gather_object(local, by_rank)
-    return by_rank or []
 
 
 def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
@@ -218,7 +209,7 @@ def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str
         "pid": os.getpid(),
         "device": str(device),
     }
-    return [{**about, **layout.coordinates(about["rank"])} for about in gather(rank, local)]
+    return [{**about, **layout.coordinates(about["rank"])} for about in gather_objects(rank, local)]
 
 
 @contextmanager
