@@ -93,7 +93,6 @@ class Run:
 
     @cached_property
     def losses(self) -> UnreadLosses:
-        """Of the steps since the last row."""
         return UnreadLosses()
 
     @cached_property
