@@ -26,7 +26,7 @@ def work():
         while len([n for n in os.listdir() if n.startswith("ready")]) < {ranks} - 1: time.sleep(0.01)
         open("failed", "w").write(str(time.time()))
         {action}
-    open(f"ready-{{rank}}", "w")
+    open(f"ready-{{rank}}", "w").close()
     {others}
 work()
 """,

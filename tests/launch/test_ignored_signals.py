@@ -26,7 +26,7 @@ open("part-" + rank, "w").write(f"{ignored('self')}|{ignored(child.pid)}|{ignore
 try:
     os.rename("part-" + rank, "ready-" + rank)
     time.sleep(90)
-finally: open("cleaned-" + rank, "w")
+finally: open("cleaned-" + rank, "w").close()
 """
 
 

@@ -19,10 +19,10 @@ def note(number, frame):
     seen.append(signal.Signals(number).name)
     open(f"seen-{rank}", "w").write(" ".join(seen))
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, note)
-open(f"ready-{rank}", "w")
+open(f"ready-{rank}", "w").close()
 end = time.monotonic() + 90
 while time.monotonic() < end and not os.path.exists("leave"): time.sleep(0.01)
-open(f"done-{rank}", "w")
+open(f"done-{rank}", "w").close()
 """
 WAIT = (
     "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(90)\n"

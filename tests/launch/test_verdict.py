@@ -16,7 +16,7 @@ from mmm.runtime.failure import first_failure
 rank, fault = os.environ["RANK"], sys.argv[1]
 if len(sys.argv) > 2: os.closerange(3, 256)                    # a program may close what it has not opened
 try:
-    open("ready-" + rank, "w")
+    open("ready-" + rank, "w").close()  # a signal while an unnamed file ends would be lost
     if fault != "none" and rank == "1":
         while not os.path.exists("ready-0"): time.sleep(0.01)
         assert first_failure() is None                         # not while all is well

@@ -114,6 +114,7 @@ def notes(rank):
     quiet = SimpleNamespace(info=lambda *given, **named: None)
     options = SimpleNamespace(timeout=30, seed=0)
     run = SimpleNamespace(
+        rank=rank,
         layout=Layout(dp_shard=1),
         device=CPU,
         options=options,

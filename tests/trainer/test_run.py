@@ -248,4 +248,4 @@ def test_mps_runs_the_trainers_alone(monkeypatch):
     refused = pytest.raises(DeviceError, match=r"--device mps: zero .* mmm\.trainer\.lm")
     with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
         pass
-    assert all(each.runs_on_mps for each in (lm.Config, vit.Config, fsdp.Config))
+    assert all(each.RUNS_ON_MPS for each in (lm.Config, vit.Config, fsdp.Config))

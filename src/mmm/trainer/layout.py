@@ -60,8 +60,7 @@ class DataParallelOptions(RunOptions):
 class LayoutOptions(TensorParallelOptions, DataParallelOptions):
     """The sizes of all axes, and how each is used."""
 
-    runs_on_mps = True
-
+    RUNS_ON_MPS: ClassVar = True
     NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "stages_per_rank": PIPELINE, "cp_style": SHARDED_SEQUENCE}
     pp: int = 1
     """Ranks along pp: over how many the layers are split."""

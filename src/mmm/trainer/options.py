@@ -97,7 +97,7 @@ class BaseOptions:
     log_every = 1
     plots = False
     break_ = None
-    runs_on_mps = False
+    RUNS_ON_MPS: ClassVar = False
 
     def check(self) -> None:
         """Values that are wrong by themselves.

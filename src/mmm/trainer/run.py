@@ -239,7 +239,7 @@ def start_run(
     """
     rank = locate(whoami(), options.timeout)
     device = choose_device(options.device, rank)
-    if device.type == "mps" and not options.runs_on_mps:
+    if device.type == "mps" and not options.RUNS_ON_MPS:
         raise DeviceError(
             f"--device mps: {module} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or "
             f"one of mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.fsdp"
