@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray
 
 import mmm
@@ -229,6 +230,11 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
         (("--layout", "dp2", "--ranks", "4"), "--ranks 4: the layouts asked for have 2 ranks"),
         (("--model", "resnet"), "there is no mmm/parity/fixtures/resnet.py"),
         (("--steps", "0"), "--steps 0: it must be at least 1"),
+        pytest.param(
+            ("--model", "cnn", "--layout", "dp2", "--device", "cuda"),
+            "sees no cuda device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -254,6 +260,20 @@ def test_not_as_a_rank(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["--model", "cnn"]) == 2
     assert "this is one of 4 ranks (of torchrun), and mmm.parity starts ranks itself" in capsys.readouterr().err
+
+
+def test_layouts_of_more_ranks_than_devices_are_left_out(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("mmm.parity.run.count_devices", lambda device_type: 2)
+    flags = ["--model", "regression", "--steps", "2", "--no_plots", "--outdir", str(tmp_path / "out")]
+    assert main([*flags, "--layout", "dp4"]) == 2
+    assert "no layout of 2 ranks or fewer, one for each cpu device here" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "mmm.parity.run.compare", lambda ready, *_: seen.extend(each.case.layout for each in ready) or ()
+    )
+    seen = []
+    assert main([*flags, "--layout", "dp2", "--layout", "dp4"]) == 0
+    assert seen == ["dp2"]
+    assert "left out: dp4, of more ranks than cpu devices here (2)" in capsys.readouterr().out
 
 
 def test_dry_run(capsys):

@@ -3,8 +3,9 @@
     python3 -m mmm.parity                                         # the whole matrix
     python3 -m mmm.parity --ranks 1..4 --model vit                # of one model, on up to 4 ranks
     python3 -m mmm.parity --model cnn --layout pp2.dp2.tp2        # one layout; also a model of your own
+    python3 -m mmm.parity --device cuda                           # on this host's GPUs, held against its CPU
 
-It starts the CPU ranks itself. A layout passes where the losses of all steps and every gradient of step 1 are those of
+It starts the ranks itself. A layout passes where the losses of all steps and every gradient of step 1 are those of
 one device, to rounding. The exit code is 0 if all passed, 1 if not, 2 for wrong flags.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -41,6 +43,8 @@ class Options:
     Default: the matrix of docs/parity.md."""
     ranks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Only layouts of that many ranks: 4, or 1..8; repeatable."""
+    device: Literal["cpu", "cuda", "xpu"] = "cpu"
+    """Of the ranks, one each; layouts of more ranks than there are devices are left out."""
     dtype: Literal["fp64", "fp32"] = "fp64"
     steps: int = 10
     global_batch_size: int = 16
@@ -181,7 +185,14 @@ def compare(options: Options) -> int:
     from mmm.parity import report, run
     from mmm.parity.reference import Training
 
-    began = time.perf_counter()
+    began, devices = time.perf_counter(), run.count_devices(options.device)
+    if too_many := dict.fromkeys(case.layout for case in cases if case.ranks > devices):
+        cases = [case for case in cases if case.ranks <= devices]
+        if not cases:
+            raise LayoutError(f"no layout of {devices} ranks or fewer, one for each {options.device} device here")
+        print(
+            f"left out: {', '.join(too_many)}, of more ranks than {options.device} devices here ({devices})", flush=True
+        )
     training = Training(options.steps, options.seed, options.dtype, options.global_batch_size)
     ready, refused = run.prepare_cases(cases, training)
     if refused and (options.model or not ready):
@@ -197,7 +208,7 @@ def compare(options: Options) -> int:
     rows: list[Comparison] = []
     interrupted = False
     try:
-        for row in run.compare(ready, options.timeout, folder, lambda text: print(text, flush=True)):
+        for row in run.compare(ready, options.timeout, folder, partial(print, flush=True), options.device):
             rows.append(row)
             report.write_json(rows, folder)  # at once: a run that is killed leaves what it has found
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import torch
 import torch._dynamo  # what DTensor and optimizers import at their first use, and each rank would pay for
 
-from mmm.errors import UserError
+from mmm.errors import DeviceError, UserError
 from mmm.parity import models, reference
 from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
 from mmm.parity.report import ERRORS, Comparison, evaluate, failed
 from mmm.parity.train import Prepared, plan_problems, prepare, train
+from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 
@@ -41,13 +43,37 @@ def prepare_cases(
     return good, refused
 
 
+def count_devices(device_type: str) -> int:
+    """How many ranks can have a device of their own here; of the CPU as many as are asked for. A process that is then
+    gone looks: ranks cannot be forked from one that has touched a device.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    if device_type == "cpu":
+        return sys.maxsize
+
+    def count(rank: Rank) -> int | str:
+        try:
+            choose_device(device_type, rank)
+        except DeviceError as error:
+            return str(error)
+        return getattr(torch, device_type).device_count()
+
+    (found,) = fork_ranks(count, 1, timeout=60)
+    if isinstance(found, str):
+        raise DeviceError(found)
+    return found
+
+
 def compare(
-    ready: Sequence[Prepared], timeout: float, folder: Path, say: Callable[[str], None]
+    ready: Sequence[Prepared], timeout: float, folder: Path, say: Callable[[str], None], device_type: str = "cpu"
 ) -> Iterator[Comparison]:
-    """Train every case and hold it against the reference of its model and optimizer, which is trained once.
+    """Train every case and hold it against the reference of its model and optimizer, which is trained once, on the CPU.
 
     Args:
         timeout: seconds that a case may take. folder: for the tracebacks of ranks that failed.
+        device_type: of the ranks.
     """
     references: dict[tuple[str, str], dict[str, Reference | RanksFailed]] = {}
     for number, each in enumerate(ready):
@@ -56,14 +82,14 @@ def compare(
         for optimizer in case.optimizers:
             if optimizer not in known:
                 known[optimizer] = _reference(each, optimizer, timeout)
-        rows = list(_compare_one(each, known, timeout, folder))
+        rows = list(_compare_one(each, known, timeout, folder, device_type))
         what = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
         say(f"[{number + 1}/{len(ready)}] {case}: {what}")
         yield from rows
 
 
 def _compare_one(
-    each: Prepared, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path
+    each: Prepared, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
 ) -> Iterator[Comparison]:
     case, training = each.case, each.training
     good: dict[str, Reference] = {}
@@ -73,7 +99,7 @@ def _compare_one(
             if isinstance(expected, RanksFailed):
                 raise expected
             good[optimizer] = expected
-        answers = fork_ranks(train, case.ranks, each, good, timeout, timeout=timeout)
+        answers = fork_ranks(train, case.ranks, each, good, timeout, device_type, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")

@@ -30,12 +30,11 @@ from mmm.parallel.techniques import Techniques
 from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
-from mmm.runtime.device import Precision
+from mmm.runtime.device import Precision, choose_device
 from mmm.runtime.log import get_logger
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank
 
-CPU = torch.device("cpu")
 ROUNDING = 16  # a gradient at most that many roundings of the model's largest one is 0
 LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
@@ -112,16 +111,21 @@ def plan_problems(model: Model) -> list[str]:
         return unmatched(model.plan(), model.source.parity_model())
 
 
-def train(rank: Rank, ready: Prepared, references: Mapping[str, Reference], timeout: float) -> list[Curve]:
+def train(
+    rank: Rank, ready: Prepared, references: Mapping[str, Reference], timeout: float, device_type: str = "cpu"
+) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
+    device = choose_device(device_type, rank)
     get_logger().setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
-    with process_group(rank, CPU, timeout), ignore_views():
-        mesh = build_mesh(ready.layout, "cpu", timeout, experts=ready.experts)
-        curves = [_train(rank, ready, mesh, name, references[name]) for name in ready.case.optimizers]
+    with process_group(rank, device, timeout), ignore_views():
+        mesh = build_mesh(ready.layout, device.type, timeout, experts=ready.experts)
+        curves = [_train(rank, ready, mesh, device, name, references[name]) for name in ready.case.optimizers]
     return curves
 
 
-def _train(rank: Rank, ready: Prepared, mesh: Mesh, optimizer: str, reference: Reference) -> Curve:
+def _train(
+    rank: Rank, ready: Prepared, mesh: Mesh, device: torch.device, optimizer: str, reference: Reference
+) -> Curve:
     began = time.perf_counter()
     model, training, layout = ready.model, ready.training, ready.layout
     dtype = DTYPES[training.dtype]
@@ -136,7 +140,7 @@ def _train(rank: Rank, ready: Prepared, mesh: Mesh, optimizer: str, reference: R
         precision,
         ready.techniques,
         ready.partition,
-        device=CPU,
+        device=device,
         seed=training.seed,
         loss=own_loss,
     )
@@ -152,14 +156,14 @@ def _train(rank: Rank, ready: Prepared, mesh: Mesh, optimizer: str, reference: R
         inputs, targets = batch(model.source, training, step)
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
-            local_loss = parallel_model.step(inputs[own], targets[own], targets.numel())
+            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), targets.numel())
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
             update.step()
         sent = sent if traffic is None else traffic.sent
         update.zero_grad()
         parallel_model.balance_experts()
-        local_losses = gather_floats([local_loss.item()], CPU)
+        local_losses = gather_floats([local_loss.item()], device)
         losses.append(sum(local_losses[loss_rank][0] for loss_rank in layout.loss_ranks()))
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
 
@@ -210,7 +214,7 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
         if gradient is None or name not in expected or gradient.shape != expected[name].shape:
             found[name] = math.inf
             continue
-        off, size = (gradient - expected[name]).abs().max().item(), sizes[name]
+        off, size = (gradient.cpu() - expected[name]).abs().max().item(), sizes[name]
         if size <= ROUNDING * torch.finfo(gradient.dtype).eps * largest:
             size = largest
         found[name] = off / size if size else (0.0 if off == 0 else math.inf)
