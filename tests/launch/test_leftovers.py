@@ -133,7 +133,7 @@ from torch.utils.data import DataLoader
 class Data:
     def __len__(self): return 100
     def __getitem__(self, index):
-        open(f"ready-{os.environ['RANK']}", "w").write(str(os.getpid()))
+        open(f"ready-{index}", "w").write(str(os.getpid()))  # 0: of the first worker, 1: of the second
         time.sleep(90 if index else 0)
         return index
 next(iter(DataLoader(Data(), batch_size=1, num_workers=2)))
@@ -141,7 +141,7 @@ time.sleep(90)
 """,
     )
     process = launcher.start("-n", "1", "python3", "t.py", OMP_NUM_THREADS="1")
-    launcher.wait_for("ready-0")
+    launcher.wait_for("ready-0", "ready-1")
     assert len(launcher.alive()) == 5  # launch, fork server, rank, two workers
     process.kill()
     assert launcher.gone(within=SOON)
