@@ -136,7 +136,8 @@ class Data:
         open(f"ready-{index}", "w").write(str(os.getpid()))  # 0: of the first worker, 1: of the second
         time.sleep(90 if index else 0)
         return index
-next(iter(DataLoader(Data(), batch_size=1, num_workers=2)))
+batches = iter(DataLoader(Data(), batch_size=1, num_workers=2))  # held: without it the loader ends its workers
+next(batches)
 time.sleep(90)
 """,
     )
