@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 import shlex
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,12 +141,15 @@ class Mesh:
             experts are sharded as all other parameters are.
         one_device: MPS, on which PyTorch makes no groups and FSDP does not run: there is one rank, and its model stays
             as it is.
+        p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
+            receiver) on pp; those of this rank (`mmm.parallel.pipeline.p2p` says why). Gloo needs none.
     """
 
     layout: Layout
     device_mesh: DeviceMesh
     experts: DeviceMesh | None = None
     one_device: bool = False
+    p2p: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
@@ -197,8 +202,10 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
     with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
-        mesh = Mesh(layout, device_mesh, expert_mesh, one_device)
+        p2p = build_p2p_groups(layout) if layout.pp > 1 and device_type != "cpu" else {}
+        mesh = Mesh(layout, device_mesh, expert_mesh, one_device, p2p)
         groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
+        groups += p2p.values()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
         for group in groups:  # an axis of all ranks is the default group, which has been there before
@@ -213,6 +220,32 @@ def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "expert_dp": ranks.shape[2], "ep": layout.ep}
     names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "expert_dp")
     return DeviceMesh(device_type, ranks.reshape([sizes[axis] for axis in names]), mesh_dim_names=names)
+
+
+def neighbour_rounds(pp: int) -> list[list[tuple[int, int]]]:
+    """The pairs of neighbours on a ring of `pp` ≥ 2 ranks, in rounds: in each, a rank is in one pair at most."""
+    ring = [(at, (at + 1) % pp) for at in range(pp)][: 1 if pp == 2 else pp]
+    last = [ring.pop()] if pp % 2 else []  # the last of an odd number shares a rank with the first
+    return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
+
+
+def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """`Mesh.p2p` of a layout with pp, for any schedule: the last rank and the first are neighbours too. A collective.
+
+    A rank that is in no pair of a round is in a group by itself: PyTorch names a group by how many a rank has, and its
+    members have to agree.
+    """
+    lines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()  # the ranks of each pipeline
+    here = layout.coordinates(dist.get_rank())["pp"]
+    splits = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
+    found: dict[tuple[int, int], Any] = {}
+    for pairs in neighbour_rounds(layout.pp):
+        alone = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
+        parts = [[line[at] for at in part] for line in lines for part in (*pairs, *alone)]
+        for back in (False, True):
+            group = dist.split_group(split_ranks=parts) if splits else dist.new_subgroups_by_enumeration(parts)[0]
+            found |= {(b, a) if back else (a, b): group for a, b in pairs if here in (a, b)}
+    return found
 
 
 def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:
