@@ -24,6 +24,7 @@ from mmm.launch.job.mpi import Request
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
+from mmm.launch.job.staging import Stage
 from mmm.launch.job.target import Target
 
 NO_REASON = "nothing says more"
@@ -65,6 +66,7 @@ class ClusterPlan:
     device: str | None
     threads: int | None
     prefork: bool
+    stage: Stage | None
     why: dict[str, str]
     notes: tuple[str, ...] = ()
 
@@ -152,6 +154,7 @@ def plan(
         device=device,
         threads=threads,
         prefork=options.prefork,
+        stage=options.stage,
         why=why,
         notes=tuple(notes),
     )

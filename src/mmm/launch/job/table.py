@@ -56,6 +56,8 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
         rows.append(
             ("device order", f"{order} ({site.device_variable} of local rank 0, 1, …)", site.source_of("device_order"))
         )
+    if plan.stage is not None:
+        rows.append(("stage", str(plan.stage), "--stage"))
     if len(plan.hosts) > 1:
         rows += [("advice", line, site.source_of("advice")) for line in site.advice]
     width = max(len(name) for name, _, _ in rows) + 2
