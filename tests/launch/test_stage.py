@@ -313,9 +313,11 @@ def test_nobody_removes_a_copy_that_another_run_uses(tmp_path):
     assert not os.path.exists(first)
 
 
-def transferred(tmp_path, token, spoil):
+def transferred(token, spoil):
     """What a host gets that `spoil` stands on the way to: frames, which it may change."""
-    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
     sender = stage.Signer("secret")
     frames = [sender.frame(piece) for piece in (b"a" * 1000, b"b" * 1000, b"")]
 
@@ -324,27 +326,24 @@ def transferred(tmp_path, token, spoil):
         theirs.close()
 
     threading.Thread(target=send).start()
-    link = Link(ours)
-    link.socket = type("Named", (), {"getpeername": lambda self: ["h0"], "makefile": ours.makefile})()
-    return list(stage._frames(link, stage.Signer(token)))
+    return list(stage._frames(Link(ours), stage.Signer(token)))
 
 
-def test_frames_are_signed(tmp_path):
-    assert transferred(tmp_path, "secret", lambda f: f) == [b"a" * 1000, b"b" * 1000]
+def test_frames_are_signed():
+    assert transferred("secret", lambda f: f) == [b"a" * 1000, b"b" * 1000]
     for token, spoil in (
         ("guessed", lambda f: f),
         ("secret", lambda f: [f[0][:-1] + b"x", *f[1:]]),
         ("secret", lambda f: [f[1], f[0], f[2]]),  # in another order
     ):
-        with pytest.raises(LaunchError, match="what h0 sent is not of this run, or was changed on its way"):
-            transferred(tmp_path, token, spoil)
-    with pytest.raises(EOFError, match="the connection to h0 broke"):
-        transferred(tmp_path, "secret", lambda f: f[:2])  # without its end
+        with pytest.raises(LaunchError, match=r"what 127.0.0.1 sent is not of this run, or was changed on its way"):
+            transferred(token, spoil)
+    with pytest.raises(EOFError, match=r"the connection to 127.0.0.1 broke"):
+        transferred("secret", lambda f: f[:2])  # without its end
 
 
-def test_who_does_not_know_the_token_gets_nothing(tmp_path):
-    link, _ = socket.socketpair()
-    stager = stage.Stager(Link(link), "secret")
+def test_who_does_not_know_the_token_gets_nothing():
+    stager = stage.Stager(None, "secret")
     port = stager.listen()
     served = []
     thread = threading.Thread(target=lambda: served.extend(stager.accept(1)))

@@ -79,7 +79,8 @@ def _main(words: list[str], begin: float) -> int:
             if copy is not None and options.stage is not None and isinstance(plan, LaunchPlan):
                 plan = local.from_copy(plan, options.stage.source, copy)
             plan.shared[contract.ATTEMPT_VARIABLE] = str(attempt)
-            run = start(plan, limits, start_timeout, attempt, retries - attempt)
+            run = start(plan, limits, start_timeout, attempt)
+            run.attempts_left = retries - attempt
             code = run.run()
             if code == 0 or not run.again or attempt == retries:
                 return code
@@ -157,9 +158,7 @@ def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace, options: 
     return f"machine  this host: {found.why['scheduler']}, no --hosts, no --hostfile\n{text}" if args.explain else text
 
 
-def start(
-    plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int, attempts_left: int
-) -> RunControl:
+def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> RunControl:
     """What will run the plan. Says what was found, where that is more than this host."""
     if isinstance(plan, ClusterPlan):
         from mmm.launch.control.controller import Controller
@@ -167,7 +166,7 @@ def start(
 
         if attempt == 0:
             print(table(plan), file=sys.stderr, flush=True)
-        return Controller(plan, limits, start_timeout, attempts_left)
+        return Controller(plan, limits, start_timeout)
     from mmm.launch.control.supervisor import Supervisor
 
     return Supervisor(plan, limits)

@@ -39,13 +39,7 @@ SPARE_FILES = 64
 
 
 class Controller(RunControl):
-    def __init__(
-        self,
-        plan: ClusterPlan,
-        limits: Limits | None = None,
-        start_timeout: float = START_TIMEOUT,
-        attempts_left: int = 0,
-    ) -> None:
+    def __init__(self, plan: ClusterPlan, limits: Limits | None = None, start_timeout: float = START_TIMEOUT) -> None:
         super().__init__(plan.ranks, limits)
         self.plan = plan
         self.start_timeout = start_timeout
@@ -61,8 +55,6 @@ class Controller(RunControl):
         self.silent: set[int] = set()  # agents that have not sent theirs
         self.locate_until: float | None = None
         self.staging: Staging | None = None
-        self.attempts_left = attempts_left
-        self.released = False  # the copies, for removal
         self.launcher: subprocess.Popen | None = None
         self.server: socket.socket | None = None
 
@@ -210,28 +202,17 @@ class Controller(RunControl):
         self.agents[index] = agent
         if len(self.agents) == self.plan.processes and self.exit_code is None:
             self.rendezvous_ends = None
-            self.stage() if self.plan.stage is not None else self.go()
+            if self.plan.stage is None:
+                self.go()
+            else:
+                self.staging = Staging(self.plan, [self.agents[i] for i in range(len(self.agents))], self.failures)
+                self.staging.begin()
         return True
-
-    def stage(self) -> None:
-        """All are there: have every host copy the environment."""
-        assert self.plan.stage is not None
-        agents = [self.agents[index] for index in range(len(self.agents))]
-        suffix = self.plan.site.host_suffix
-        self.staging = Staging(self.plan.stage, agents, addresses(self.plan), suffix, self.failures)
-        self.staging.begin()
 
     def decide(self, now: float) -> None:
         super().decide(now)
-        over = all(agent.done or agent.link.fileno() < 0 for agent in self.agents.values())
-        if self.staging is None or self.released or not self.under_way or not over:
-            return
-        if self.exit_code is not None or not self.failures:
-            self.released = True
-            keep = self.staging.stage.keep or (self.again and self.attempts_left > 0)
-            for agent in self.staging.stagers.values():
-                with contextlib.suppress(Lost):
-                    agent.link.send({"remove": not keep})
+        if self.staging is not None and self.under_way and (self.exit_code is not None or not self.failures):
+            self.staging.release(again=self.again and self.attempts_left > 0)
 
     def go(self) -> None:
         """All are ready: tell each what to run."""
@@ -277,11 +258,11 @@ class Controller(RunControl):
 
     def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
-        if not self.under_way and self.staging is not None:
-            self.staging.lost(agent, reason)
-            return
         if not self.under_way:
-            del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
+            if self.staging is not None:
+                self.staging.lost(agent, reason)
+            else:
+                del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
             return
         ranks = [rank for rank in agent.ranks if rank not in self.ended]
         which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

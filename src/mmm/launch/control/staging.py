@@ -5,29 +5,26 @@ The others form a tree below the first, in which each passes on what it gets whi
 with their number.
 """
 
+import contextlib
 import time
 from typing import Any
 
-from mmm.launch.control.commands import RemoteAgent
+from mmm.launch.control.commands import RemoteAgent, addresses
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Lost, Message
-from mmm.launch.job.staging import Stage
+from mmm.launch.job.cluster import ClusterPlan
 
 FANOUT = 2  # hosts that one host serves
 
 
 class Staging:
-    """From the moment all agents are there until all hosts have the copy.
+    """From the moment all `agents` (by index) are there, to the removal. `failures` gets what goes wrong."""
 
-    Args:
-        agents: all, by index. addresses: where launch itself is, as the hosts know it. suffix: what makes a host's name
-            an address. failures: gets what goes wrong.
-    """
-
-    def __init__(
-        self, stage: Stage, agents: list[RemoteAgent], addresses: list[str], suffix: str, failures: list[Failure]
-    ) -> None:
-        self.stage, self.addresses, self.suffix = stage, addresses, suffix
+    def __init__(self, plan: ClusterPlan, agents: list[RemoteAgent], failures: list[Failure]) -> None:
+        assert plan.stage is not None
+        self.stage, self.suffix, self.agents, self.failures = plan.stage, plan.site.host_suffix, agents, failures
+        self.addresses = addresses(plan)
+        self.released = False
         self.began = time.monotonic()
         self.stagers: dict[str, RemoteAgent] = {}  # host → the process that makes its copy, the first host's first
         for agent in agents:
@@ -36,7 +33,6 @@ class Staging:
         self.ports: dict[str, int] = {}
         self.copies: dict[str, str] = {}  # host → path
         self.waiting: set[str] = set()
-        self.failures = failures
 
     def begin(self) -> None:
         self.ask(next(iter(self.stagers)), do="scan", path=self.stage.source)
@@ -97,6 +93,14 @@ class Staging:
 
     def fail(self, host: str, text: str, doubt: int) -> None:
         self.failures.append(Failure(0, 1, time.monotonic(), doubt, text=text, host=host))
+
+    def release(self, again: bool) -> None:
+        """Have the copies removed once no rank is left, unless there is another attempt."""
+        if not self.released and all(agent.done or agent.link.fileno() < 0 for agent in self.agents):
+            self.released = True
+            for agent in self.stagers.values():
+                with contextlib.suppress(Lost):
+                    agent.link.send({"remove": not again and not self.stage.keep})
 
     def told(self, agent: RemoteAgent) -> Message:
         """What `agent` is told with its command to go."""

@@ -59,8 +59,8 @@ class Entry(Supervisor):
         super().start()
         assert self.link is not None
         self.selector.register(self.link, selectors.EVENT_READ)
-        for message in self.link.early:
-            self.on_command(message)
+        while self.link.early:
+            self.on_command(self.link.early.pop(0))
 
     def passed_fds(self) -> tuple[int, ...]:
         return self.inherit
@@ -178,7 +178,7 @@ def main() -> int:
             stager = stager or Stager(link, entry["token"])
             if not stager.answer(command["stage"]):
                 return 1
-            command = link.early.pop(0) if link.early else link.one(None)
+            command = link.one(None)
     except Lost as lost:
         say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
         return 1
