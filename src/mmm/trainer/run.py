@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from mmm import history
 from mmm.analysis.footprint import Footprint, check_fits
-from mmm.contract import LINE_VARIABLE
+from mmm.contract import LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import DeviceError, DivergedError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
@@ -281,6 +282,7 @@ def start_run(
             "precision": {"name": precision.name, "reason": precision.reason},
             "started_by": rank.source,
             "launch": os.environ.get(LINE_VARIABLE),
+            "site": json.loads(os.environ.get(SITE_VARIABLE, "null")),
             "attempt": attempt._asdict() if (attempt := this_attempt()) else None,
             "python": sys.executable,
             "versions": history.versions(),
