@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, RandomTokens, Tokens
+from mmm.data.datasets.shakespeare import shakespeare
 from mmm.data.sources import Sources, open_sources
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
@@ -122,8 +123,9 @@ class TextData:
 class TextOptions:
     """Flags of where tokens come from."""
 
-    dataset: Literal["text", "random"] = "text"
-    """text: the Python standard library's source, byte by byte (or --text). random: uniform tokens, to time."""
+    dataset: Literal["text", "shakespeare", "random"] = "text"
+    """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
+    once a host. random: uniform tokens, to time."""
     text: tuple[Path, ...] = ()
     """What to train on instead: files of text; or a folder of `mmm tokens`, nanoGPT's .bin, Megatron's .idx and .bin.
     A mixture: each with a weight, as A:0.7 B:0.3."""
@@ -136,7 +138,10 @@ class TextOptions:
     def sources(self) -> Sources:
         """Where the tokens come from, opened once. Raises ConfigError, DataError: as of `load`."""
         if (opened := vars(self).get("_sources")) is None:
-            opened = open_sources(self.text, None if self.tokenizer is None else str(self.tokenizer))
+            if self.text and self.dataset != "text":
+                raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
+            text = (shakespeare(whoami()),) if self.dataset == "shakespeare" else self.text
+            opened = open_sources(text, None if self.tokenizer is None else str(self.tokenizer))
             object.__setattr__(self, "_sources", opened)  # no field: no flag, and no part of the record
         return opened
 
