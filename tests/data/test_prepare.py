@@ -68,6 +68,10 @@ def test_documents_with_a_separator(files, tmp_path):
     assert bytes(np.concatenate([corpus.train[:], corpus.validation[:]])) == b"one" + b"two" * 700 + b"three"
 
 
+class Stopped(Exception):
+    pass
+
+
 def _prepare_and_die(wanted, lines, at):
     def say(line):
         lines.append(line)
@@ -78,7 +82,7 @@ def _prepare_and_die(wanted, lines, at):
 
 
 @pytest.mark.parametrize("flags", [{}, {"tokenizer": "chars"}, {"bpe": 300}], ids=str)
-def test_a_killed_preparation_goes_on(files, tmp_path, flags):
+def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     wanted = Preparation(files, tmp_path / "killed", **flags)
     killed = FORK.Process(target=_prepare_and_die, args=(wanted, [], 2))
     killed.start()
@@ -91,16 +95,26 @@ def test_a_killed_preparation_goes_on(files, tmp_path, flags):
     with (part / "tokens.bin").open("ab") as torn, (part / "progress.jsonl").open("ab") as line:
         torn.write(b"half a piece")
         line.write(b'{"tokens": 99')
-    said = []
-    about = None
+    said, about, train = [], None, module.train_bpe
+    monkeypatch.setattr(module, "train_bpe", None)  # it has been trained
+
+    def stopping(line):
+        said.append(line)
+        if len(said) == 2:
+            raise Stopped
+
     while about is None:
         try:
-            about = prepare(wanted, 2, said.append)
+            about = prepare(wanted, 2, stopping)
         except DataError as error:  # its processes hold the lock until they have seen that it ended
             if "another process is preparing" not in str(error):
                 raise
             time.sleep(0.02)
+        except Stopped:
+            pass
     assert said[0].startswith("going on after 2 pieces")
+    assert said[2].startswith("going on after 3 pieces")
+    monkeypatch.setattr(module, "train_bpe", train)
     assert not part.exists()
     other = prepare(Preparation(files, tmp_path / "straight", **flags), 2)
     assert about == other

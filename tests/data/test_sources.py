@@ -95,7 +95,8 @@ def test_weights_on_the_command_line(folder):
 
 def test_texts_without_weights_stay_one_text(folder):
     Path("c:0.5").write_text("a file whose name has a colon, " * 9)
-    for names in (["a.txt"], ["a.txt", "b.txt"], ["c:0.5"]):
+    Path("split.txt").write_text("é" * 155)  # the last tenth begins within a character
+    for names in (["a.txt"], ["a.txt", "b.txt"], ["c:0.5"], ["split.txt"]):
         paths = [Path(name) for name in names]
         (corpus,), plain = open_sources(paths).corpora, read_text_files(paths)
         assert corpus.describe() == plain.describe()
@@ -129,6 +130,8 @@ def test_characters_of_the_text(folder):
     )
     assert text == Path("a.txt").read_text()
     assert sources.describe()["train_tokens"] == len(sources.corpora[0].train)
+    Path("split.txt").write_text("é" * 155)  # the last tenth begins within a character
+    assert len(open_sources([Path("split.txt")], "chars").corpora[0].validation) == 16
     both = open_sources([Path("a.txt:1"), Path("b.txt:1")], "chars")
     assert both.vocab_size == len(set(Path("a.txt").read_text() + Path("b.txt").read_text()))
     assert both.corpora[0].sha256 != sources.corpora[0].sha256  # other numbers for the same characters
