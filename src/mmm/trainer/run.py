@@ -48,6 +48,7 @@ from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 from mmm.trainer.resolve import Resolved
 
+MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 
 
@@ -74,6 +75,7 @@ class Run:
     notes: list[str] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     startup: startup.Times | None = None  # until it is on record
+    skip_noted: bool = False  # it has been said that a step was skipped
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
@@ -124,7 +126,8 @@ class Run:
             The global loss; None where no row is due: the host has not waited for it.
 
         Raises:
-            DivergedError: it is not finite, or was not since the last row; on every rank.
+            DivergedError: it is not finite, or was not since the last row, or a gradient that the shared loop looks at;
+                or too many steps in a row were skipped for it. On every rank.
         """
         due = bool(step % self.options.log_every == 0 or last or more)
         local_loss = {"loss": detached(loss)}
@@ -155,7 +158,8 @@ class Run:
         """
         self.record_startup()
         ((name, local),) = local_loss.items()
-        self.losses.add(at, local)
+        if not self.losses.by_step:
+            self.losses.add(at, local)
         if not due:
             return None
         seconds, numbers = self.clock.seconds(), dict[str, Any](more or {})
@@ -163,12 +167,13 @@ class Run:
         marks = torch.tensor([*seconds.values()], dtype=local.dtype)
         if self.device.type in ("cuda", "xpu"):
             marks = marks.pin_memory()  # else the host waits for the copy
-        columns = [self.losses.columns(), *(value.view(1).to(local) for value in tensors.values())]
+        columns = [self.losses.columns(local), *(value.view(1).to(local) for value in tensors.values())]
         own = torch.cat((*columns, marks.to(local.device, non_blocking=True)))
         wanted = UnreadLosses.COLUMNS if self.record is None else None
         by_rank = gather_floats(own, self.device, wanted)
-        losses = {rank: by_rank[rank][: UnreadLosses.COLUMNS] for rank in self.loss_ranks}
-        total = sum(loss for loss, *_ in losses.values())
+        total = sum(by_rank[rank][0] for rank in self.loss_ranks)
+        found, skipped = self.losses.read(by_rank, self.loss_ranks, total, self.rank.rank)
+        numbers |= {} if skipped is None else {"skipped": skipped}
         if self.record is not None:
             values, first = by_rank[self.rank.rank], len(own) - len(seconds)
             numbers |= dict(zip(tensors, values[UnreadLosses.COLUMNS :], strict=False))
@@ -176,16 +181,32 @@ class Run:
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
             line = self.record.update({**at, name: total, **seconds, **numbers, **rate}, per_rank)
             self.log.info(line, stacklevel=depth + 1)
-        if (found := self.losses.read(losses, total)) is not None:
-            raise DivergedError(self._diverged(found), on_every_rank=True)
+        if found is not None:
+            self._not_finite(found, skipped is not None)
         return total
 
-    def _diverged(self, found: NotFinite) -> str:
-        """What has happened, in words: rank 0 knows the hosts, and tells all. A collective."""
-        text = [found.text([about["host"] for about in self.ranks])] if self.rank.is_main else [""]
+    def _not_finite(self, found: NotFinite, skipped: bool) -> None:
+        """Say where something was not finite, once; end the run if the step was not skipped, or too many. A collective.
+
+        Rank 0 knows the hosts, the first of the ranks the name of its parameter; then all have the text.
+        """
+        many = self.losses.in_a_row if self.losses.in_a_row >= MOST_SKIPPED else 0
+        if skipped and self.skip_noted and not many:
+            return
+        text = [found.parameter]
+        if self.rank.world_size > 1 and found.loss is None:
+            dist.broadcast_object_list(text, found.ranks[0])
+        if self.rank.is_main:
+            text = [found.text([about["host"] for about in self.ranks], *text)]
         if self.rank.world_size > 1:
             dist.broadcast_object_list(text)
-        return f"{text[0]}: lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
+        if skipped and not many:
+            self.skip_noted = True
+            self.note(f"{text[0]}: all ranks have skipped the step; a row's `skipped` counts such steps")
+            return
+        after = f"{many} steps in a row were skipped, since the last row because " if many else ""
+        advice = f": lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
+        raise DivergedError(after + text[0] + advice, on_every_rank=True)
 
     def record_startup(self) -> None:
         """Put every rank's start-up into the record, once, when the first step is over. A collective."""
