@@ -62,6 +62,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     steps = range(options.steps)
     for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else steps:
         model.train()
+        clock.step = step
         seed_step(run.options.seed, step, coordinate)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * options.schedule(step)

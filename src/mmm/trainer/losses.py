@@ -7,8 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from mmm.runtime.ranks import Rank
 
 
 class NotFinite(NamedTuple):
@@ -24,7 +27,22 @@ class NotFinite(NamedTuple):
     ranks: list[int]
     parameter: str = ""
 
-    def text(self, hosts: Sequence[str], parameter: str = "") -> str:
+    def text_on_all(self, rank: Rank, hosts: Sequence[str]) -> str:
+        """`text`, on every rank. A collective: the first of `ranks` has the parameter's name, rank 0 the hosts.
+
+        Args:
+            hosts: by rank, on rank 0.
+        """
+        text = [self.parameter]
+        if rank.world_size > 1 and self.loss is None:
+            dist.broadcast_object_list(text, self.ranks[0])
+        if rank.is_main:
+            text = [self.text(hosts, *text)]
+        if rank.world_size > 1:
+            dist.broadcast_object_list(text)
+        return text[0]
+
+    def text(self, hosts: Sequence[str], parameter: str) -> str:
         """
         Args:
             hosts: by rank. parameter: of the first of `ranks`, for a gradient.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -39,10 +38,11 @@ from mmm.runtime import startup
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
+from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, gather_objects, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
-from mmm.trainer.facts import ADVICE, facts_of_run
+from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
 from mmm.trainer.losses import NotFinite, UnreadLosses
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
@@ -186,27 +186,18 @@ class Run:
         return total
 
     def _not_finite(self, found: NotFinite, skipped: bool) -> None:
-        """Say where something was not finite, once; end the run if the step was not skipped, or too many. A collective.
-
-        Rank 0 knows the hosts, the first of the ranks the name of its parameter; then all have the text.
-        """
+        """Say where something was not finite, once; end the run if nothing was skipped, or too much. A collective."""
         many = self.losses.in_a_row if self.losses.in_a_row >= MOST_SKIPPED else 0
         if skipped and self.skip_noted and not many:
             return
-        text = [found.parameter]
-        if self.rank.world_size > 1 and found.loss is None:
-            dist.broadcast_object_list(text, found.ranks[0])
-        if self.rank.is_main:
-            text = [found.text([about["host"] for about in self.ranks], *text)]
-        if self.rank.world_size > 1:
-            dist.broadcast_object_list(text)
+        text = found.text_on_all(self.rank, [about["host"] for about in self.ranks])
         if skipped and not many:
             self.skip_noted = True
-            self.note(f"{text[0]}: all ranks have skipped the step; a row's `skipped` counts such steps")
+            self.note(f"{text}: all ranks have skipped the step; a row's `skipped` counts such steps")
             return
         after = f"{many} steps in a row were skipped, since the last row because " if many else ""
         advice = f": lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
-        raise DivergedError(after + text[0] + advice, on_every_rank=True)
+        raise DivergedError(after + text + advice, on_every_rank=True)
 
     def record_startup(self) -> None:
         """Put every rank's start-up into the record, once, when the first step is over. A collective."""
@@ -218,18 +209,6 @@ class Run:
         if everyone := gather_objects(self.rank, (times.marks(), times.imports)):
             marks, imports = zip(*everyone, strict=True)
             self.describe(startup=startup.as_record(times.source, marks, imports))
-
-
-def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
-    """What every rank says of itself, by rank, on rank 0."""
-    local = {
-        "rank": rank.rank,
-        "local_rank": rank.local_rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "device": str(device),
-    }
-    return [{**about, **layout.coordinates(about["rank"])} for about in gather_objects(rank, local)]
 
 
 @contextmanager
@@ -285,13 +264,15 @@ def start_run(
 
     torch.manual_seed(options.seed)
     times = startup.ready()
-    with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
+    clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
+    watch = HangWatch(rank, options.timeout, clock)
+    with process_group(rank, device, options.timeout, meet), watch, ExitStack() as stack:
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
         outdir = prepared[0] if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
-        ranks = _everyone(rank, device, layout)
+        ranks = all_ranks(rank, device, layout)
         times.group = time.time()
         config: dict[str, Any] = {
             "module": module,
@@ -311,7 +292,6 @@ def start_run(
         }
         if data is not None:
             config["data"] = data
-        clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
         run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times)
         run.describe(**config)
         log.info(
@@ -335,10 +315,11 @@ def start_run(
             for note in resolved.notes:
                 run.note(note)
         if outdir is None:
-            yield run
-            run.record_startup()  # of a program that has no steps
+            with watch:
+                yield run
+                run.record_startup()  # of a program that has no steps
         else:
-            with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record:
+            with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record, watch:
                 yield run
                 run.record_startup()
             if len(run.record):
