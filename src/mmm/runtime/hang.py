@@ -93,25 +93,32 @@ class HangWatch:
         self._stop.set()
         if self.rank.world_size == 1:
             return
-        self._thread.join(LINGER)
         if not isinstance(error, RuntimeError):
+            self._thread.join(LINGER)
             return
-        stack, late = _stack_of(traceback), bool(TIMED_OUT.search(str(error)))
-        try:
-            if not late and not (any(sign in str(error) for sign in CONSEQUENCES) and self._asked()):
-                return
-            text = self._tell(stack, late)
-        except RuntimeError:  # of the store
-            if not late:
-                return
+        late, stack = bool(TIMED_OUT.search(str(error))), _stack_of(traceback)
+        if not late and not any(sign in str(error) for sign in CONSEQUENCES):
+            return
+        texts: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the store has gone
+                if late or self._default.check([f"{self._key}/asked"]):
+                    texts.append(self._tell(stack, late))
+
+        thread = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped answers to nothing, ever
+        thread.start()
+        thread.join(3 * ANSWERS + 2 * self.pause)
+        if late and not texts:
             own = self._answer(stack, late)
-            text = (
+            texts.append(
                 f"hang: rank {self.rank.rank} on {own['host']} waited for {self.limit:g} s (--timeout) in {own['in']}: "
-                f"{own['at']}, at {own['line']}. Where the others are is not known: rank 0, which has the store, is "
-                f"stopped or gone"
+                f"{own['at']}, at {own['line']}. Where the others are is not known: rank 0, which has the store, does "
+                f"not answer"
             )
-            _say(text)
-        raise HangError(text) from None
+            _say(texts[0])
+        if texts:
+            raise HangError(texts[0]) from None
 
     # --- the watch ------------------------------------------------------------------------------------------------
 
