@@ -10,7 +10,7 @@ An example that teaches one technique calls these functions itself; what takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -115,9 +115,13 @@ class ParallelModel:
         for module in self.modules.values():
             module.train(mode)
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective."""
-        return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
+    def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> Tensor:
+        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective.
+
+        Args:
+            norms: as for `clip_grad_norm`.
+        """
+        return clip_grad_norm(self.parameters(), max_norm, self.mesh["pp"] if self.pipeline else None, norms)
 
     def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
         """After a step of the optimizer: `mmm.parallel.balance_experts` on all stages. A collective.

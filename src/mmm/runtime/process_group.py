@@ -21,6 +21,9 @@ from mmm.runtime.agreement import check_devices, find_hosts
 from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import Rank
 
+# By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
+MARGIN = timedelta(seconds=20)
+
 
 @contextlib.contextmanager
 def process_group(
@@ -33,14 +36,14 @@ def process_group(
     and hide the error.
 
     Args:
-        timeout: seconds that a collective, or the start, may take.
+        timeout: seconds that a collective, or the start, may take; on accelerators `MARGIN` more.
         meet: called with a store that all ranks share, before any backend and device is set up: what it raises on every
             rank costs no waiting for ranks that another backend would never meet.
 
     Raises:
         LaunchError: rank 0 cannot listen on MASTER_PORT. DeviceError: two ranks have one device; on every rank.
     """
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout) + (MARGIN if device.type in ("cuda", "xpu") else timedelta())
     # Gloo connects each rank with every other, once a group: more sockets than 1,024, which many systems begin with.
     # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
     # from those that are still connecting: barrier, then destroy, on 16 ranks failed in 4 of 30 runs, and without in 0.

@@ -206,6 +206,9 @@ class LoopOptions(RunOptions):
 
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """Of a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave weights and
+    optimizer as they are, and go on."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
 

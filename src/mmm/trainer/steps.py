@@ -109,6 +109,7 @@ def text_steps(
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
     for number in range(steps):
         run.clock.start()
+        run.clock.step = number
         batch = resolved.local_batch(tokens, number, coordinate).to(run.device)
         run.clock.lap("dtd")
         last = number == steps - 1
@@ -166,6 +167,7 @@ def image_steps(
             for group in optimizer.param_groups:
                 group["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
+        run.clock.step = number
         seed_step(run.options.seed, number, coordinate)  # for dropout
         batch = next(batches)
         if one_device is not None:
