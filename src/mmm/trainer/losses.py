@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,17 +53,17 @@ class UnreadLosses:
         first = wrong.int().argmax(0, keepdim=True)  # the first of several
         return torch.cat((losses[-1:], torch.where(wrong.any(), first + 1, 0).to(losses), losses.gather(0, first)))
 
-    def read(self, columns: Mapping[int, Sequence[float]], total: float) -> NotFinite | None:
+    def read(self, columns: np.ndarray, ranks: Sequence[int], total: float) -> NotFinite | None:
         """Where the loss first was not finite, if anywhere; then the losses are forgotten.
 
         Args:
-            columns: of each rank with a part of the global loss. total: the last global loss.
+            columns: of each of `ranks`, those with a part of the global loss: (ranks, 3). total: the last global loss.
         """
         at, self._at, self._losses = self._at, [], []
-        numbers = {rank: int(number) for rank, (_, number, _) in columns.items() if number}
-        if numbers:
-            first = min(numbers.values())
-            wrong = [rank for rank, number in numbers.items() if number == first]
-            loss = total if first == len(at) else sum(columns[rank][2] for rank in wrong)
-            return NotFinite(at[first - 1], loss, wrong)
-        return None if math.isfinite(total) else NotFinite(at[-1], total, list(columns))  # their sum alone is not
+        numbers = columns[:, 1]
+        if numbers.any():
+            first = int(numbers[numbers > 0].min())
+            (wrong,) = np.nonzero(numbers == first)
+            loss = total if first == len(at) else sum(columns[wrong, 2].tolist())
+            return NotFinite(at[first - 1], loss, [ranks[place] for place in wrong.tolist()])
+        return None if math.isfinite(total) else NotFinite(at[-1], total, list(ranks))  # their sum alone is not
