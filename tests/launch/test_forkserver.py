@@ -109,7 +109,14 @@ def test_ranks_that_cannot_use_a_device_after_the_fork_are_started_anew(launcher
 
 @pytest.mark.parametrize(
     ("file", "touched"),
-    [("/dev/nvidia-uvm", True), ("/dev/kfd", True), ("/dev/nvidiactl", False), ("/dev/null", False)],
+    [
+        ("/dev/nvidia-uvm", True),
+        ("/dev/kfd", True),
+        ("/dev/nvidiactl", False),
+        ("/dev/nvidia0", False),
+        ("/dev/dri/renderD128", False),
+        ("/dev/null", False),
+    ],
 )
 def test_a_device_that_an_import_has_opened_is_seen(tmp_path, monkeypatch, file, touched):
     """NVML, by which torch counts NVIDIA's devices, opens /dev/nvidiactl, and may be open before a fork."""

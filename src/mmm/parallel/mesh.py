@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -118,10 +119,14 @@ class Layout:
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
+    @property
+    def of_loss_ranks(self) -> slice:
+        """`loss_ranks`, of a table by rank."""
+        return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)
+
     def loss_ranks(self) -> list[int]:
         """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
-        places = (self.coordinates(rank) for rank in range(self.ranks))
-        return [rank for rank, at in enumerate(places) if at["tp"] == 0 and at["pp"] == self.pp - 1]
+        return list(range(self.ranks)[self.of_loss_ranks])
 
 
 def _line_that_fits(ranks: int) -> str:
@@ -150,6 +155,7 @@ class Mesh:
     experts: DeviceMesh | None = None
     one_device: bool = False
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    _axes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
@@ -170,9 +176,10 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> DeviceMesh:
         """One axis; ``dp_shard_cp`` is dp_shard and cp as one: the ranks that FSDP shards parameters over."""
-        if axis == "dp_shard_cp":
-            return self.device_mesh["dp_shard", "cp"]._flatten(axis)  # made once, then the same again
-        return self.device_mesh[axis]
+        if axis not in self._axes:  # PyTorch makes a new mesh each time, and each has a list of all ranks
+            joined = axis == "dp_shard_cp"
+            self._axes[axis] = self.device_mesh["dp_shard", "cp"]._flatten(axis) if joined else self.device_mesh[axis]
+        return self._axes[axis]
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
@@ -211,6 +218,33 @@ def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts
         for group in groups:  # an axis of all ranks is the default group, which has been there before
             dist.distributed_c10d._set_pg_timeout(limit, group)
     return mesh
+
+
+@contextmanager
+def meshes_made_once() -> Iterator[None]:
+    """Inside, PyTorch makes the same mesh once. Each has a list of all ranks, 4 MB on 100,000, and FSDP makes two a
+    parameter: the one axis of HSDP's that it shards over, and its mesh joined with that of tp."""
+    originals = {name: vars(DeviceMesh)[name] for name in ("__getitem__", "_concatenate") if name in vars(DeviceMesh)}
+    made: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
+
+    def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+        def find(*given: Any) -> DeviceMesh:
+            parts = given[0] if isinstance(given[0], list) else given
+            key = tuple(id(part) if isinstance(part, DeviceMesh) else part for part in parts)
+            if key not in made:
+                made[key] = make(*given), parts  # which keeps the ids theirs
+            return made[key][0]
+
+        return find
+
+    try:
+        DeviceMesh.__getitem__ = once(DeviceMesh.__getitem__)  # type: ignore[method-assign]
+        if "_concatenate" in originals:  # PyTorch 2.8 has none
+            DeviceMesh._concatenate = staticmethod(once(DeviceMesh._concatenate))  # type: ignore
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(DeviceMesh, name, original)
 
 
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:

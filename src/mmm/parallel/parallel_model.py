@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.experts import has_experts
-from mmm.models.weights import canonical_name
+from mmm.models.weights import canonical_name, widest
 from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.compile import CompileReport
@@ -192,11 +192,10 @@ class ParallelModel:
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
-            (measures,) float64, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
+            (measures,) `widest`, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
         """
         inputs, targets, positions = self._own_tokens(inputs, targets)
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        sums = torch.zeros(len(measures), dtype=wide, device=self.device)
+        sums = torch.zeros(len(measures), dtype=widest(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
             sums.add_(torch.stack([detached(measure(output, targets)) for measure in measures]))

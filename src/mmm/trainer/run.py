@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,7 +42,7 @@ from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
-from mmm.runtime.process_group import gather_floats, gather_objects, locate, process_group
+from mmm.runtime.process_group import gather_floats, gather_objects, gather_table, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
 from mmm.trainer.losses import NotFinite, UnreadLosses
@@ -49,8 +50,18 @@ from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 from mmm.trainer.resolve import Resolved
 
-MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
+MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
+
+
+def on_host(table: Tensor) -> np.ndarray:
+    return table.cpu().numpy()
+
+
+def sums_in_order(table: np.ndarray) -> list[float]:
+    """Of each column, row after row: the same to the last bit wherever it is computed. Python's `sum` differs from 3.12
+    on, and NumPy's adds pairs."""
+    return table.cumsum(0, dtype=np.float64)[-1].tolist()
 
 
 @dataclasses.dataclass
@@ -98,11 +109,6 @@ class Run:
     def losses(self) -> UnreadLosses:
         return UnreadLosses()
 
-    @cached_property
-    def loss_ranks(self) -> list[int]:
-        """`Layout.loss_ranks` of the layout, which takes a while on thousands of ranks."""
-        return self.layout.loss_ranks()
-
     def global_sum(self, local: float | Tensor) -> float:
         """The sum of a number over all data-parallel coordinates. A collective: every rank calls it."""
         (total,) = self.global_sums(detached(local).view(1) if isinstance(local, Tensor) else [local])
@@ -110,8 +116,12 @@ class Run:
 
     def global_sums(self, local: list[float] | Tensor) -> list[float]:
         """`global_sum` of several numbers, on the host or, (n,), on the device, at once."""
-        everyone = gather_floats(local, self.device)
-        return [sum(values) for values in zip(*(everyone[rank] for rank in self.loss_ranks), strict=True)]
+        by_rank = (
+            gather_table(local)
+            if isinstance(local, Tensor)
+            else torch.tensor(gather_floats(local, self.device), dtype=torch.float64)
+        )
+        return sums_in_order(on_host(by_rank[self.layout.of_loss_ranks]))
 
     def step(
         self, step: int, loss: Tensor, *, samples: int, tokens: int = 0, last: bool = False, **more: float
@@ -170,15 +180,15 @@ class Run:
             marks = marks.pin_memory()  # else the host waits for the copy
         columns = [self.losses.columns(local), *(value.view(1).to(local) for value in tensors.values())]
         own = torch.cat((*columns, marks.to(local.device, non_blocking=True)))
-        wanted = UnreadLosses.COLUMNS if self.record is None else None
-        by_rank = gather_floats(own, self.device, wanted)
-        total = sum(by_rank[rank][0] for rank in self.loss_ranks)
-        found, skipped = self.losses.read(by_rank, self.loss_ranks, total, self.rank.rank)
+        by_rank = gather_table(own)
+        table = on_host(by_rank if self.record is not None else by_rank[:, : UnreadLosses.COLUMNS])
+        (total,) = sums_in_order(table[self.layout.of_loss_ranks, :1])
+        found, skipped = self.losses.read(table, self.layout.of_loss_ranks, total, self.rank.rank)
         numbers |= {} if skipped is None else {"skipped": skipped}
         if self.record is not None:
-            values, first = by_rank[self.rank.rank], len(own) - len(seconds)
+            values, first = table[self.rank.rank].tolist(), len(own) - len(seconds)
             numbers |= dict(zip(tensors, values[UnreadLosses.COLUMNS :], strict=False))
-            per_rank = {part: [row[first + i] for row in by_rank] for i, part in enumerate(seconds)}
+            per_rank = {part: table[:, first + i] for i, part in enumerate(seconds)}
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
             line = self.record.update({**at, name: total, **seconds, **numbers, **rate}, per_rank)
             self.log.info(line, stacklevel=depth + 1)

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
+from mmm.models.weights import widest
 from mmm.parallel.data.fsdp import reshard, widen_gradients
 from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Mesh
@@ -90,10 +91,9 @@ def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.
     """The local losses of a step's micro-batches, summed, on all stages alike: only the last has any. A collective.
 
     Returns:
-        Scalar, float64 (float32 on MPS).
+        Scalar, `widest`.
     """
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    loss = sum(map(detached, losses), torch.zeros((), dtype=dtype, device=device))
+    loss = sum(map(detached, losses), torch.zeros((), dtype=widest(device), device=device))
     dist.all_reduce(loss, group=group)
     return loss
 
@@ -183,7 +183,7 @@ class Pipeline:
             unsplit: further arguments of each stage's forward, not split into micro-batches, such as ``positions``.
 
         Returns:
-            The coordinate's local loss, the same on all its stages: scalar, float64 (float32 on MPS).
+            The coordinate's local loss, the same on all its stages: scalar, `widest`.
         """
         self._training = True
         if self._recorder is not None:
