@@ -46,3 +46,7 @@ class LaunchError(UserError):
 
 class DivergedError(UserError):
     """The loss is no longer a finite number."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written or read, is damaged, or is of another run."""
