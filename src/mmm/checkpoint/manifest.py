@@ -23,6 +23,10 @@ _NAME = re.compile(r"step-(\d+)")
 CHUNK = 1 << 22  # bytes read at once
 
 
+class LaterVersionError(CheckpointError):
+    """A later mmm has written it."""
+
+
 class FileSum(NamedTuple):
     """Size in bytes and SHA-256 of a file."""
 
@@ -73,7 +77,8 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is damaged: it is not what mmm has written") from None
     if version != VERSION:
-        raise CheckpointError(f"{path} is of version {version}, and this mmm reads version {VERSION}: use a later mmm")
+        text = f"{path} is of version {version}, and this mmm reads version {VERSION}: use a later mmm"
+        raise LaterVersionError(text)
     if digest != _digest({"mmm_checkpoint": version, **fields}):
         raise CheckpointError(f"{path} is damaged: its checksum is not the one that was written")
     files = {str(name): FileSum(*found) for name, found in fields.pop("files").items()}

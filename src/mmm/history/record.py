@@ -47,7 +47,7 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False, goe
         RecordError: the folder holds a record and `overwrite` is off, or it cannot be made or written.
     """
     if outdir is None:
-        return _writable(_fresh(Path.cwd() / "outputs" / module))
+        return writable(_fresh(Path.cwd() / "outputs" / module))
     folder = Path(outdir).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
@@ -57,8 +57,7 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False, goe
             f"--outdir {folder} already holds a run's record ({', '.join(there)}). "
             "Give another --outdir, leave it out (each run then gets a folder of its own), or pass --overwrite."
         )
-    _make(folder)
-    _writable(folder)
+    writable(folder)
     if overwrite and not goes_on:
         _remove_record(folder)
     return folder
@@ -157,7 +156,9 @@ def _make(folder: Path) -> None:
         raise RecordError(f"cannot make the folder {folder}: {why}. Give an --outdir you may write to.") from error
 
 
-def _writable(folder: Path) -> Path:
+def writable(folder: Path) -> Path:
+    """Make a folder, and check that files can be made in it. RecordError where not."""
+    _make(folder)
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -12,6 +12,7 @@ from mmm.parallel.expert.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
+from mmm.trainer.checkpoints import Checkpoints
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.run import Run
 from mmm.trainer.schedule import Schedule, constant
@@ -49,11 +50,13 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-    clock, since, evaluated = run.clock, 0, {}
-    local_loss: Tensor | None = None  # on the device
-    batches = task.all_batches()
+    checkpoints = Checkpoints(run, model, optimizer, scaler)
+    clock, evaluated = run.clock, dict[str, float]()
+    local_loss: Tensor | None  # on the device
+    first, since, local_loss = checkpoints.load()
+    batches = task.all_batches(first)
     clock.start()
-    steps = range(options.steps)
+    steps = range(first, options.steps)
     for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else steps:
         model.train()
         seed_step(run.options.seed, step, coordinate)
@@ -70,26 +73,35 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        stop = checkpoints.stop_asked()
         since, last = since + 1, step == options.steps - 1
         end_of_epoch = (step + 1) % task.steps_per_epoch == 0
         evaluate_now = last or (
             end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
         )
-        due = evaluate_now or (not options.by_epoch and step % run.options.log_every == 0)
+        save = checkpoints.due(step, last or stop)  # after a row, which finds out whether the loss is a number
+        due = evaluate_now or (not options.by_epoch and (save or step % run.options.log_every == 0))
         imbalance = model.balance_experts(scaler.unless_skipped(options.balance_rate), due)
         clock.lap("dto")
 
-        if options.by_epoch and not evaluate_now:
-            continue
-        more: dict[str, Any] = {} if imbalance is None else {"imbalance": imbalance}
-        if evaluate_now:
-            model.train(False)
-            evaluated = task.evaluate(model)
-            more |= evaluated
-        at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
-        name = {"train_loss" if options.by_epoch else "loss": local_loss / since}
-        size = since * task.global_batch_size, since * task.tokens
-        run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
-        local_loss, since = None, 0
-        clock.start()
+        row = evaluate_now or not options.by_epoch
+        if row:
+            more: dict[str, Any] = {} if imbalance is None else {"imbalance": imbalance}
+            if evaluate_now:
+                model.train(False)
+                evaluated = task.evaluate(model)
+                more |= evaluated
+            at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
+            name = {"train_loss" if options.by_epoch else "loss": local_loss / since}
+            size = since * task.global_batch_size, since * task.tokens
+            run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
+            local_loss, since = None, 0
+        if save:
+            checkpoints.save(step + 1, since, local_loss)
+        checkpoints.poll()
+        if stop and not last:
+            checkpoints.stop(step + 1)
+        if row:
+            clock.start()
+    checkpoints.wait()
     return evaluated

@@ -30,7 +30,7 @@ from mmm import history
 from mmm.analysis.footprint import Footprint, check_fits
 from mmm.contract import LINE_VARIABLE
 from mmm.errors import DeviceError, DivergedError
-from mmm.history.attempts import make_room, this_attempt
+from mmm.history.attempts import this_attempt
 from mmm.history.ending import RUNNING, Ending
 from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import detached
@@ -42,11 +42,14 @@ from mmm.runtime.device import Precision, choose_device, choose_precision, full_
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, gather_objects, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.runtime.stop import StopSignal, stop_signal
+from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, facts_of_run
 from mmm.trainer.losses import NotFinite, UnreadLosses
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 from mmm.trainer.resolve import Resolved
+from mmm.trainer.resume import Origin, Prepared
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 
@@ -59,6 +62,8 @@ class Run:
         rank, layout, device, precision: of this process.
         clock: for the parts of a step. log: the package's logger.
         outdir: the run's folder; ranks: every rank's host, pid and place: both known on rank 0 only.
+        stop: the signal to, if one has come. origin: the checkpoint that it goes on from, if any. identity: of those
+            that it can go on from.
     """
 
     options: BaseOptions
@@ -74,6 +79,9 @@ class Run:
     notes: list[str] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     startup: startup.Times | None = None  # until it is on record
+    stop: StopSignal = dataclasses.field(default_factory=StopSignal)
+    origin: Origin | None = None
+    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
@@ -251,13 +259,10 @@ def start_run(
     if footprint is not None:
         check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
-    prepared: list[Path] = []
-    earlier = [note] if (note := left_out(options.device, device)) else []  # and attempts of the same launch
+    prepared: list[Prepared] = []
 
     def prepare() -> None:
-        if options.outdir is not None and (note := make_room(options.outdir, this_attempt())):
-            earlier.append(note)
-        prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
+        prepared.append(resume.prepare(module, options, this_attempt()))
 
     def meet(store: dist.Store) -> None:
         agree(store, rank, facts, ADVICE, prepare)
@@ -267,7 +272,7 @@ def start_run(
     with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
-        outdir = prepared[0] if prepared else None  # on rank 0
+        outdir = prepared[0].outdir if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
         ranks = _everyone(rank, device, layout)
@@ -290,8 +295,9 @@ def start_run(
         }
         if data is not None:
             config["data"] = data
+        wish = stack.enter_context(stop_signal()) if options.checkpoint_every is not None else StopSignal()
         clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times)
+        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times, stop=wish)
         run.describe(**config)
         log.info(
             "%d ranks (%s), layout %s, %s, %s (%s)\n%s",
@@ -303,7 +309,7 @@ def start_run(
             precision.reason,
             rank_table(ranks) if ranks else "(rank 0 has the table)",
         )
-        for note in earlier:
+        for note in filter(None, (left_out(options.device, device), prepared[0].note if prepared else "")):
             run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])
@@ -313,11 +319,13 @@ def start_run(
             run.describe(**resolved.describe())
             for note in resolved.notes:
                 run.note(note)
+            resume.choose(run, prepared[0] if prepared else None, module, resolved)
         if outdir is None:
             yield run
             run.record_startup()  # of a program that has no steps
         else:
-            with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record:
+            goes_on = resume.record_goes_on(prepared[0], run.origin, str(layout))
+            with history.History(outdir, ranks=ranks, flush_every=options.flush_every, resume=goes_on) as run.record:
                 yield run
                 run.record_startup()
             if len(run.record):

@@ -84,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
         "--signal", metavar="NAME@S", help="send every rank signal NAME (USR1, TERM, …) S seconds before the job's end"
     )
     made.add_argument("--walltime", metavar="HH:MM:SS", help="when the job ends, from now on, for --signal")
+    made.add_argument(
+        "--grace",
+        metavar="S",
+        help="seconds that ranks have to save when launch is told to end by SIGTERM (default: 1)",
+    )
     made.add_argument("--dry-run", action="store_true", help="print what would be started and why, and start nothing")
     made.add_argument("--explain", action="store_true", help="as --dry-run, and where every detected value came from")
     many = made.add_argument_group("on a cluster")
