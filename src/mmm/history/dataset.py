@@ -91,8 +91,9 @@ def to_dataset(
             for place, value in scalars.get(name, ()):
                 column[place, 0] = value
             for place, values in spread[name]:
-                column[place] = values
-            if len(spread[name]) == len(draws) and all(_ints(values) for _, values in spread[name]):
+                column[place, : len(values)] = values  # fewer, where a run went on with fewer ranks
+            full = len(spread[name]) == len(draws) and all(len(values) == shape[1] for _, values in spread[name])
+            if full and all(_ints(values) for _, values in spread[name]):
                 column = np.array([values for _, values in spread[name]], dtype=np.int64)
             variables[name] = (("draw", "rank"), column, about(name))
         else:
@@ -116,7 +117,8 @@ def to_dataset(
         coordinates[name] = ("rank", at)
     for name, given in startup.items():
         about_it = {"long_name": f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch", "units": "s"}
-        coordinates[f"startup_{name}"] = ("rank", np.array(given, dtype=np.float64), about_it)
+        missing = [np.nan] * (len(header.ranks) - len(given))
+        coordinates[f"startup_{name}"] = ("rank", np.array([*given, *missing], dtype=np.float64), about_it)
     return xarray.Dataset(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
 
 

@@ -180,6 +180,6 @@ def _startup(config: str, ranks: int) -> dict[str, list[float | None]]:
     """The marks of each rank's start-up, by name; empty before the first step has ended."""
     try:
         marks = json.loads(config or "{}").get("startup", {}).get("marks", {})
-        return {str(name): at for name, at in marks.items() if len(at) == ranks}
+        return {str(name): at for name, at in marks.items() if len(at) <= ranks}
     except (ValueError, TypeError, AttributeError):
         return {}  # a user may edit config.json; the rows do not depend on it

@@ -28,6 +28,8 @@ from mmm.parallel.compile import CompileReport
 from mmm.parallel.context.apply import positions_of
 from mmm.parallel.data.apply import sync_gradients
 from mmm.parallel.data.fsdp import reshard
+from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.data.zero import Zero
 from mmm.parallel.expert.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.loss import Loss, detached
 from mmm.parallel.materialize import materialize
@@ -110,6 +112,21 @@ class ParallelModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank that a checkpoint has, such as experts' biases, by the names in the full model."""
+        found: dict[str, Tensor] = {}
+        for module in self.modules.values():
+            inner = module.module if isinstance(module, Replicas) else module
+            saved = inner.state_dict().keys()
+            found |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
+        return found
+
+    def gather_updated(self) -> None:
+        """What ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
+        for module in self.modules.values():
+            if isinstance(module, Zero):
+                module.gather()
 
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():

@@ -31,7 +31,7 @@ from mmm import history
 from mmm.analysis.footprint import Footprint, check_fits
 from mmm.contract import LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import DeviceError, DivergedError
-from mmm.history.attempts import make_room, this_attempt
+from mmm.history.attempts import this_attempt
 from mmm.history.ending import RUNNING, Ending
 from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import detached
@@ -44,11 +44,14 @@ from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, gather_objects, gather_table, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.runtime.stop import StopSignal, stop_signal
+from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
 from mmm.trainer.losses import NotFinite, UnreadLosses
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 from mmm.trainer.resolve import Resolved
+from mmm.trainer.resume import Origin, Prepared
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
@@ -72,6 +75,8 @@ class Run:
         rank, layout, device, precision: of this process.
         clock: for the parts of a step. log: the package's logger.
         outdir: the run's folder; ranks: every rank's host, pid and place: both known on rank 0 only.
+        stop: the signal to, if one has come. origin: the checkpoint that it goes on from, if any. identity: of those
+            that it can go on from.
     """
 
     options: BaseOptions
@@ -88,6 +93,9 @@ class Run:
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     startup: startup.Times | None = None  # until it is on record
     skip_noted: bool = False  # it has been said that a step was skipped
+    stop: StopSignal = dataclasses.field(default_factory=StopSignal)
+    origin: Origin | None = None
+    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
@@ -262,13 +270,10 @@ def start_run(
     if footprint is not None:
         check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
-    prepared: list[Path] = []
-    earlier = [note] if (note := left_out(options.device, device)) else []  # and attempts of the same launch
+    prepared: list[Prepared] = []
 
     def prepare() -> None:
-        if options.outdir is not None and (note := make_room(options.outdir, this_attempt())):
-            earlier.append(note)
-        prepared.append(history.prepare(options.outdir, module, overwrite=options.overwrite))
+        prepared.append(resume.prepare(module, options, this_attempt()))
 
     def meet(store: dist.Store) -> None:
         agree(store, rank, facts, ADVICE, prepare)
@@ -280,7 +285,7 @@ def start_run(
     with process_group(rank, device, options.timeout, meet), watch, ExitStack() as stack:
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
-        outdir = prepared[0] if prepared else None  # on rank 0
+        outdir = prepared[0].outdir if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
         ranks = all_ranks(rank, device, layout)
@@ -304,7 +309,8 @@ def start_run(
         }
         if data is not None:
             config["data"] = data
-        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times)
+        wish = stack.enter_context(stop_signal()) if options.checkpoint_every is not None else StopSignal()
+        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times, stop=wish)
         run.describe(**config)
         log.info(
             "%d ranks (%s), layout %s, %s, %s (%s)\n%s",
@@ -316,7 +322,7 @@ def start_run(
             precision.reason,
             rank_table(ranks) if ranks else "(rank 0 has the table)",
         )
-        for note in earlier:
+        for note in filter(None, (left_out(options.device, device), prepared[0].note if prepared else "")):
             run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])
@@ -326,12 +332,15 @@ def start_run(
             run.describe(**resolved.describe())
             for note in resolved.notes:
                 run.note(note)
+            resume.choose(run, prepared[0] if prepared else None, module, resolved)
         if outdir is None:
             with watch:
                 yield run
                 run.record_startup()  # of a program that has no steps
         else:
-            with history.History(outdir, ranks=ranks, flush_every=options.flush_every) as run.record, watch:
+            goes_on = resume.record_goes_on(prepared[0], run.origin, str(layout))
+            record = history.History(outdir, ranks=ranks, flush_every=options.flush_every, resume=goes_on)
+            with record as run.record, watch:
                 yield run
                 run.record_startup()
             if len(run.record):
