@@ -43,7 +43,9 @@ class Corpus:
 
 def _corpus(train: Iterable[bytes], validation: Iterable[bytes], source: str, files: int) -> Corpus:
     first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
-    return Corpus(first, second, source, files, hashlib.sha256(first.tobytes() + second.tobytes()).hexdigest())
+    digest = hashlib.sha256(first)
+    digest.update(second)
+    return Corpus(first, second, source, files, digest.hexdigest())
 
 
 def standard_library(root: Path | None = None) -> Corpus:
