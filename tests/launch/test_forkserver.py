@@ -138,6 +138,16 @@ def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 
+def test_what_all_ranks_share_is_not_taken_down_by_each(launcher):
+    """A finalizer of an installed package, made at its import, would remove what the other ranks still use; and
+    PyTorch's take its operators down, which costs each rank 0.04 s. The rank's own run."""
+    made = "import os, weakref\nclass Held: pass\nheld = Held()\n"
+    path = installed(launcher, "shares", made + "weakref.finalize(held, print, 'shared')\n")
+    launcher.write("t.py", made + "import shares\nweakref.finalize(held, print, 'own')\n")
+    done = launcher.run("-n", "2", "python3", "t.py", **path)
+    assert (done.returncode, done.stdout) == (0, "own\nown\n"), done.stderr
+
+
 def test_a_file_beside_the_target_hides_an_installed_package(launcher):
     """`wants` (installed) imports `shared`; the target has its own `shared.py`, which python would take for both."""
     path = installed(launcher, "shared", "who = 'installed'")

@@ -59,7 +59,11 @@ class Checkpoints:
         if not losses:
             return manifest.step, 0, 0, None
         if moved:  # of the losses that add up to the global loss
-            local = sum(losses[rank] for rank in state["loss_ranks"]) if run.rank.rank == run.layout.loss_ranks()[0] else 0.0
+            local = (
+                sum(losses[rank] for rank in state["loss_ranks"])
+                if run.rank.rank == run.layout.loss_ranks()[0]
+                else 0.0
+            )
         else:
             local = losses[run.rank.rank]
         wide = torch.float32 if run.device.type == "mps" else torch.float64  # as of `detached`

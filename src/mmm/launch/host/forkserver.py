@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+import weakref
 from dataclasses import replace
 from typing import NoReturn
 
@@ -112,6 +113,8 @@ def preload(target: Target, todo: Instructions) -> None:
         start_anew(todo, "*")
     timer.stop()
     contract.program.shared = timer.seconds
+    for finalizer in getattr(weakref.finalize, "_registry", ()):
+        finalizer.atexit = False  # of what all ranks share: PyTorch's take its operators down, one by one, in each rank
     gc.freeze()  # not collected first: that takes longer than what it would free
     gc.enable()
 
