@@ -58,7 +58,6 @@ class Config(TextProgramOptions, BreakOptions):
         "compute the same gradient: N ranks learn from the samples of one.",
     }
     preset: Literal["debug", "small", "medium"] = "debug"
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
     parallel = "ddp"
     default_batch_size = 8

@@ -62,7 +62,6 @@ class Config(TextProgramOptions, BreakOptions):
         "equal: sums of gradients of different models train none of them.",
     }
     preset: Literal["debug", "small", "medium"] = "debug"
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
     parallel = "hsdp"
     default_batch_size = 8

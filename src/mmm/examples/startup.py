@@ -100,7 +100,6 @@ def draw(run: Run, by_ranks: Mapping[int, Mapping[str, measure.Start]], ways: li
 
 def train(config: Config) -> tuple[dict[int, dict[str, measure.Start]], float]:
     """What was found by number of ranks and way, and the CPU-seconds of one import."""
-    config.check()
     if whoami().world_size > 1:
         raise ConfigError("this example starts ranks itself: run it as it is, `python3 -m mmm.examples.startup`")
     if not config.ranks or min(config.ranks) < 1 or not config.ways or config.repeats < 1:

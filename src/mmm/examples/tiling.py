@@ -66,7 +66,6 @@ class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions):
     """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
     plots: bool = False
     default_max_iters = 2
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
 
 def train(config: Config) -> bool:

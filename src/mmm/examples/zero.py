@@ -55,7 +55,6 @@ class Config(TextProgramOptions, BreakOptions):
     }
     preset: Literal["debug", "small", "medium"] = "debug"
     default_max_iters = 5
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
     parallel = "ddp"  # stage 0, which holds most
     default_batch_size = 2

@@ -3,6 +3,7 @@
 The names below are what a program of one's own uses (docs/your-script.md, docs/models.md), and stay.
 """
 
+from mmm.data.local_batches import local_batches
 from mmm.models.meta import meta_parameters
 from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm
@@ -39,6 +40,7 @@ __all__ = [
     "clip_grad_norm",
     "cross_entropy",
     "imbalance",
+    "local_batches",
     "local_value",
     "loss_of",
     "materialize",

@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.models.experts import has_experts
-from mmm.parallel import Mesh, apply, build_mesh, materialize
+from mmm.parallel import Mesh
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
@@ -17,6 +16,7 @@ from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, 
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.resolve import ResolvedPlan
 from mmm.trainer.run import Run, start_run
+from mmm.trainer.script import on_mesh
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
 
@@ -44,7 +44,6 @@ __all__ = [
 class TextExampleOptions(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
     """Flags of an example that trains a Transformer on text: its sizes, and its run."""
 
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
 
 
@@ -92,8 +91,4 @@ class FourAxesOptions(TextExampleOptions):
 
 def parallelize(run: Run, resolved: ResolvedPlan) -> Mesh:
     """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
-    mesh = build_mesh(resolved.layout, run.device.type, run.options.timeout, experts=has_experts(resolved.model))
-    apply(resolved.model, mesh, resolved.plan, run.precision, resolved.techniques)
-    materialize(resolved.model, run.device, run.options.seed)
-    run.log.info("%s\n%s", mesh, sharded_model(resolved.model), stacklevel=2)
-    return mesh
+    return on_mesh(run, resolved.model, resolved.plan, resolved.techniques)[0]

@@ -1,23 +1,8 @@
-"""The steps of an example's loop: fetching, timing, logging and evaluation around what the example shows.
-
-::
-
-    for step in text_steps(run, resolved, model, optimizer, local_loss):
-        loss = local_loss(step.batch)  # forward
-        step.log(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-The batch has been fetched when the body begins (``dtd``); `Step.log` ends the forward (``dtf``), the optimizer's step
-the backward (``dtb``), and the end of the body the rest (``dto``). Then the step is evaluated where that is due, logged
-and recorded. The row is a collective: every rank goes through every step.
-"""
+"""The steps of an example's loop (`mmm.trainer.script`), on text or on images, with their evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,47 +10,15 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
-from mmm.parallel.loss import detached
 from mmm.runtime.seed import seed_step
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
+from mmm.trainer.script import Step, train_steps
 from mmm.trainer.tasks import ImageTask, evaluate_images
 from mmm.trainer.text import ValidationOptions, validate
 from mmm.trainer.vision import ResolvedCNN
-
-
-@dataclass
-class Step:
-    """One optimizer step.
-
-    Attributes:
-        number: from 0. batch: this rank's samples of the global batch, on the run's device. last: of the run.
-        due: whether the row is logged. row: further numbers of it, for the loop's body to add to.
-    """
-
-    run: Run
-    number: int
-    batch: Batch
-    last: bool = False
-    due: bool = True
-    row: dict[str, float | Tensor] = field(default_factory=dict)
-    _losses: list[Tensor] = field(default_factory=list)
-
-    @property
-    def local_loss(self) -> Tensor:
-        """This rank's, once `log` has been called: on the device."""
-        return sum(self._losses[1:], self._losses[0])
-
-    def log(self, loss: Tensor) -> None:
-        """The forward is over.
-
-        Args:
-            loss: of this rank's samples, divided by the global count. With micro-batches, of one of them: they add up.
-        """
-        self.run.clock.lap("dtf")
-        self._losses.append(detached(loss))
 
 
 def text_steps(
@@ -104,31 +57,27 @@ def text_steps(
             optimizer,
             lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
         )
-    optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
-    if not at:
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
-    for number in range(steps):
-        run.clock.start()
-        batch = resolved.local_batch(tokens, number, coordinate).to(run.device)
-        run.clock.lap("dtd")
-        last = number == steps - 1
-        step = Step(run, number, batch, last, due=last or number % options.log_every == 0)
-        yield step
-        run.clock.lap("dto")
-        if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(number, steps):
+
+    def before_row(step: Step) -> None:
+        if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(step.number, steps):
             step.row["val_loss"] = validate(run, resolved, options.eval_batches, local_loss)
             step.due = True
-        run.row(
-            {**(at or {}), "iter": number},
-            {"loss": step.local_loss},
-            samples=global_batch,
-            tokens=batch.count,
-            more=step.row,
-            due=step.due,
-            depth=2,
-        )
         if one_device is not None:
             one_device.loss(run.global_sum(step.local_loss))
+
+    if not at:
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
+    yield from train_steps(
+        run,
+        (resolved.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
+        optimizer,
+        steps,
+        samples=global_batch,
+        tokens=global_batch * tokens.seq_length,
+        at=at,
+        before_row=before_row,
+        depth=3,
+    )
     if one_device is not None:
         one_device.report()
 

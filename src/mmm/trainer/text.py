@@ -18,12 +18,12 @@ from mmm.data.text import BYTES
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.parallel import batch_sizes
-from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions
 from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 from mmm.trainer.run import Run
+from mmm.trainer.script import evaluate
 
 Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
 
@@ -242,15 +242,15 @@ def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[B
         yield resolved.local_batch(validation, step, coordinate).to(run.device)
 
 
-@torch.no_grad()
 def validate(run: Run, resolved: Resolved, batches: int, local_loss: Callable[[Batch], Tensor]) -> float:
     """Mean loss over the first global batches of the validation text. A collective.
 
     Args:
         local_loss: of the samples of this rank's data-parallel coordinate: its part of the loss of a global batch.
     """
-    losses = []
-    for batch in validation_batches(run, resolved, batches):
+
+    def of_sharded_logits(batch: Batch) -> Tensor:
         with loss_parallel():
-            losses.append(detached(local_loss(batch)))
-    return run.global_sum(sum(losses[1:], losses[0])) / len(losses)
+            return local_loss(batch)
+
+    return evaluate(run, validation_batches(run, resolved, batches), of_sharded_logits)
