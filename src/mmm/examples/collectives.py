@@ -141,9 +141,5 @@ def train(config: Config) -> None:
                 run.record.update(row)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

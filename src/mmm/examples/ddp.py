@@ -133,9 +133,5 @@ def parameter_spread(model: nn.Module) -> float:
     return float((highest - lowest).max())
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

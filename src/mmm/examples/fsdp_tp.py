@@ -137,9 +137,5 @@ def train(config: Config) -> None:
             optimizer.zero_grad()
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

@@ -141,9 +141,5 @@ def copies_spread(model: nn.Module, mesh: DeviceMesh) -> float:
     return float(apart)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

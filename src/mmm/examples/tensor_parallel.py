@@ -141,9 +141,5 @@ def train(config: Config) -> bool:
         return report(run, compare(Case(mesh, run.device, run.precision.storage, config.seed), config.break_))
 
 
-def main() -> None:
-    sys.exit(not train(parse(Config, __doc__)))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))

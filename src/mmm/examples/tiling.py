@@ -113,10 +113,5 @@ def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[i
     return int(step.row["peak"]), run.global_sums(torch.stack(losses))
 
 
-def main() -> None:
-    if not train(parse(Config, __doc__)):
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))

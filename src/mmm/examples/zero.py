@@ -141,9 +141,5 @@ def train(config: Config) -> bool:
         return report_stages(run, [train_stage(run, mesh, resolved, stage) for stage in range(4)], resolved.model)
 
 
-def main() -> None:
-    sys.exit(not train(parse(Config, __doc__)))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))

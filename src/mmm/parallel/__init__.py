@@ -11,7 +11,7 @@ from mmm.parallel.compile import check_compile
 from mmm.parallel.data.apply import DATA_PARALLEL, check_data_parallel, sync_gradients
 from mmm.parallel.expert.balance import balance_experts, imbalance
 from mmm.parallel.local import to_local
-from mmm.parallel.loss import cross_entropy, local_value
+from mmm.parallel.loss import cross_entropy
 from mmm.parallel.materialize import check_weights, materialize
 from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Layout, Mesh, batch_sizes, build_mesh
@@ -41,7 +41,6 @@ __all__ = [
     "cross_entropy",
     "imbalance",
     "local_batches",
-    "local_value",
     "loss_of",
     "materialize",
     "meta_parameters",

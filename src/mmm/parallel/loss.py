@@ -35,8 +35,3 @@ def detached(loss: Tensor) -> Tensor:
     float64: float32)."""
     wide = torch.float32 if loss.device.type == "mps" else torch.float64
     return to_local(loss.detach()).to(wide)
-
-
-def local_value(loss: Tensor) -> float:
-    """The value of a scalar, plain or replicated over a mesh."""
-    return float(to_local(loss.detach()))

@@ -1,5 +1,7 @@
 """What an example on text takes from the package besides its technique: flags, and a run around its steps."""
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,28 +18,8 @@ from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, 
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.resolve import ResolvedPlan
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.script import on_mesh
-from mmm.trainer.steps import text_steps
+from mmm.trainer.steps import on_mesh, text_steps
 from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
-
-__all__ = [
-    "SHARDED_SEQUENCE",
-    "ExpertOptions",
-    "FourAxesOptions",
-    "Preset",
-    "TextExampleOptions",
-    "check_own_kv_heads",
-    "make_optimizer",
-    "parallelize",
-    "parse",
-    "print_once",
-    "resolve",
-    "run_main",
-    "sharded_model",
-    "stage_table",
-    "start_run",
-    "text_steps",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from mmm.parallel.loss import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
-from mmm.trainer.script import evaluate
 from mmm.trainer.text import validation_batches
 
 PADDING = -100  # a label that cross-entropy passes over: PyTorch's default
@@ -81,8 +80,8 @@ class TokenTask(Task):
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time."""
         batches = validation_batches(self.run, self.resolved, self.eval_batches)
-        local_loss = lambda batch: model.evaluate(batch.inputs, batch.targets, batch.count)  # noqa: E731
-        return {"val_loss": evaluate(self.run, batches, local_loss)}
+        losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
+        return {"val_loss": self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)}
 
 
 class ImageTask(Task):

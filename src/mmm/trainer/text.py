@@ -4,14 +4,12 @@ meet."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, Corpus, RandomTokens, TextTokens, Tokens, read_text_files, standard_library
 from mmm.data.text import BYTES
@@ -23,7 +21,6 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions
 from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 from mmm.trainer.run import Run
-from mmm.trainer.script import evaluate
 
 Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
 
@@ -240,17 +237,3 @@ def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[B
     validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
     for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
         yield resolved.local_batch(validation, step, coordinate).to(run.device)
-
-
-def validate(run: Run, resolved: Resolved, batches: int, local_loss: Callable[[Batch], Tensor]) -> float:
-    """Mean loss over the first global batches of the validation text. A collective.
-
-    Args:
-        local_loss: of the samples of this rank's data-parallel coordinate: its part of the loss of a global batch.
-    """
-
-    def of_sharded_logits(batch: Batch) -> Tensor:
-        with loss_parallel():
-            return local_loss(batch)
-
-    return evaluate(run, validation_batches(run, resolved, batches), of_sharded_logits)
