@@ -34,8 +34,3 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int) -> Tensor:
 def detached(loss: Tensor) -> Tensor:
     """A scalar, plain or replicated over a mesh, without its graph and as `widest`, to add up on its device."""
     return to_local(loss.detach()).to(widest(loss.device))
-
-
-def local_value(loss: Tensor) -> float:
-    """The value of a scalar, plain or replicated over a mesh."""
-    return float(to_local(loss.detach()))

@@ -125,12 +125,8 @@ def start_anew(todo: Instructions, skip: str) -> NoReturn:
         os.set_inheritable(fd, True)
     skip = "*" if len(todo.skip) >= 3 else skip
     os.environ[FORK_SERVER_VARIABLE] = str(replace(todo, skip=[*todo.skip, skip]).write())
-    os.execv(sys.executable, [sys.executable, *_flags(), "-m", FORK_SERVER, *sys.argv[1:]])
-
-
-def _flags() -> list[str]:
-    words = sys.orig_argv[1:]
-    return words[: words.index("-m")]
+    flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
+    os.execv(sys.executable, [sys.executable, *flags, "-m", FORK_SERVER, *sys.argv[1:]])
 
 
 def _device_open() -> bool:

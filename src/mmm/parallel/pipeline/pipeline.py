@@ -142,7 +142,7 @@ class Pipeline:
             stage.lap, stage.p2p = self._timed, Mesh.of(mesh).p2p
             self._wrapped.append(stage)
         kind = SCHEDULES[schedule]
-        make = getattr(schedules, f"Schedule{schedule}")
+        make = kind.own or getattr(schedules, f"Schedule{schedule}")
         stage_or_stages = self._wrapped[0] if kind.most == 1 else self._wrapped
         self.schedule = make(stage_or_stages, microbatches, loss_fn=self._timed_loss, scale_grads=False)
 
