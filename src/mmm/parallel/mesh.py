@@ -188,15 +188,17 @@ class Mesh:
         return str(self.device_mesh)
 
 
-def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts: bool = False) -> Mesh:
+def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, experts: bool = False) -> Mesh:
     """The mesh of a fitted layout. A collective.
 
     Args:
-        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's.
+        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's. None: that
+            of the `process_group` around it.
         experts: whether the model has experts: under tp they need a mesh of their own also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
-    limit = timedelta(seconds=timeout)
+    default = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+    limit = default if timeout is None else timedelta(seconds=timeout)
     one_device = device_type == "mps"
     device_type = "cpu" if one_device else device_type
     with default_timeout(limit), bound_if_it_splits():
