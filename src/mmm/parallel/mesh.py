@@ -238,15 +238,15 @@ def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]
     members have to agree.
     """
     lines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()  # the ranks of each pipeline
-    here = layout.coordinates(dist.get_rank())["pp"]
+    own = layout.coordinates(dist.get_rank())["pp"]
     splits = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
     found: dict[tuple[int, int], Any] = {}
     for pairs in neighbour_rounds(layout.pp):
-        alone = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
-        parts = [[line[at] for at in part] for line in lines for part in (*pairs, *alone)]
+        singles = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
+        members = [[line[at] for at in each] for line in lines for each in (*pairs, *singles)]
         for back in (False, True):
-            group = dist.split_group(split_ranks=parts) if splits else dist.new_subgroups_by_enumeration(parts)[0]
-            found |= {(b, a) if back else (a, b): group for a, b in pairs if here in (a, b)}
+            group = dist.split_group(split_ranks=members) if splits else dist.new_subgroups_by_enumeration(members)[0]
+            found |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
     return found
 
 
