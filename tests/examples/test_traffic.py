@@ -10,15 +10,15 @@ import pytest
 from mmm.analysis.step_traffic import Sent, apart, table
 from mmm.errors import UserError
 from mmm.examples import traffic
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # twelve layouts, of four ranks: a minute on two free cores, ten where 25 others want them
 def test_every_layout_on_four_ranks(tmp_path):
     command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.traffic", "--outdir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "counted and formula differ by 0." in done.stdout
     found = json.loads((tmp_path / "config.json").read_text())["traffic"]
