@@ -88,7 +88,7 @@ def install(kind: str) -> None:
     module.current_stream = module.default_stream = lambda *_: Stream()
     module.synchronize = lambda *_: COUNTS.add("synchronizations")
     module.current_device, module.device_count = (lambda: 0), (lambda: 1)
-    module.set_device = lambda *_: None
+    module.set_device = module.set_rng_state = module.get_rng_state = lambda *_: None
     module.get_device_capability = lambda *_: (9, 0)
     module.get_device_properties = lambda *_: SimpleNamespace(major=9, has_fp64=True)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor

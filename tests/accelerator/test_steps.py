@@ -1,6 +1,7 @@
 """A rank's steps on CUDA and XPU devices that are not there: nothing mixes devices, and the host waits for rows alone.
 
-The layouts are those of the parity matrix, but for pipelines and DDP, whose transfers need elements.
+The layouts are those of the parity matrix, but for DDP, whose transfers need elements, and pipelines, of which there
+are two: which groups their messages go through.
 """
 
 import hashlib
@@ -129,6 +130,20 @@ def test_a_step(answers, case):
     collectives = answers[case]["without"][1]
     assert tuple(collectives.get(kind, 0) for kind in COLUMNS) == TABLE[case]
     assert collectives.keys() <= set(COLUMNS)
+
+
+PIPELINES = {
+    "cuda": [{"model": "transformer", "layout": "pp2.dp2", "schedule": "1F1B"}],
+    "xpu": [{"model": "transformer", "layout": "pp4", "schedule": "GPipe"}],
+}
+
+
+@pytest.mark.timeout(600)
+def test_each_direction_of_a_pipeline_has_a_group_of_its_own(library, tmp_path):
+    for answer in steps(library, tmp_path / "out", PIPELINES):
+        check(answer)
+        messages = {what: count for what, count in answer["without"][0].items() if what.startswith(("isend", "irecv"))}
+        assert messages == {"isend (0, 1)": answer["microbatches"], "irecv (1, 0)": answer["microbatches"]}
 
 
 def others():

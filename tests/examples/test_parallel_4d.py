@@ -138,7 +138,7 @@ def build_by_hand_and_by_the_package(rank, layout):
     names = [name for name, _ in package.named_modules()]
     axes = ("pp", "dp", "cp", "tp")
     mesh = init_device_mesh("cpu", (1, layout.dp, layout.cp, layout.tp), mesh_dim_names=axes)
-    apply(package, build_mesh(layout, "cpu", 30), transformer_plan(sizes), precision)
+    apply(package, build_mesh(layout, "cpu"), transformer_plan(sizes), precision)
     at, found = layout.coordinates(rank.rank), []
     mine = positions_of(at["cp"], layout.cp, 32)
     batch = config.load(256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)

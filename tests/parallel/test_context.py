@@ -164,7 +164,7 @@ def test_keys_and_values_are_not_copied_for_each_head(run_on_ranks):
 
 def attend(rank, cp, style, heads, kv_heads, dtype):
     """This rank's part of the output, and of the gradients of q, k, v."""
-    mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu", 30)["cp"]
+    mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu")["cp"]
     attention = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, causal_attention)
     tensors = qkv(heads, kv_heads, dtype=dtype)
     *inputs, gradient = (t[:, :, positions_of(rank.rank, cp, 16)] for t in tensors)
@@ -203,7 +203,7 @@ def test_attention_in_half_precision(run_on_ranks, style):
 
 def train(rank, layout, style, steps=STEPS, checkpointing="none"):
     """Losses of each step, the whole gradients of the first, and their norm."""
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
     precision = Precision("test", torch.float64, torch.float64)
@@ -334,6 +334,6 @@ def test_a_plan_without_attention_is_refused(run_on_ranks):
 
 
 def refused_plan(rank):
-    mesh = build_mesh(Layout(dp_shard=1, cp=2), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=1, cp=2), "cpu")
     with pytest.raises(ConfigError, match="cp 2: the plan of this model names no attention"):
         apply_context_parallel(Transformer(TransformerConfig()), mesh["cp"], cnn_plan(), "ring")

@@ -31,8 +31,8 @@ def test_rounds_have_each_pair_once(pp):
     assert len(rounds) == (1 if pp == 2 else 2 + pp % 2)
 
 
-def with_groups(layout: Layout, device_type: str, timeout: float):
-    return replace(build_mesh(layout, device_type, timeout), p2p=build_p2p_groups(layout))
+def with_groups(layout: Layout, device_type: str):
+    return replace(build_mesh(layout, device_type), p2p=build_p2p_groups(layout))
 
 
 def train(rank, layout: Layout, schedules: list[str], own_groups: bool):
@@ -107,7 +107,7 @@ def test_same_numbers(run_on_ranks, layout, schedules):
 
 
 def build(rank, layout: Layout, device_type: str):
-    return sorted(build_mesh(layout, device_type, 30).p2p)
+    return sorted(build_mesh(layout, device_type).p2p)
 
 
 def test_cpu_ranks_have_none(run_on_ranks):

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def build(layout: Layout, dtype: torch.dtype, config: TransformerConfig) -> nn.Module:
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = Transformer(config)
     apply(model, mesh, transformer_plan(), Precision("test", dtype, dtype))

@@ -55,7 +55,7 @@ def pipeline_of(rank, model: str, layout: Layout, schedule: str, microbatches: i
     each, _ = check_pipeline(layout, techniques, size_of(model, layout), len(parts))
     inputs = inputs.to("meta", torch.int64 if model in TEXT else torch.float32)
     cuts = balance_stages(part_costs(whole, parts, inputs), layout.pp * each)
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     mine = {}
     for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
         mine[number] = apply(take_stage(whole, parts, cuts[number]), mesh, plan, FP64)

@@ -84,7 +84,7 @@ def warnings(rank, layout, plan, directly):
     logger = logging.getLogger("mmm")
     logger.addHandler(handler)
     try:
-        mesh = build_mesh(layout, "cpu", 30)
+        mesh = build_mesh(layout, "cpu")
         with meta_parameters():
             net = Net()
         if directly:

@@ -22,7 +22,7 @@ PLANS = {"cnn": cnn_plan, "vit": vit_plan}
 
 
 def build(model: str, layout: Layout, technique: str, compile: bool = False) -> nn.Module:
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         net = vision.build(model)
     precision = Precision("fp64", torch.float64, torch.float64)

@@ -58,7 +58,7 @@ def train(
         pieces: what `apply` takes by name. accumulate: micro-batches, of a pipeline as well.
     """
     check_transformer(config, layout, seq, pieces.get("cp_style", "ring"))
-    mesh, plan = build_mesh(layout, "cpu", 30), transformer_plan(config)
+    mesh, plan = build_mesh(layout, "cpu"), transformer_plan(config)
     precision = Precision("test", dtype, compute or dtype)
     with torch.device("meta"):
         model: nn.Module = Transformer(config)

@@ -195,15 +195,17 @@ class Mesh:
         return str(self.device_mesh)
 
 
-def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts: bool = False) -> Mesh:
+def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, experts: bool = False) -> Mesh:
     """The mesh of a fitted layout. A collective.
 
     Args:
-        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's.
+        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's. None: that
+            of the `process_group` around it.
         experts: whether the model has experts: under tp they need a mesh of their own also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
-    limit = timedelta(seconds=timeout)
+    default = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+    limit = default if timeout is None else timedelta(seconds=timeout)
     one_device = device_type == "mps"
     device_type = "cpu" if one_device else device_type
     with default_timeout(limit), bound_if_it_splits():
@@ -274,10 +276,10 @@ def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]
     splits = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
     found: dict[tuple[int, int], Any] = {}
     for pairs in neighbour_rounds(layout.pp):
-        alone = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
-        parts = [[line[at] for at in part] for line in lines for part in (*pairs, *alone)]
+        singles = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
+        members = [[line[at] for at in each] for line in lines for each in (*pairs, *singles)]
         for back in (False, True):
-            group = dist.split_group(split_ranks=parts) if splits else dist.new_subgroups_by_enumeration(parts)[0]
+            group = dist.split_group(split_ranks=members) if splits else dist.new_subgroups_by_enumeration(members)[0]
             found |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
     return found
 

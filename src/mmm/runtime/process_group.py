@@ -51,6 +51,8 @@ def process_group(
     options: dict = {"backend": backend_for(device), "timeout": limit}
     if device.type in ("cuda", "xpu"):
         options["device_id"] = device
+        # Of sends that wait for each other: a pipeline's have groups of their own, but for shapes in its first step.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     with _meeting(rank, limit) as store:
         if meet is not None:
             meet(store)

@@ -53,7 +53,7 @@ def batched_by_group() -> Iterator[None]:
     """Inside, PyTorch's schedules issue the operations of each group as a batch.
 
     1F1B sends to a rank and receives from it in one batch, which may not have two groups. What only sends, or only
-    receives, PyTorch 2.13 issues without a batch: NCCL warns of that, and XCCL hangs (torch-xpu-ops 3071).
+    receives, PyTorch 2.13 issues without a batch, on which XCCL hangs (torch-xpu-ops 3071).
     """
     batch = schedules._batch_p2p
     schedules._batch_p2p = _batch_by_group
