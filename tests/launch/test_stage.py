@@ -16,6 +16,7 @@ import pytest
 
 import mmm
 from mmm.errors import LaunchError
+from mmm.launch.control.controller import REMOVAL
 from mmm.launch.control.link import Link
 from mmm.launch.host import copies, stage
 from mmm.launch.host.copies import Copy
@@ -272,8 +273,10 @@ def test_attempts_use_the_same_copies(hosts):
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.split())) == 2
     assert made.left() == []
+    began = time.monotonic()
     last = made.run("--retries", "1", "python3", "-c", "raise SystemExit(5)")
     assert last.returncode == 5
+    assert time.monotonic() - began < REMOVAL  # the hosts were told, and did not wait until they were ended
     assert made.left() == []
 
 
