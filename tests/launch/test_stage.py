@@ -352,6 +352,7 @@ def test_who_does_not_know_the_token_gets_nothing():
     thread = threading.Thread(target=lambda: served.extend(stager.accept(1)))
     thread.start()
     stranger = stage._reach([["127.0.0.1", port]], "guessed")
+    stranger.socket.settimeout(10)
     assert stranger.socket.recv(1) == b""
     known = stage._reach([["127.0.0.1", port]], "secret")
     thread.join(10)
