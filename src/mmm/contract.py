@@ -29,6 +29,7 @@ STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script say
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
 USER_ERROR_EXIT = 2
+SAVED_EXIT = 75  # a rank whose run a signal has stopped, once it was saved; as EX_TEMPFAIL of sysexits.h: try again
 
 # What a rank's traceback says when it failed because another had gone.
 CONSEQUENCES = (

@@ -42,6 +42,7 @@ def _main(words: list[str], begin: float) -> int:
     options = launch_options(args)
     timeout = seconds("--timeout", args.timeout)
     start_timeout = seconds("--start-timeout", args.start_timeout) or 0.0
+    grace = seconds("--grace", args.grace)
     retries = count("--retries", args.retries, least=0) or 0
     if not command:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
@@ -57,6 +58,7 @@ def _main(words: list[str], begin: float) -> int:
         print(f"launch: {note}", file=sys.stderr)
     its_job = plan.job if isinstance(plan, ClusterPlan) else scheduler.detect(os.environ, options.scheduler)
     limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
+    limits = replace(limits, grace=grace)
     if args.dry_run or args.explain:
         try:
             print(describe(plan, args, options), flush=True)

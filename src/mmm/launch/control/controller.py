@@ -295,7 +295,7 @@ class Controller(RunControl):
     def send(self, number: int) -> bool:
         if not self.under_way:
             return False
-        self.tell({"signal": number, "verdict": self.verdict})
+        self.tell({"signal": number, "verdict": self.verdict, "grace": self.grace})
         return True
 
     def forward_signal(self, number: int) -> None:
@@ -314,7 +314,7 @@ class Controller(RunControl):
 
     def end(self, number: int, verdict: str = "") -> None:
         """The hosts see to the grace of their ranks; launch waits for them a little longer."""
-        self.verdict, self.kill_at = verdict, time.monotonic() + GRACE + LAST_WORDS
+        self.verdict, self.kill_at = verdict, time.monotonic() + (self.grace or GRACE) + LAST_WORDS
         if not self.send(number):
             self.kill()
         elif not self.connections:

@@ -31,7 +31,7 @@ class Staging:
             self.stagers.setdefault(agent.host, agent)
         self.source: Message = {}
         self.ports: dict[str, int] = {}
-        self.copies: dict[str, str] = {}  # host → path
+        self.staged: dict[str, str] = {}  # host → path
         self.waiting: set[str] = set()
 
     def begin(self) -> None:
@@ -58,24 +58,24 @@ class Staging:
         if "port" in said:
             self.ports[host] = said["port"]
         if "copy" in said:
-            self.copies[host] = said["copy"]
+            self.staged[host] = said["copy"]
         if self.waiting or self.failures:
             return False
-        if len(self.copies) < len(self.stagers):
+        if len(self.staged) < len(self.stagers):
             self.transfer()
             return False
-        hosts = f"{len(self.copies)} host{'s' * (len(self.copies) > 1)}"
+        hosts = f"{len(self.staged)} host{'s' * (len(self.staged) > 1)}"
         say(self.stage.done(hosts, self.source["files"], self.source["size"], time.monotonic() - self.began))
         return True
 
     def transfer(self) -> None:
         first, *others = self.stagers
-        missing = [first, *(host for host in others if host not in self.copies)]
+        missing = [first, *(host for host in others if host not in self.staged)]
         for place, host in enumerate(missing):
             parent = missing[(place - 1) // FANOUT]
             children = max(0, min(FANOUT, len(missing) - 1 - FANOUT * place))
             known = self.reach(parent) if place else None
-            self.ask(host, do="transfer", parent=known, children=children, unpack=host not in self.copies)
+            self.ask(host, do="transfer", parent=known, children=children, unpack=host not in self.staged)
 
     def reach(self, host: str) -> list[list[Any]]:
         """Addresses at which other hosts may find it, with its port."""
@@ -104,4 +104,4 @@ class Staging:
 
     def told(self, agent: RemoteAgent) -> Message:
         """What `agent` is told with its command to go."""
-        return {"source": self.stage.source, "copy": self.copies[agent.host]}
+        return {"source": self.stage.source, "copy": self.staged[agent.host]}

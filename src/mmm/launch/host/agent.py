@@ -81,6 +81,7 @@ class Entry(Supervisor):
             self.kill()
         elif message.get("signal") in ENDING:
             self.exit_code = 0
+            self.grace = message["grace"]
             ignored = message["signal"] in self.ignored  # on this host, by who started its processes
             self.end(signal.SIGTERM if ignored else message["signal"], message["verdict"])
         elif "where" in message:

@@ -93,6 +93,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--stage-to", metavar="DIR", help="where to on each host (default: its temporary folder)")
     made.add_argument("--stage-keep", action="store_true", help="leave the copies there, for the next run")
+    made.add_argument(
+        "--grace",
+        metavar="S",
+        help="seconds that ranks have to save when launch is told to end by SIGTERM (default: 1)",
+    )
     made.add_argument("--dry-run", action="store_true", help="print what would be started and why, and start nothing")
     made.add_argument("--explain", action="store_true", help="as --dry-run, and where every detected value came from")
     many = made.add_argument_group("on a cluster")
