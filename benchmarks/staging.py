@@ -1,6 +1,6 @@
 """What `launch --stage` takes: from host to host, beside every host reading from the first.
 
-    python benchmarks/staging.py [--hosts 8] [--megabytes 200] [--mbits 200] [--rounds 1]
+    python benchmarks/staging.py [--hosts 8] [--megabytes 200] [--mbits 200] [--rounds 1] [--place /dev/shm]
 
 As root, on Linux with iproute2. Hosts are network namespaces on one bridge, each with a network of --mbits in both
 directions (tc's token bucket), so that the network is the limit and not this machine. The environment is made up: half
@@ -103,8 +103,9 @@ def main() -> None:
     made = argparse.ArgumentParser()
     for name, default in (("hosts", 8), ("megabytes", 200), ("mbits", 200), ("rounds", 1)):
         made.add_argument(f"--{name}", type=int, default=default)
+    made.add_argument("--place", help="where the environment and all copies lie, such as /dev/shm")
     args = made.parse_args()
-    with tempfile.TemporaryDirectory() as place, network(args.hosts, args.mbits) as names:
+    with tempfile.TemporaryDirectory(dir=args.place) as place, network(args.hosts, args.mbits) as names:
         folder = Path(place)
         make(folder / "env", args.megabytes)
         (folder / "mpiexec").write_text(MPIEXEC)

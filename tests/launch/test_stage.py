@@ -16,6 +16,7 @@ import pytest
 
 import mmm
 from mmm.errors import LaunchError
+from mmm.launch.control.controller import REMOVAL
 from mmm.launch.control.link import Link
 from mmm.launch.host import copies, stage
 from mmm.launch.host.copies import Copy
@@ -272,8 +273,10 @@ def test_attempts_use_the_same_copies(hosts):
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.split())) == 2
     assert made.left() == []
+    began = time.monotonic()
     last = made.run("--retries", "1", "python3", "-c", "raise SystemExit(5)")
     assert last.returncode == 5
+    assert time.monotonic() - began < REMOVAL  # the hosts were told, and did not wait until they were ended
     assert made.left() == []
 
 
@@ -349,6 +352,7 @@ def test_who_does_not_know_the_token_gets_nothing():
     thread = threading.Thread(target=lambda: served.extend(stager.accept(1)))
     thread.start()
     stranger = stage._reach([["127.0.0.1", port]], "guessed")
+    stranger.socket.settimeout(10)
     assert stranger.socket.recv(1) == b""
     known = stage._reach([["127.0.0.1", port]], "secret")
     thread.join(10)

@@ -185,20 +185,21 @@ class Copy:
         python = staging.interpreter(self.source.path, str(self.path))
         try:
             if python is not None:
-                _try(python, self.path)
+                _try(python, self.path, self.source.path)
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
 
 
-def _try(python: str, copy: Path) -> None:
+def _try(python: str, copy: Path, source: str) -> None:
     """Raises `LaunchError` unless ranks can run by the copied Python. What conda-pack has packed is first unpacked."""
     commands = [[python, "-c", CHECK]]
     if (copy / "bin" / "conda-unpack").exists():
         commands.insert(0, [python, str(copy / "bin" / "conda-unpack")])
+    environ = {**os.environ, **staging.environment(os.environ, source, str(copy))}
     for command in commands:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", cwd="/"
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", cwd="/", env=environ
         )
         if done.returncode:
             last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]

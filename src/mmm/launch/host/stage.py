@@ -10,10 +10,12 @@ when launch ends or is gone.
 import hashlib
 import json
 import os
+import queue
 import select
 import signal
 import socket
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -30,6 +32,7 @@ from mmm.launch.host.copies import Copy, Source
 from mmm.launch.job.staging import Stage
 
 HELLO = 5.0  # s that another host has to say who it is
+AHEAD = 16  # frames that wait for a host that is slower than others
 SIGNATURE = 16  # bytes
 FAILURES = (OSError, EOFError, tarfile.TarError, LaunchError)
 
@@ -107,10 +110,12 @@ class Stager:
         """Get the copy from the first address of `parent` that answers (None: from its source), for others too."""
         copy = self.copy
         assert copy is not None
+        assert self.server is not None
         try:
             self.apart(lambda: self.relay(copy, parent, children, unpack))
         finally:
             copy.discard()
+            self.server.close()
         if copy.lock is None and not copy.there():
             raise LaunchError(f"{copy.path} was changed while it was made")
         return {"copy": str(copy.path)}
@@ -121,15 +126,15 @@ class Stager:
 
     def relay(self, copy: Copy, parent: list[list[Any]] | None, children: int, unpack: bool) -> None:
         with ExitStack() as stack:
+            others = [Served(stack.enter_context(closing(other))) for other in self.accept(children)]
             source = stack.enter_context(closing(_reach(parent, self.token))) if parent is not None else None
-            others = [stack.enter_context(closing(other)) for other in self.accept(children)]
             feed = stack.enter_context(copy.unpacking()) if unpack else lambda piece: None
             signer = Signer(self.token)
 
             def emit(piece: bytes) -> None:
                 frame = signer.frame(piece)
                 for other in others:
-                    _send(other, frame)
+                    other.put(frame)
                 if piece:
                     feed(piece)
 
@@ -139,6 +144,8 @@ class Stager:
                 for piece in _frames(source, Signer(self.token)):
                     emit(piece)
             emit(b"")
+            for other in others:
+                other.finish()
 
     def accept(self, children: int) -> Iterator[Link]:
         """The hosts that this one serves. Others are sent away."""
@@ -189,6 +196,38 @@ class Stager:
         return result["is"]
 
 
+class Served(threading.Thread):
+    """Sends one host its frames, at that host's pace: the others, and what comes in, do not wait for it."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(daemon=True)
+        self.link, self.error = link, ""
+        self.frames: queue.Queue[bytes | None] = queue.Queue(AHEAD)
+        self.start()
+
+    def run(self) -> None:
+        while (frame := self.frames.get()) is not None:
+            try:
+                if not self.error:
+                    self.link.socket.sendall(frame)
+            except OSError as error:
+                self.error = in_words(error)
+
+    def put(self, frame: bytes | None) -> None:
+        """Raises `EOFError`: that host is gone."""
+        self.check()
+        self.frames.put(frame)
+
+    def finish(self) -> None:
+        self.put(None)
+        self.join()
+        self.check()
+
+    def check(self) -> None:
+        if self.error:
+            raise EOFError(f"the connection to a host that it served broke ({self.error})")
+
+
 class Signer:
     """Frames of one transfer: length, signature of place and contents, contents. The last is empty."""
 
@@ -234,13 +273,6 @@ def _wait_for(other: Link) -> Link:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         other.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
     return other
-
-
-def _send(other: Link, frame: bytes) -> None:
-    try:
-        other.socket.sendall(frame)
-    except OSError as error:
-        raise EOFError(f"the connection to a host that it served broke ({in_words(error)})") from None
 
 
 def _frames(source: Link, signer: Signer) -> Iterator[bytes]:
