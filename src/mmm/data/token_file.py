@@ -83,9 +83,6 @@ class TokenFile:
                 mapped.madvise(mmap.MADV_WILLNEED)  # and all pages at once
             return np.frombuffer(mapped, self.dtype, end - begin, skipped).copy()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFile, (self.path, self.dtype, self.begin, self.end)
-
     def split(self) -> tuple[TokenFile, TokenFile]:
         """For training, and the last tenth for validation, as of a text."""
         middle = self.end - max(len(self) // 10, 1)
