@@ -62,8 +62,9 @@ class Corpus:
 
 def _corpus(train: Iterable[bytes], validation: Iterable[bytes], source: str, files: int) -> Corpus:
     first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
-    digest = hashlib.sha256(first.tobytes() + second.tobytes()).hexdigest()
-    return Corpus(first, second, source, files, digest, tokenizer=ByteTokenizer())
+    digest = hashlib.sha256(first.data)
+    digest.update(second.data)
+    return Corpus(first, second, source, files, digest.hexdigest(), tokenizer=ByteTokenizer())
 
 
 def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:

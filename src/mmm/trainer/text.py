@@ -4,14 +4,12 @@ meet."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch, RandomTokens, Tokens
 from mmm.data.datasets.shakespeare import shakespeare
@@ -19,7 +17,6 @@ from mmm.data.sources import Sources, open_sources
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.parallel import batch_sizes
-from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions
@@ -256,17 +253,3 @@ def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[B
     validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
     for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
         yield resolved.local_batch(validation, step, coordinate).to(run.device)
-
-
-@torch.no_grad()
-def validate(run: Run, resolved: Resolved, batches: int, local_loss: Callable[[Batch], Tensor]) -> float:
-    """Mean loss over the first global batches of the validation text. A collective.
-
-    Args:
-        local_loss: of the samples of this rank's data-parallel coordinate: its part of the loss of a global batch.
-    """
-    losses = []
-    for batch in validation_batches(run, resolved, batches):
-        with loss_parallel():
-            losses.append(detached(local_loss(batch)))
-    return run.global_sum(sum(losses[1:], losses[0])) / len(losses)
