@@ -17,7 +17,7 @@ def text(tmp_path):
 def test_a_folder_and_what_is_in_it(text, tmp_path, capsys):
     out = tmp_path / "out"
     assert command.main([text, "-o", str(out), "--separator", r"\n\n", "--processes", "1"]) == 0
-    assert capsys.readouterr().out.startswith(f"{out}: 180 tokens (bytes, vocabulary 256), 60 documents, 300 bytes")
+    assert capsys.readouterr().out.startswith(f"{out}: 180 tokens (bytes, vocabulary 256), 60 documents, 180 bytes")
     assert len(open_tokens(out).documents()) == 60
     assert command.main([text, "-o", str(out), "--separator", r"\n\n", "--processes", "2"]) == 0
     assert "is complete already" in capsys.readouterr().err

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -88,6 +89,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
                 raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
             manifest = _prepare(wanted, part, journal, key, processes, say)
         part.rename(folder)
+        (folder / JOURNAL).unlink()
     except OSError as error:
         raise DataError(f"{error.filename or part}: {error.strerror or error}") from None
     return manifest
@@ -96,109 +98,83 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
 def _key(wanted: Preparation) -> str:
     """Of all that decides the tokens: files by name, size and time."""
     try:
-        files = [(str(path.resolve()), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in wanted.files]
-        for path in wanted.files:
-            if not path.is_file():
-                raise DataError(f"{path} is no file")
+        stats = [path.stat() for path in wanted.files]
         tokenizer = Path(wanted.tokenizer)
         content = tokenizer.read_bytes() if tokenizer.is_file() else wanted.tokenizer.encode()
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
+    for path in wanted.files:
+        if not path.is_file():
+            raise DataError(f"{path} is no file")
+    names = [str(path.resolve()) for path in wanted.files]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
     about = (FORMAT, PIECE, files, wanted.bpe, wanted.separator, wanted.eos)
     return hashlib.sha256(json.dumps(about).encode() + content).hexdigest()
 
 
 def _prepare(
-    wanted: Preparation,
-    part: Path,
-    journal: Any,
-    key: str,
-    processes: int,
-    say: Callable[[str], None],
+    wanted: Preparation, part: Path, journal: BinaryIO, key: str, processes: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    journal.seek(0)
-    done = _read_journal(journal, part, key)
+    rows = _read_journal(journal, part, key)
+    done = rows[-1]
     tokenizer = _tokenizer(wanted, part, processes)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
-    if done.pieces:
-        say(f"going on after {done.pieces} pieces, {done.tokens} tokens")
-    elif not done.started:
-        journal.write(json.dumps({"key": key}).encode() + b"\n")
-    hashes = [*done.hashes]
+    if pieces := len(rows) - 1:
+        say(f"going on after {pieces} pieces, {done['tokens']} tokens")
     with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
-        tokens.truncate(done.tokens * tokenizer.dtype.itemsize)
-        documents.truncate(done.documents * 8)
-        count, ends, read = done.tokens, done.documents, done.bytes
-        todo = (piece for number, piece in enumerate(_pieces(wanted, tokenizer)) if number >= done.pieces)
+        tokens.truncate(done["tokens"] * tokenizer.dtype.itemsize)
+        documents.truncate(done["documents"] * 8)
+        todo = islice(_pieces(wanted, tokenizer), pieces, None)
         for encoded in _in_order(todo, processes, (tokenizer, wanted.separator.encode(), appended)):
             tokens.write(encoded.tokens.data)
-            documents.write((encoded.ends + count).astype("<i8").data)
+            documents.write((encoded.ends + done["tokens"]).astype("<i8").data)
             for file in (tokens, documents):
                 file.flush()
                 os.fsync(file.fileno())
-            count, ends, read = count + len(encoded.tokens), ends + len(encoded.ends), read + encoded.bytes
-            hashes.append(encoded.sha256)
-            row = {"tokens": count, "documents": ends, "bytes": read, "sha256": encoded.sha256}
-            journal.write(json.dumps(row).encode() + b"\n")
+            done = {
+                "tokens": done["tokens"] + len(encoded.tokens),
+                "documents": done["documents"] + len(encoded.ends),
+                "bytes": done["bytes"] + encoded.bytes,
+                "sha256": encoded.sha256,
+            }
+            rows.append(done)
+            journal.write(json.dumps(done).encode() + b"\n")
             journal.flush()
-            say(f"{read / 1e6:.0f} MB of text, {count} tokens, {ends} documents")
-    if not count:
+            say(f"{done['bytes'] / 1e6:.0f} MB of text, {done['tokens']} tokens, {done['documents']} documents")
+    if not done["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
-    digest = hashlib.sha256("\n".join([tokenizer.sha256, *hashes]).encode()).hexdigest()
     about = {"kind": tokenizer.kind, "file": tokenizer.file, "sha256": tokenizer.sha256}
-    manifest = {
+    manifest = done | {
         "format": FORMAT,
-        "dtype": tokenizer.dtype.newbyteorder("<").str,
-        "tokens": count,
-        "documents": ends,
-        "bytes": read,
+        "dtype": tokenizer.dtype.str,
         "tokenizer": about | {"vocab_size": tokenizer.vocab_size, "eos": eos},
         "files": [str(path) for path in wanted.files],
-        "sha256": digest,
+        "sha256": hashlib.sha256("\n".join([tokenizer.sha256, *(row["sha256"] for row in rows)]).encode()).hexdigest(),
         "key": key,
     }
     _write(part / MANIFEST, json.dumps(manifest, indent=1).encode())
-    (part / JOURNAL).unlink()
     return manifest
 
 
-# --- how far it is ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Done:
-    """What a journal says is on disk."""
-
-    started: bool = False
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    hashes: tuple[str, ...] = ()
-
-    @property
-    def pieces(self) -> int:
-        return len(self.hashes)
-
-
-def _read_journal(journal: Any, part: Path, key: str) -> _Done:
-    """The last line that was written in full; the journal goes on behind it."""
-    rows, good = [], 0
+def _read_journal(journal: BinaryIO, part: Path, key: str) -> list[dict[str, Any]]:
+    """What is on disk: nothing, then a row for each piece; to the last that was written in full, where it goes on."""
+    rows: list[dict[str, Any]] = []
+    journal.seek(0)
+    good = 0
     for line in journal:
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            rows.append(json.loads(line[: line.index(b"\n")]))
+        except ValueError:  # not written to its end
             break
         good += len(line)
     journal.truncate(good)
     if not rows:
-        return _Done()
+        rows.append({"key": key, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""})
+        journal.write(json.dumps(rows[0]).encode() + b"\n")
     if rows[0].get("key") != key:
         raise DataError(f"{part} is a preparation of other files or with other flags: remove it, or choose another -o")
-    if len(rows) == 1:
-        return _Done(started=True)
-    last, hashes = rows[-1], tuple(row["sha256"] for row in rows[1:])
-    return _Done(True, last["tokens"], last["documents"], last["bytes"], hashes)
+    return rows
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -237,9 +213,8 @@ def _tokenizer(wanted: Preparation, part: Path, processes: int) -> Tokenizer:
 
 def _pieces(wanted: Preparation, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Split at documents' ends, where there is a separator; else between characters, where the tokenizer lets one."""
-    if wanted.separator:
-        return _split(wanted.files, PIECE, wanted.separator.encode())
-    return _split(wanted.files, PIECE if tokenizer.splittable else None)
+    size = PIECE if wanted.separator or tokenizer.splittable else None
+    return _split(wanted.files, size, wanted.separator.encode())
 
 
 def _split(files: Sequence[Path], size: int | None, separator: bytes = b"") -> Iterator[Piece]:
@@ -320,7 +295,7 @@ def _encode(piece: Piece) -> Encoded:
         lengths += len(appended)
     tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
     ends = lengths.cumsum() if piece.last else lengths[:0]
-    return Encoded(tokens, ends, len(text), hashlib.sha256(tokens.data).hexdigest())
+    return Encoded(tokens, ends, sum(map(len, documents)), hashlib.sha256(tokens.data).hexdigest())
 
 
 def _characters(piece: Piece) -> set[int]:

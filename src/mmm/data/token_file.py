@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -69,15 +70,18 @@ class TokenFile:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """A copy of these tokens. They alone are mapped, and just while they are copied: a mapping of the full file
-        would keep every page that was ever read in the resident memory of this process."""
+        would keep every page that was ever read in this process's memory. The system reads their pages, no others."""
         begin, end, _ = part.indices(len(self))
         if end <= begin:
             return np.empty(0, self.dtype)
-        offset = (self.begin + begin) * self.dtype.itemsize
-        return np.array(np.memmap(self._file, self.dtype, "r", offset, shape=(end - begin,)))  # type: ignore[arg-type]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFile, (self.path, self.dtype, self.begin, self.end)
+        first, length = (self.begin + begin) * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
+        skipped = first % mmap.ALLOCATIONGRANULARITY
+        map_options: Any = {"access": mmap.ACCESS_READ, "offset": first - skipped}
+        with mmap.mmap(self._file.fileno(), skipped + length, **map_options) as mapped:
+            if hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead, …
+                mapped.madvise(mmap.MADV_WILLNEED)  # and all pages at once
+            return np.frombuffer(mapped, self.dtype, end - begin, skipped).copy()
 
     def split(self) -> tuple[TokenFile, TokenFile]:
         """For training, and the last tenth for validation, as of a text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -245,13 +246,7 @@ def _unicode(text: bytes) -> str:
 
 def _optional(package: str, name: object) -> Any:
     try:
-        if package == "tokenizers":
-            import tokenizers
-
-            return tokenizers
-        import sentencepiece
-
-        return sentencepiece
+        return importlib.import_module(package)
     except ImportError:
         wanted = f"--tokenizer {name} needs the package {package}"
         raise DataError(f"{wanted}, which is not installed: pip install 'mmm[{package}]'") from None
