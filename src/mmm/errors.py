@@ -54,3 +54,7 @@ class HangError(SystemExit):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.code = 1
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written or read, is damaged, or is of another run."""

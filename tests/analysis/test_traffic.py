@@ -17,7 +17,6 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
 from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
@@ -27,6 +26,7 @@ from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
 from support import reference, vision
 from support.clock import PATIENCE
+from support.shards import shard_batch
 
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", torch.float32, torch.float32)

@@ -16,7 +16,8 @@ import mmm.history
 from mmm.examples import parallel_4d
 from mmm.examples.context_parallel import positions_of
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.flags import run_main
@@ -146,7 +147,7 @@ def build_by_hand_and_by_the_package(rank, layout):
         with loss_parallel():
             loss = cross_entropy(model(batch.inputs[:, :32][:, mine], mine), batch.targets[:, :32][:, mine], 64)
             loss.backward()
-        found.append((local_value(loss), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
+        found.append((detached(loss).item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
     return found
 
 

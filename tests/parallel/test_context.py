@@ -22,20 +22,21 @@ from mmm.parallel import (
     check_compile,
     clip_grad_norm,
     cross_entropy,
-    local_value,
     materialize,
 )
 from mmm.parallel.context import block_attention
-from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of, shard_batch
+from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of
 from mmm.parallel.context.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
 from mmm.parallel.context.ring import RingAttention
 from mmm.parallel.context.ulysses import UlyssesAttention
+from mmm.parallel.loss import detached
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
+from support.shards import shard_batch
 
 STEPS = 10
 CPU = torch.device("cpu")
@@ -223,7 +224,7 @@ def train(rank, layout, style, steps=STEPS, checkpointing="none"):
             norm = float(clip_grad_norm(model.parameters(), math.inf))
         step_of.step()
         step_of.zero_grad()
-        shares = gather_floats([local_value(loss)], CPU)
+        shares = gather_floats([detached(loss).item()], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     return losses, first, norm
 

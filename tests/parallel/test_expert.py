@@ -28,14 +28,13 @@ from mmm.parallel import (
     clip_grad_norm,
     cross_entropy,
     imbalance,
-    local_value,
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.data.fsdp import fsdp_units_of, prefetch_next
 from mmm.parallel.expert.apply import apply_expert_parallel
+from mmm.parallel.loss import detached
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
@@ -44,6 +43,7 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
+from support.shards import shard_batch
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -118,7 +118,7 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
             with loss_parallel():
                 loss = cross_entropy(model(part.inputs[some], positions), part.targets[some], part.count)
                 loss.backward()
-            share += local_value(loss)
+            share += detached(loss).item()
         if step == 0:
             gradients = {canonical_name(name): p.grad for name, p in model.named_parameters()}
             first = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in gradients.items()}

@@ -62,9 +62,5 @@ def train(config: Config) -> None:
             save_model(run, model)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

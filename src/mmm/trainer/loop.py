@@ -14,6 +14,7 @@ from mmm.parallel.expert.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
+from mmm.trainer.checkpoints import Checkpoints
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.run import Run
 from mmm.trainer.schedule import Schedule, constant
@@ -53,13 +54,15 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-    clock, since, evaluated = run.clock, 0, {}
-    local_loss: Tensor | None = None  # on the device
-    counted: int | Tensor = 0  # steps in it
+    checkpoints = Checkpoints(run, model, optimizer, scaler)
+    clock, evaluated = run.clock, dict[str, float]()
     named = list(model.named_parameters())
-    batches = task.all_batches()
+    counted: float | Tensor  # steps in it
+    local_loss: Tensor | None  # on the device
+    first, since, counted, local_loss = checkpoints.load()
+    batches = task.all_batches(first)
     clock.start()
-    steps = range(options.steps)
+    steps = range(first, options.steps)
     for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else steps:
         model.train()
         clock.step = step
@@ -83,6 +86,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
             scaler.step_unless(skip, optimizer)
         scaler.update()
         optimizer.zero_grad()
+        stop = checkpoints.stop_asked()
         since, last = since + 1, step == options.steps - 1
         if skip is not None and options.by_epoch:  # the mean is of the other steps
             loss, counted = loss.where(skip == 0, 0), counted + (1 - skip)
@@ -93,22 +97,30 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         evaluate_now = last or (
             end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
         )
-        due = evaluate_now or (not options.by_epoch and step % run.options.log_every == 0)
+        save = checkpoints.due(step, last or stop)  # after a row, which finds out whether the loss is a number
+        due = evaluate_now or (not options.by_epoch and (save or step % run.options.log_every == 0))
         imbalance = model.balance_experts(scaler.unless_skipped(options.balance_rate), due)
         clock.lap("dto")
 
-        if options.by_epoch and not evaluate_now:
-            continue
-        more: dict[str, Any] = {} if imbalance is None else {"imbalance": imbalance}
-        if evaluate_now:
-            model.train(False)
-            evaluated = task.evaluate(model)
-            more |= evaluated
-        name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
-        size = since * task.global_batch_size, since * task.tokens
-        run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
-        local_loss, since, counted = None, 0, 0
-        clock.start()
+        row = evaluate_now or not options.by_epoch
+        if row:
+            more: dict[str, Any] = {} if imbalance is None else {"imbalance": imbalance}
+            if evaluate_now:
+                model.train(False)
+                evaluated = task.evaluate(model)
+                more |= evaluated
+            name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
+            size = since * task.global_batch_size, since * task.tokens
+            run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
+            local_loss, since, counted = None, 0, 0
+        if save:
+            checkpoints.save(step + 1, since, counted, local_loss)
+        checkpoints.poll()
+        if stop and not last:
+            checkpoints.stop(step + 1)
+        if row:
+            clock.start()
+    checkpoints.wait()
     return evaluated
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -128,27 +129,30 @@ class UnreadLosses:
         return torch.cat([loss.view(1), *(number.to(losses) for number in numbers)])
 
     def read(
-        self, columns: Sequence[Sequence[float]], loss_ranks: Collection[int], total: float, rank: int
+        self, columns: np.ndarray, loss_ranks: slice, total: float, rank: int
     ) -> tuple[NotFinite | None, int | None]:
         """Where something first was not finite, if anywhere, and how many steps were skipped, None where none may be;
         then all is forgotten.
 
         Args:
-            columns: of every rank, by rank; there may be more. loss_ranks: those with a part of the global loss.
+            columns: of every rank, (ranks, 6); there may be more. loss_ranks: those with a part of the global loss.
             total: the row's loss. rank: this one.
         """
         at, names, skips = self._at, self._names, len(self._skips)
         self._clear()
-        skipped, trailing = int(columns[0][4]) if skips else None, int(columns[0][5])
+        skipped, trailing = int(columns[0, 4]) if skips else None, int(columns[0, 5])
         self.in_a_row = trailing if trailing < skips else self.in_a_row + trailing
-        counted, wrong = set(loss_ranks), dict[int, list[int]]()  # number of the step → ranks
-        for each, (_, number, _, gradient, *_) in enumerate(columns):
-            if number and (gradient or each in counted):
-                wrong.setdefault(int(number), []).append(each)
-        if not wrong:  # the sum of the losses alone may be infinite
-            return (None if math.isfinite(total) else NotFinite(at[-1], total, list(loss_ranks))), skipped
-        first = min(wrong)
-        if by_loss := [each for each in wrong[first] if not columns[each][3]]:
-            return NotFinite(at[first - 1], sum(columns[each][2] for each in by_loss), by_loss), skipped
-        parameter = names[first - 1][int(columns[rank][3]) - 1] if rank in wrong[first] else ""
-        return NotFinite(at[first - 1], None, wrong[first], parameter), skipped
+        number, gradient = columns[:, 1], columns[:, 3]
+        wrong = gradient > 0
+        wrong[loss_ranks] = True
+        wrong &= number > 0
+        if not wrong.any():  # the sum of the losses alone may be infinite
+            ranks = list(range(len(columns))[loss_ranks])
+            return (None if math.isfinite(total) else NotFinite(at[-1], total, ranks)), skipped
+        first = int(number[wrong].min())
+        (ranks_there,) = np.nonzero(wrong & (number == first))
+        by_loss = ranks_there[gradient[ranks_there] == 0]
+        if len(by_loss):
+            return NotFinite(at[first - 1], sum(columns[by_loss, 2].tolist()), by_loss.tolist()), skipped
+        parameter = names[first - 1][int(gradient[rank]) - 1] if rank in ranks_there else ""
+        return NotFinite(at[first - 1], None, ranks_there.tolist(), parameter), skipped

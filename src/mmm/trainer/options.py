@@ -24,6 +24,7 @@ from mmm.runtime.ranks import LONGEST, command_line
 from mmm.trainer.flags import FLAGS
 
 T = TypeVar("T")
+Options = TypeVar("Options", bound="BaseOptions")
 
 
 # A flag that a program inherits and has no use for: not in --help, and an error on the command line.
@@ -63,6 +64,14 @@ SHARDED_SEQUENCE = Need(lambda options, layout: layout.cp > 1, "--cp", "no seque
 EXPERTS = Need(lambda options, layout: options.n_experts > 0, "--n_experts", "there are no experts", "--n_experts 8")
 
 
+SAVES = Need(
+    lambda options, layout: options.checkpoint_every is not None,
+    "--checkpoint_every",
+    "nothing is saved",
+    "--checkpoint_every 100",
+)
+
+
 def check_needs(options: Any, layout: Layout) -> None:
     """Raises ConfigError for the first flag that was given, and has no effect."""
     for owner in reversed(type(options).__mro__):
@@ -97,6 +106,8 @@ class BaseOptions:
     log_every = 1
     plots = False
     break_ = None
+    checkpoint_every = None
+    resume = None
     RUNS_ON_MPS: ClassVar = False
 
     def check(self) -> None:
@@ -123,7 +134,7 @@ class BatchOptions(BaseOptions):
     """Samples a step, over all ranks: keep it the same to compare meshes."""
     seed: int = 0
     """Decides initial weights and the order of the data, on every mesh alike."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
 
 
@@ -204,6 +215,9 @@ class BreakOptions(BaseOptions):
 class LoopOptions(RunOptions):
     """Flags of the shared training loop, on top of every run's, whatever it trains."""
 
+    # fp16 takes the loss scale of the loop.
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"  # type: ignore[assignment]
+    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -211,9 +225,26 @@ class LoopOptions(RunOptions):
     optimizer as they are, and go on."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
+    checkpoint_every: int | None = None  # type: ignore[assignment]
+    """Steps between two checkpoints, checkpoints/step-N of the run's folder; one more at the end. Default: none."""
+    keep: int | None = None
+    """With --checkpoint_every, how many of the newest stay. Default: 2."""
+    keep_every: int | None = None
+    """With --checkpoint_every, those of every so many steps stay as well."""
+    resume: Path | None = None  # type: ignore[assignment]
+    """Go on from a checkpoint, on any layout: a run's folder, one of its checkpoints/step-N, or auto: the newest whole
+    one in --outdir, in the same record; from the beginning where there is none yet."""
+    NEEDS: ClassVar[dict[str, Need]] = {"keep": SAVES, "keep_every": SAVES}
 
     def check(self) -> None:
         super().check()
+        for name in ("checkpoint_every", "keep", "keep_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"--{name} {value}: it must be at least 1")
+        if self.resume is not None and self.overwrite:
+            raise ConfigError("--resume and --overwrite contradict each other: leave one out")
+        if self.resume == Path("auto") and self.outdir is None:
+            raise ConfigError("--resume auto without --outdir: each run then has a folder of its own; give --outdir")
         if not 0 <= self.max_norm < math.inf:
             raise ConfigError(
                 f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the gradient as it is"
@@ -236,13 +267,13 @@ class TrainingOptions(LoopOptions):
                 raise ConfigError(f"--{name} {getattr(self, name)}: it must not be negative")
 
 
-def parse(config: type[T], doc: str | None = None) -> T:
-    """The command line as a `config`. ``--help`` prints and leaves; so does a wrong flag, with the near miss and exit
-    code 2. Either is printed once for the run.
+def parse(config: type[Options], doc: str | None = None) -> Options:
+    """The command line as a `config`, checked. ``--help`` prints and leaves; so does a wrong flag, with the near miss
+    and exit code 2. Either is printed once for the run.
 
     Raises:
-        ConfigError: a flag whose value is empty, as of a shell's variable that is not set: a path would be the current
-            folder.
+        ConfigError: of `check`; or a flag whose value is empty, as of a shell's variable that is not set: a path would
+            be the current folder.
     """
     for before, value in pairwise(["", *sys.argv[1:]]):
         flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
@@ -254,4 +285,6 @@ def parse(config: type[T], doc: str | None = None) -> T:
         )
     program = shlex.join(command_line()[: -len(sys.argv[1:]) or None])
     with said_once():
-        return tyro.cli(config, prog=program, description=doc, use_underscores=True)
+        options = tyro.cli(config, prog=program, description=doc, use_underscores=True)
+    options.check()
+    return options
