@@ -24,8 +24,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -96,8 +96,9 @@ class HangWatch:
         if not isinstance(error, RuntimeError):
             self._thread.join(LINGER)
             return
-        late, stack = bool(TIMED_OUT.search(str(error))), _stack_of(traceback)
-        if not late and not any(sign in str(error) for sign in CONSEQUENCES):
+        text, stack = _all_of(error)
+        late = bool(TIMED_OUT.search(text))
+        if not late and not any(sign in text for sign in CONSEQUENCES):
             return
         texts: list[str] = []
 
@@ -258,19 +259,16 @@ def _age(entry: dict[str, Any]) -> float:
 
 
 def _stack(frame: FrameType | None) -> Stack:
-    return list(_frames(frame))[::-1]
+    return [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walk_stack(frame)][::-1]
 
 
-def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-
-
-def _stack_of(traceback: TracebackType | None) -> Stack:
-    stack: Stack = []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        stack.append((code.co_filename, traceback.tb_lineno, code.co_name))
-        traceback = traceback.tb_next
-    return stack
+def _all_of(error: BaseException) -> tuple[str, Stack]:
+    """What an error says and where, with what has caused it: pipelines wrap errors."""
+    text, stack = "", list[tuple[str, int, str]]()
+    cause: BaseException | None = error
+    while cause is not None:
+        text += f"{cause}\n"
+        for frame, line in walk_tb(cause.__traceback__):
+            stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+        cause = cause.__cause__
+    return text, stack
