@@ -57,8 +57,8 @@ def test_meshes_are_made_once(of_many):
 def test_the_sum_of_losses_is_the_same_to_the_last_bit():
     """Rank after rank, as one would add them by hand."""
 
-    table = torch.randn(1000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).numpy()
-    expected = [0.0] * 3
+    table = torch.randn(1000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).numpy()
+    expected = [0.0]
     for row in table.tolist():
         expected = [total + value for total, value in zip(expected, row, strict=True)]
     assert sums_in_order(table) == expected
