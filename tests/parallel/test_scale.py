@@ -36,8 +36,10 @@ def test_a_steps_python_memory_does_not_grow_with_the_ranks(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     few, many = json.loads(rows.read_text())
-    for kind in ("step", "step with row", "step with row on rank 0"):
+    for kind in ("step", "step with row"):
         assert many[f"{kind} bytes"] < 1.05 * few[f"{kind} bytes"]
+    kind, table = "step with row on rank 0 bytes", 8 * 8 * MANY  # of numbers alone: a rank's losses and seconds
+    assert many[kind] < 1.05 * few[kind] + table
 
 
 def test_meshes_are_made_once(of_many):
