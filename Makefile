@@ -38,7 +38,7 @@ test-long: $(READY)
 
 # Real MPICH, Open MPI, Slurm and two hosts on this machine, as root (docs/clusters.md says which packages).
 test-cluster: $(READY)
-	$(BIN)/python -m pytest -m cluster --numprocesses 0 --timeout 300 tests/cluster $(TEST_FLAGS)
+	$(BIN)/python -m pytest -m cluster --numprocesses 0 --timeout 900 tests/cluster $(TEST_FLAGS)
 
 # Random runs of the trainers on random layouts, each held against itself on one rank: make fuzz MINUTES=20 SEED=7
 fuzz: $(READY)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.clock import children_cpu
+from support.clock import PATIENCE, children_cpu
 
 SOURCE = Path(__file__).parent.parent / "src" / "mmm"
 # From the top down; a room may name what stands below it. Rooms that are still to come stand here too.
@@ -135,7 +135,7 @@ def test_answers_at_once_and_without_torch(command, tmp_path):
     seconds = []
     for _ in range(2):
         begin = children_cpu()
-        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=PATIENCE)
         seconds.append(children_cpu() - begin)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()

@@ -26,6 +26,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
 from support import reference, vision
+from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", torch.float32, torch.float32)
@@ -269,7 +270,7 @@ def compiled(rank):
 
 @pytest.mark.long
 def test_what_a_compiled_function_sends(run_on_ranks):
-    assert run_on_ranks(compiled, 2, timeout=200) == [({"dp_shard": 400}, 200.0)] * 2
+    assert run_on_ranks(compiled, 2, timeout=PATIENCE) == [({"dp_shard": 400}, 200.0)] * 2
 
 
 def test_an_unknown_operator_is_an_error(run_on_ranks):

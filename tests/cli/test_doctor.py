@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.clock import PATIENCE
 from support.signals import as_from_a_terminal
 
 COMMAND = [sys.executable, "-m", "mmm.cli.main", "doctor"]
@@ -18,7 +19,7 @@ COMMAND = [sys.executable, "-m", "mmm.cli.main", "doctor"]
 def doctor(folder, *flags, **variables):
     places = [variables.pop("PYTHONPATH", None), os.environ.get("PYTHONPATH")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), **variables}
-    return subprocess.run([*COMMAND, *flags], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*COMMAND, *flags], cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_a_broken_torch_is_reported(tmp_path):
@@ -85,7 +86,7 @@ def test_interrupted_or_killed_it_leaves_nothing(tmp_path, number, says, code):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    assert (process.communicate(timeout=120)[1], process.returncode) == (says, code)
+    assert (process.communicate(timeout=PATIENCE)[1], process.returncode) == (says, code)
     status = Path(f"/proc/{(tmp_path / 'torch_pid').read_text()}/stat")
     while status.exists() and " Z " not in status.read_text():
         assert time.monotonic() < deadline

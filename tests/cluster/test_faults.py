@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.clock import stretched
+from support.clock import PATIENCE, stretched
 from support.clusters import Mpi
 
 WITHIN = 10.0  # s from the fault until no process is left anywhere
@@ -78,7 +78,7 @@ def by(request):
 def start(launcher, way, *words, program=FAULTY):
     launcher.write("faulty.py", program)
     process = launcher.start(*way.options, "--device", "cpu", *words, **way.variables)
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
+    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
     return process
 
 
@@ -140,7 +140,7 @@ def test_launch_is_killed(launcher, way, by):
     begin = time.monotonic()
     assert launcher.gone(within=WITHIN), [Path(f"/proc/{pid}/cmdline").read_text() for pid in launcher.alive()]
     assert time.monotonic() - begin < WITHIN
-    process.communicate(timeout=10)
+    process.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("way", ["two_hosts-mpich", "two_hosts-openmpi"], indirect=True)

@@ -11,6 +11,7 @@ import time
 import pytest
 
 import mmm.history
+from support.clock import PATIENCE
 from support.clusters import Mpi
 
 EXAMPLE = [
@@ -42,7 +43,7 @@ LAUNCH = [sys.executable, "-m", "mmm.launch"]
 def local(tmp_path_factory):
     """The losses on 4 ranks of this host."""
     folder = tmp_path_factory.mktemp("local")
-    done = subprocess.run([*LAUNCH, "-n", "4", *EXAMPLE], cwd=folder, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*LAUNCH, "-n", "4", *EXAMPLE], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     losses = mmm.history.load(folder / "out").loss.values
     assert len(losses) == 3
@@ -59,14 +60,14 @@ def same(launcher, done, local, ranks=4):
 
 @pytest.mark.parametrize("by", ["rank", "host"])
 def test_one_host(launcher, mpi, by, local):
-    same(launcher, launcher.run(*mpi.options, "--ranks-by", by, *EXAMPLE, timeout=200, **mpi.variables), local)
+    same(launcher, launcher.run(*mpi.options, "--ranks-by", by, *EXAMPLE, timeout=PATIENCE, **mpi.variables), local)
 
 
 @pytest.mark.parametrize("by", ["rank", "host"])
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_two_hosts(launcher, two_hosts, mpi, by, local):
     launcher.prefix = two_hosts.start_words()
-    done = launcher.run(*two_hosts.options(mpi), "--ranks-by", by, *EXAMPLE, timeout=200, **two_hosts.variables)
+    done = launcher.run(*two_hosts.options(mpi), "--ranks-by", by, *EXAMPLE, timeout=PATIENCE, **two_hosts.variables)
     same(launcher, done, local)
     assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout  # rank 3, local rank 1
 
@@ -94,7 +95,7 @@ def batch(launcher, slurm, *words, options=()):
         variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
         cwd=launcher.folder,
     )
-    launcher.wait_for("over", timeout=200)  # sbatch --wait asks ever more rarely
+    launcher.wait_for("over", timeout=PATIENCE)  # sbatch --wait asks ever more rarely
     slurm.idle()
     return done, (launcher.folder / "batch.out").read_text()
 
@@ -136,7 +137,7 @@ def test_mpiexec_by_itself(launcher, mpi, local):
         env=launcher.environment(OMP_NUM_THREADS="1", **mpi.variables),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     same(launcher, done, local)
 
@@ -151,7 +152,7 @@ def test_pbs_with_repeated_hosts(launcher, local):
         "PBS_ENVIRONMENT": "PBS_BATCH",
         "OMP_NUM_THREADS": "64",
     }
-    done = launcher.run("--mpiexec", "mpiexec.mpich", *EXAMPLE, timeout=200, **variables)
+    done = launcher.run("--mpiexec", "mpiexec.mpich", *EXAMPLE, timeout=PATIENCE, **variables)
     same(launcher, done, local)
     assert re.search(r"hosts +1: \S+\n", done.stderr)
     assert f"mpiexec.mpich -n 4 -ppn 4 -hosts {host} " in done.stderr
@@ -207,7 +208,7 @@ fsdp_tp.main()
 """,
     )
     flags = " ".join([*EXAMPLE[3:], "--flush_every", "1"])
-    done = launcher.run(*mpi.options, "--retries", "1", "python3", "t.py", flags, timeout=200, **mpi.variables)
+    done = launcher.run(*mpi.options, "--retries", "1", "python3", "t.py", flags, timeout=PATIENCE, **mpi.variables)
     assert done.returncode == 0, done.stderr
     assert "launch: exit code 137: starting again" in done.stderr
     assert len(mmm.history.load(launcher.folder / "out").loss) == 2
@@ -240,10 +241,10 @@ def test_slurms_signal_before_the_end(launcher, slurm, by):
         cwd=launcher.folder,
         variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
     )
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
+    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--signal=USR1", job)
-    launcher.wait_for("code", timeout=20)
+    launcher.wait_for("code", timeout=PATIENCE)
     slurm.idle()
     assert (launcher.folder / "code").read_text() == "0\n", (launcher.folder / "e").read_text()
     for rank in range(4):
@@ -283,10 +284,10 @@ def test_the_batch_jobs_own_signal_is_passed_on(launcher, slurm):
         cwd=launcher.folder,
         variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
     )
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
+    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--batch", "--signal=USR1", job)
-    launcher.wait_for("seen-0", "seen-3", timeout=20)
+    launcher.wait_for("seen-0", "seen-3", timeout=PATIENCE)
     slurm.idle()
     assert launcher.gone(within=2)
 
@@ -306,7 +307,7 @@ def test_slurms_time_limit(launcher, slurm):
         cwd=launcher.folder,
         variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
     )
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=40)
+    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
     deadline = time.monotonic() + 110  # a minute, and Slurm looks every half
     while not launcher.gone(within=0):
         if "TIMEOUT" in slurm.run("squeue", "-h", "-t", "all", "-o", "%T").stdout:
@@ -362,7 +363,7 @@ def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
     time.sleep(0.4)
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert launcher.gone(within=2)
     assert time.monotonic() - begin < 4
@@ -382,7 +383,7 @@ def test_hosts_that_do_not_start(launcher, mpi):
         "sh",
         "-c",
         "true",
-        timeout=60,
+        timeout=PATIENCE,
         **mpi.variables,
     )
     assert done.returncode not in (0, 2)

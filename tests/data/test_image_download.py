@@ -20,7 +20,7 @@ from mmm.data.datasets.download import File, Refused, cache_folder, obtain
 from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 from mmm.runtime.ranks import Rank
-from support.clock import stretched
+from support.clock import PATIENCE, stretched
 
 CONTENTS = {"one.bin": bytes(range(256)) * 2000, "two.bin": b"two" * 1000}
 FORK = multiprocessing.get_context("fork")
@@ -102,7 +102,7 @@ def race(folder, files, processes, ranks=None):
     racers = [FORK.Process(target=_obtain, args=(folder, files, ranks, queue)) for _ in range(processes)]
     for racer in racers:
         racer.start()
-    results = [queue.get(timeout=120) for _ in racers]
+    results = [queue.get(timeout=PATIENCE) for _ in racers]
     for racer in racers:
         racer.join()
     return results

@@ -13,6 +13,7 @@ from mmm.data.datasets import digits, load_images
 from mmm.data.datasets.fake import FakeImages
 from mmm.data.images import ImagesInMemory, convert_channels, resize
 from mmm.errors import DataError
+from support.clock import PATIENCE
 
 # --- digits ---------------------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ torchvision.models.resnet18()
 import torch
 assert hasattr(torch.ops.torchvision, "nms") == torchvision.extension._has_ops()  # ours are for the import alone
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,6 +15,7 @@ from mmm.errors import UserError
 from mmm.examples.context_parallel import Config, positions_of, ring_attention, train
 from mmm.parallel.context.apply import positions_of as package_positions
 from mmm.parallel.context.ring import RingAttention
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
@@ -25,7 +26,7 @@ def test_same_losses_as_on_one_device(tmp_path):
     flags = ["--preset", "debug", "--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1"]
     flags += ["--dtype", "fp64", "--max_iters", "3", "--tp", "2", "--outdir", str(tmp_path / "four")]
     command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.context_parallel", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "layout cp2·tp2" in done.stdout
     assert "dim 1 over tp, dim 0 over dp_shard_cp" in done.stdout

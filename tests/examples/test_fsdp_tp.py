@@ -20,14 +20,14 @@ import mmm.history
 from mmm.errors import UserError
 from mmm.examples.fsdp_tp import Config, train
 from mmm.runtime.startup import MARKS
-from support.clock import stretched
+from support.clock import PATIENCE, stretched
 
 MODULE = ["python3", "-m", "mmm.examples.fsdp_tp"]
 TINY = ["--preset", "debug", "--seq_length", "16", "--global_batch_size", "4", "--eval_batches", "1"]
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
-def launch(ranks, outdir, *flags, timeout=120):
+def launch(ranks, outdir, *flags, timeout=PATIENCE):
     command = [LAUNCH, "-n", str(ranks), "--device", "cpu", *MODULE, *TINY, "--outdir", str(outdir), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
@@ -116,7 +116,7 @@ def test_startup(finished):
 @pytest.mark.long
 def test_startup_of_spawned_ranks(tmp_path):
     command = [LAUNCH, "-n", "2", "--no-prefork", "--device", "cpu", *MODULE, *TINY, "--outdir", str(tmp_path)]
-    done = subprocess.run([*command, "--max_iters", "1"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--max_iters", "1"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     marks = marks_of(tmp_path)
     imports = json.loads((tmp_path / "config.json").read_text())["startup"]["imports"]
@@ -142,7 +142,9 @@ def test_same_losses_on_one_device_without_launch(finished, tmp_path):
 def test_under_torchrun(finished, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "mmm.examples.fsdp_tp", *TINY, "--max-iters", "1", "--dtype", "fp64", "--no-plots"]
-    done = subprocess.run([*command, "--outdir", str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, "--outdir", str(tmp_path / "out")], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" - iter=") == 1
     two, four = (mmm.history.load(path) for path in (tmp_path / "out", finished[1]))
@@ -179,7 +181,7 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
     pids = [rank["pid"] for rank in json.loads((outdir / "config.json").read_text())["ranks"]]
     os.kill(pids[2], signal.SIGKILL)
     begin = time.monotonic()
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert time.monotonic() - begin < stretched(5)
     assert process.returncode == 137
     assert "rank 2" in errors

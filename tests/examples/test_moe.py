@@ -21,6 +21,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.by_hand import dense_experts
 from mmm.trainer.optimizer import make_optimizer
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
@@ -31,7 +32,7 @@ def test_same_losses_as_on_one_device(tmp_path, flags, layout):
     flags += ["--seq_length", "32", "--global_batch_size", "8", "--eval_batches", "1", "--dtype", "fp64"]
     flags += ["--max_iters", "4", "--no-plots", "--outdir", str(tmp_path / "four")]
     command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.moe", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert f"layout {layout}" in done.stdout
     assert "dim 0 over ep, then expert_dp" in done.stdout

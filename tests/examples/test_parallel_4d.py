@@ -21,6 +21,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import parse
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "sgd", "lr": 0.3, "seq_length": 32}
@@ -40,7 +41,7 @@ def test_losses_of_one_rank(tmp_path, monkeypatch, ranks, flags, layout):
     command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", "mmm.examples.parallel_4d"]
     command += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     command += ["--no-plots", "--outdir", str(tmp_path / "many"), *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((tmp_path / "many/config.json").read_text())
     assert config["layout"] == layout
@@ -122,7 +123,7 @@ def test_a_mistake_shows_and_ends_with_1(tmp_path, mistake, flags):
     command = [LAUNCH, "-n", "2", "--device", "cpu", "python3", "-m", "mmm.examples.parallel_4d", "--no-plots"]
     command += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     command += [*flags.split(), "--break", mistake, "--outdir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     assert f"--break {mistake}, on purpose" in done.stdout
     assert "It shows first in the loss of step 0" in done.stdout

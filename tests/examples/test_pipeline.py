@@ -13,6 +13,7 @@ import xarray
 import mmm.history
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, pipeline
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 TINY = {
@@ -30,7 +31,7 @@ FLAGS = [text for name, value in TINY.items() for text in (f"--{name}", str(valu
 
 def launch(ranks, outdir, *flags):
     command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", "mmm.examples.pipeline", *FLAGS]
-    return subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")

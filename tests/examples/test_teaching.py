@@ -24,6 +24,7 @@ from mmm.trainer import zero_stages
 from mmm.trainer.by_hand import Case
 from mmm.trainer.run import Run
 from mmm.trainer.text import resolve
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 SIZES = {"seq_length": 16, "max_iters": 3, "global_batch_size": 8, "dtype": "fp64"}
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 def launch(ranks, name, outdir, *flags, code=0):
     command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", f"mmm.examples.{name}"]
-    done = subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 

@@ -29,6 +29,7 @@ from mmm.runtime.log import get_logger
 from mmm.testing import free_port
 from mmm.trainer.mistakes import OneDevice
 from mmm.trainer.run import Run
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 CPU = torch.device("cpu")
@@ -253,7 +254,7 @@ def test_the_technique_can_be_copied(tmp_path):
         )
         for rank in range(4)
     ]
-    ended = [rank.communicate(timeout=120) for rank in ranks]
+    ended = [rank.communicate(timeout=PATIENCE) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, ended[0][1]
     losses = [float(line.split()[1]) for line in ended[0][0].splitlines()]
     assert len(losses) == 8
@@ -320,7 +321,7 @@ def test_a_mistake_shows(tmp_path, name, mistake):
     flags, where = SHOWS[name, mistake]
     command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", f"mmm.examples.{name}", *flags]
     command += ["--dtype", "fp64", "--max_iters", "2", "--no-plots", "--outdir", str(tmp_path), "--break", mistake]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert f"--break {mistake}, on purpose" in done.stdout

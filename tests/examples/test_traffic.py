@@ -10,6 +10,7 @@ import pytest
 from mmm.analysis.step_traffic import Sent, apart, table
 from mmm.errors import UserError
 from mmm.examples import traffic
+from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
@@ -18,7 +19,7 @@ LAUNCH = str(Path(sys.executable).parent / "launch")
 @pytest.mark.flaky(reruns=1, only_rerun=["TimeoutExpired"])  # gloo once lost a message: see pyproject.toml
 def test_every_layout_on_four_ranks(tmp_path):
     command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.traffic", "--outdir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "counted and formula differ by 0." in done.stdout
     found = json.loads((tmp_path / "config.json").read_text())["traffic"]

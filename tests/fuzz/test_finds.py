@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.clock import PATIENCE
 from support.signals import as_from_a_terminal
 
 TESTS = Path(__file__).parent.parent
@@ -41,7 +42,7 @@ def one_case(tmp_path, bug, dtype="fp64", shrink=0, **flags):
         [sys.executable, "-c", CLEAN, str(tmp_path), bug, dtype, str(shrink), *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env=environment(),
     )
 
@@ -95,16 +96,15 @@ def test_ctrl_c_ends_it_with_the_summary(tmp_path):
                 break
         running.send_signal(signal.SIGINT)
         rest = running.stdout.read()
-        assert running.wait(30) in (0, 1)
+        assert running.wait(PATIENCE) in (0, 1)
     assert "stopped" in rest
     assert re.search(r"\d+ cases, [\d.]+ s each: ", rest)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_a_minute_of_cases(tmp_path):
     """The same ones each time: `make fuzz` is for new ones."""
     command = fuzz("--minutes", "1", "--seed", "0", "--scratch", str(tmp_path))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment(), cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " equal" in done.stdout

@@ -10,6 +10,7 @@ import mmm.history
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare, write_config
 from mmm.history.attempts import Attempt, make_room, this_attempt
+from support.clock import PATIENCE
 from support.launcher import Launcher
 
 PROGRAM = """
@@ -41,7 +42,7 @@ def test_each_attempt_of_a_launch_has_its_record(tmp_path):
     launcher = Launcher(tmp_path)
     launcher.write("t.py", PROGRAM)
     line = ["-n", "2", "--device", "cpu", "--retries", "2", "python3", "t.py"]
-    done = launcher.run(*line, timeout=200)
+    done = launcher.run(*line, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "the first cause" in done.stderr
     assert "already holds" not in done.stderr
@@ -61,7 +62,7 @@ def test_each_attempt_of_a_launch_has_its_record(tmp_path):
         "attempt 1 of this launch is failed: RuntimeError: the first cause; its record is in attempt-1"
         in (run / "attempt-2" / "log.txt").read_text()
     )
-    refused = launcher.run(*line, timeout=100)  # another launch: its record is not ours to move
+    refused = launcher.run(*line, timeout=PATIENCE)  # another launch: its record is not ours to move
     assert refused.returncode == 2
     assert "already holds a run's record" in refused.stderr
 

@@ -14,6 +14,7 @@ import mmm.history
 from mmm.errors import RecordError
 from mmm.history import History, alive, finalize, load
 from mmm.history import reader as reading
+from support.clock import PATIENCE
 
 NO_LOCKS = f"""
 import fcntl, sys
@@ -107,7 +108,7 @@ def test_a_running_run_is_not_finalized(writer):
     assert re.search(said, done.stderr)
     assert writer(5) == 10
     writer.process.stdin.close()
-    assert writer.process.wait(30) == 0
+    assert writer.process.wait(PATIENCE) == 0
     assert losses(writer.folder) == expected(10)
     assert mmm.history.state(writer.folder) == "finished"
 
@@ -135,7 +136,7 @@ def test_a_run_that_was_finalized_under_its_feet_keeps_every_row(writer):
     age(writer.folder, alive.RECENT + 5)
     assert fold_elsewhere(writer.folder, "another").returncode == 0
     writer.process.stdin.close()
-    assert writer.process.wait(30) == 0
+    assert writer.process.wait(PATIENCE) == 0
     assert losses(writer.folder) == expected(8)
     assert mmm.history.state(writer.folder) == "finished"
     assert [path.name for path in writer.folder.iterdir()] == ["train_dataset.h5"]

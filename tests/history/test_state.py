@@ -12,6 +12,7 @@ import pytest
 import mmm.history
 from mmm.cli.history import main as history_command
 from mmm.history import History, finalize, load, write_config
+from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.signals import as_from_a_terminal
 
@@ -89,7 +90,7 @@ def test_signals(tmp_path, ends, number, state, said):
         assert mmm.history.state(tmp_path) == "running"
         assert load(tmp_path).attrs["state"] == "running"
         os.kill(process.pid, number)
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     for _ in range(2):  # before and after it is finalized
@@ -150,7 +151,7 @@ def test_another_ranks_failure(tmp_path, ends):
     launcher = Launcher(tmp_path)
     (tmp_path / "run").mkdir()
     launcher.write("t.py", RANKS)
-    assert launcher.run("-n", "2", "python3", "t.py", ends, timeout=100).returncode == 1
+    assert launcher.run("-n", "2", "python3", "t.py", ends, timeout=PATIENCE).returncode == 1
     dataset = load(tmp_path / "run")
     assert dataset.attrs["state"] == "failed"
     assert dataset.attrs["error"] == f"rank 1 on {socket.gethostname()}: ValueError: no such thing"

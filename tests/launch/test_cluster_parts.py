@@ -21,6 +21,7 @@ from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, scheduler, walltime
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
+from support.clock import PATIENCE
 from support.launcher import START
 
 
@@ -140,7 +141,7 @@ def test_a_signal_for_the_program_is_passed_on(launcher, how):
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(signal.SIGUSR2)
-    process.communicate(timeout=10)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
 
 
@@ -197,7 +198,7 @@ def test_no_retry_after_a_users_error_or_a_signal(launcher):
     process = launcher.start("-n", "1", "--retries", "2", "python3", "t.py")
     launcher.wait_for("ready")
     process.send_signal(signal.SIGTERM)
-    assert "starting again" not in process.communicate(timeout=10)[1]
+    assert "starting again" not in process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 143
 
 
@@ -327,7 +328,7 @@ def test_stdout_that_takes_nothing(launcher, redirected, code, says):
         env=launcher.environment(),
         stderr=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
     )
     assert (done.returncode, done.stderr) == (code, says)
 
@@ -344,7 +345,7 @@ def test_stdin_that_is_closed(launcher, kind):
         env=launcher.environment(),
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert {(launcher.folder / f"stdin-{rank}").read_text() for rank in (0, 1)} == {"/dev/null"}

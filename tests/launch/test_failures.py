@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from support.clock import PATIENCE
+
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
 PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it
 
@@ -31,7 +33,7 @@ def work():
 work()
 """,
         )
-        done = launcher.run(*how, "-n", str(ranks), "python3", "t.py", timeout=90, clocks=clocks)
+        done = launcher.run(*how, "-n", str(ranks), "python3", "t.py", timeout=PATIENCE, clocks=clocks)
         took = time.time() - float((launcher.folder / "failed").read_text())
         assert launcher.gone(within=0.1), "processes are left"
         assert took < SOON, f"the end took {took:.2f} s"

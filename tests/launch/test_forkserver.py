@@ -6,6 +6,7 @@ import os
 import pytest
 
 from mmm.launch.host import forkserver
+from support.clock import PATIENCE
 
 LOOK = """
 import os, sys
@@ -157,7 +158,7 @@ print(ready, int(total), os.getppid(), torch.get_num_threads(), flush=True)
 dist.destroy_process_group()
 """,
     )
-    done = launcher.run("-n", "4", "--device", "cpu", "python3", "t.py", timeout=60, OMP_NUM_THREADS="2")
+    done = launcher.run("-n", "4", "--device", "cpu", "python3", "t.py", timeout=PATIENCE, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from support.clock import PATIENCE
 from support.launcher import START
 from support.signals import as_from_a_terminal
 
@@ -51,7 +52,7 @@ def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, wa
     time.sleep(0.3)
     assert process.poll() is None
     process.terminate()  # SIGTERM still ends all, in order
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, err
     assert err.endswith("launch: SIGTERM: ending 2 ranks\n")
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
@@ -69,7 +70,7 @@ def test_ctrl_c_where_only_the_hosts_ignore_it(launcher, by):
     launcher.wait_for("ready-0", "ready-1")
     assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
 
@@ -80,7 +81,7 @@ def test_without_any_ranks_ignore_none(launcher, ways):
     launcher.wait_for("ready-0", "ready-1")
     assert {(launcher.folder / f"ready-{rank}").read_text().split("|")[0] for rank in (0, 1)} == {""}
     process.terminate()
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE)
 
 
 def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
@@ -89,7 +90,7 @@ def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
     process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGTERM,), clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.terminate()
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
 
@@ -106,7 +107,7 @@ def test_a_signal_for_the_program(launcher, how):
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
     process.terminate()
-    assert process.communicate(timeout=120)[1] == "launch: SIGTERM: ending 2 ranks\n"
+    assert process.communicate(timeout=PATIENCE)[1] == "launch: SIGTERM: ending 2 ranks\n"
 
 
 def test_a_scripts_background_job(launcher):
@@ -123,7 +124,7 @@ def test_a_scripts_background_job(launcher):
     time.sleep(0.3)
     assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
     os.kill(pid, signal.SIGTERM)
-    shell.wait(timeout=120)
+    shell.wait(timeout=PATIENCE)
     assert (launcher.folder / "code").read_text() == "143\n"
 
 

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from support.clock import PATIENCE
+
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
 PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it
 
@@ -52,7 +54,7 @@ def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
         time.sleep(max(0.0, begun + 0.1 * number - time.time()))
         process.send_signal(signal.SIGINT)
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE)
         assert (process.returncode, out, err) in (
             (130, "", "launch: SIGINT: ending 4 ranks\n"),
             (-signal.SIGINT, "", ""),

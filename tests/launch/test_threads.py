@@ -5,6 +5,7 @@ import os
 import pytest
 
 from mmm.launch.job import binding
+from support.clock import PATIENCE
 
 LOOK = """
 import os, torch
@@ -24,7 +25,7 @@ def look(launcher):
 
     def run(*words, **variables):
         launcher.write("t.py", LOOK)
-        done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=120, **variables)
+        done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=PATIENCE, **variables)
         assert done.returncode == 0, done.stderr
         return [tuple(map(int, (launcher.folder / f"threads-{rank}").read_text().split())) for rank in (0, 1)]
 

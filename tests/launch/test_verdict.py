@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from mmm.runtime.failure import first_failure
+from support.clock import PATIENCE
 
 PATIENT = {"GRACE": 80.0}  # s: a rank that is told has time to write it down
 
@@ -67,7 +68,7 @@ def test_somebody_ends_the_run(launcher, how, number):
     process = launcher.start(*how, "-n", "2", "python3", "t.py", "none", clocks=PATIENT)
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(number)
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE)
     assert told(launcher, 0) == told(launcher, 1) == "None"
 
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from support.clock import PATIENCE
+
 PROGRAM = """
 import os, sys
 from mmm.errors import DataError
@@ -45,7 +47,7 @@ def run(launcher, code, *words, **variables):
         env=launcher.environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 

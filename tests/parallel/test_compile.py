@@ -25,6 +25,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision
+from support.clock import PATIENCE
 
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)
 
@@ -54,7 +55,7 @@ def gradients(rank, layout, backend):
 def test_gradients(run_on_ranks):
     """Whole blocks over dp. aot_eager is inductor without its C++: half a minute less."""
     _, expected = reference.train("sgd", torch.float64, 1, CONFIG)
-    compiled, grads, graphs = run_on_ranks(gradients, 2, Layout(dp_shard=2), "aot_eager", timeout=200)[0]
+    compiled, grads, graphs = run_on_ranks(gradients, 2, Layout(dp_shard=2), "aot_eager", timeout=PATIENCE)[0]
     assert compiled == ["TransformerBlock"] * 2
     assert graphs >= 1
     for name, gradient in expected.items():

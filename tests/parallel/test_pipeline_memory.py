@@ -15,6 +15,7 @@ from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from support import reference, vision
+from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -76,7 +77,7 @@ def train_one(rank, config, techniques):
 )
 def test_schedules_that_split_backward(run_on_ranks, model, memory):
     losses, gradients = reference.train("sgd", torch.float64, 3, MODELS[model])
-    ranks = run_on_ranks(train, 2, model, memory, timeout=120)
+    ranks = run_on_ranks(train, 2, model, memory, timeout=PATIENCE)
     for schedule in SPLIT:
         names = set()
         for of_rank in ranks:

@@ -21,6 +21,7 @@ from mmm.parity.fixtures.plans.gpt import gpt_plan
 from mmm.runtime.device import Precision
 from mmm.trainer import lm
 from support import anywhere, reference
+from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -80,7 +81,7 @@ def test_gathers_and_their_bytes(run_on_ranks, techniques, calls):
 )
 def test_same_numbers(run_on_ranks, layout, pieces, when):
     pieces = {**pieces, "reshard_after_forward": when}
-    ranks = run_on_ranks(anywhere.train, layout.ranks, layout, pieces, timeout=120)
+    ranks = run_on_ranks(anywhere.train, layout.ranks, layout, pieces, timeout=PATIENCE)
     anywhere.assert_same(ranks, reference.train("sgd", torch.float64, 2))
 
 

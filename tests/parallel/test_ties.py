@@ -26,6 +26,7 @@ from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.save import full_tensors, second_names
+from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -112,7 +113,7 @@ LONG = [
 )
 def test_one_weight(run_on_ranks, layout, techniques):
     losses, gradients, norms, state = plain()
-    for got in run_on_ranks(train, layout.ranks, layout, techniques, gradients, timeout=200):
+    for got in run_on_ranks(train, layout.ranks, layout, techniques, gradients, timeout=PATIENCE):
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert max(got[1].values()) <= 1e-8, max(got[1], key=got[1].get)
         assert got[2] == pytest.approx(norms, rel=1e-9)  # counted once

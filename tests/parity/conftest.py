@@ -13,6 +13,7 @@ import mmm.parity.report
 import mmm.parity.run  # noqa: F401
 from mmm.parity.__main__ import main
 from support import parity_bugs
+from support.clock import PATIENCE
 
 
 def command(rank, arguments, cwd, bug):
@@ -42,7 +43,7 @@ def parity(run_on_ranks, tmp_path_factory):
 
     def run(*arguments, bug="", cwd=None):
         cwd = tmp_path_factory.mktemp("parity") if cwd is None else cwd
-        (done,) = run_on_ranks(command, 1, [*map(str, arguments)], str(cwd), bug, timeout=230, fresh=True)
+        (done,) = run_on_ranks(command, 1, [*map(str, arguments)], str(cwd), bug, timeout=PATIENCE, fresh=True)
         return done
 
     return run

@@ -15,6 +15,7 @@ import xarray
 
 import mmm
 from mmm.parity.__main__ import main
+from support.clock import PATIENCE
 from support.signals import as_from_a_terminal
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -309,8 +310,8 @@ def test_nothing_outlives_it(tmp_path, number):
         while len(members(running.pid)) < 9:
             assert running.poll() is None
         os.kill(running.pid, number) if number == signal.SIGKILL else os.killpg(running.pid, number)
-        assert running.wait(20) == (-9 if number == signal.SIGKILL else 130)
-        _, err = running.communicate(timeout=120)
+        assert running.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 130)
+        _, err = running.communicate(timeout=PATIENCE)
         assert not members(running.pid)
     finally:
         for pid in members(running.pid):

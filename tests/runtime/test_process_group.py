@@ -21,6 +21,7 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.process_group import bound_if_it_splits, gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank
 from mmm.testing import fork_ranks
+from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -175,11 +176,11 @@ def with_few_files(rank):
 
 def test_a_rank_may_open_as_many_sockets_as_the_system_allows():
     """Gloo connects every rank with every other, once a group: 1,024 files, as systems begin with, end near there."""
-    assert fork_ranks(with_few_files, 6, timeout=100) == [True] * 6
+    assert fork_ranks(with_few_files, 6, timeout=PATIENCE) == [True] * 6
 
 
 def test_local_numbers_that_nobody_says_come_from_the_hosts():
-    found = fork_ranks(located, 4, "abab", timeout=60)
+    found = fork_ranks(located, 4, "abab", timeout=PATIENCE)
     assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
@@ -202,7 +203,7 @@ def on_one_device(rank):
 
 
 def test_two_ranks_on_one_device_are_refused_before_its_backend_starts():
-    assert fork_ranks(on_one_device, 2, timeout=60) == [False, False]
+    assert fork_ranks(on_one_device, 2, timeout=PATIENCE) == [False, False]
 
 
 def test_alone():

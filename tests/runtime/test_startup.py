@@ -15,7 +15,7 @@ from mmm.contract import process_start, started
 from mmm.errors import LaunchError
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.runtime.startup import MARKS, Times, as_record, parts, span, table
-from support.clock import stretched
+from support.clock import PATIENCE, stretched
 
 SLEEP = "import time\ntime.sleep({})\n"
 
@@ -194,7 +194,7 @@ def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     before = time.time()
     command = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu", *how, "python3", "t.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=PATIENCE)
     after = time.time()
     for rank in range(2):
         said = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -4,6 +4,8 @@ import os
 import resource
 from pathlib import Path
 
+PATIENCE = 600.0  # s until a process counts as hanging: no test that passes waits for it
+
 
 def stretched(seconds):
     """A bound for what takes less than `seconds` on a quiet machine: as many times more as there are processes a core

@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from support.clock import PATIENCE
+
 SLURM_CONF = """
 ClusterName=mini
 SlurmctldHost={host}(127.0.0.1)
@@ -120,10 +122,10 @@ class Slurm:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=PATIENCE,
         )
 
-    def wait(self, check, what, timeout=30):
+    def wait(self, check, what, timeout=PATIENCE):
         deadline = time.monotonic() + timeout
         while not check():
             logs = "".join(path.read_text()[-1500:] for path in self.folder.rglob("*.out"))

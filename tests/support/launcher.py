@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.clock import PATIENCE
 from support.signals import as_from_a_terminal
 
 OURS = (
@@ -32,7 +33,6 @@ count, command = int(words[words.index("-n") + 1]), words[words.index(sys.execut
 ranks = [{{"PMI_RANK": str(rank), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(rank)}} for rank in range(count)]
 sys.exit(max([p.wait() for p in [subprocess.Popen(command, env=os.environ | rank) for rank in ranks]]))
 """
-PATIENCE = 200.0  # s until launch counts as hanging: on a busy machine a start takes long, and this costs nothing
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import mmm
 from mmm.testing import RanksFailed
 from mmm.testing.pool import RELEASE_EVERY
+from support.clock import PATIENCE
 from support.processes import running, runs, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
 
@@ -157,7 +158,7 @@ def test_nothing_outlives_a_users_pytest(tmp_path, number):
     try:
         wait_for(made, 4)
         os.killpg(process.pid, number)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE)
         assert "KeyboardInterrupt" in out or number == signal.SIGKILL
         wait_for_ends(made)
     finally:

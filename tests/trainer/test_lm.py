@@ -23,6 +23,7 @@ from mmm.trainer import lm
 from mmm.trainer.options import parse
 from mmm.trainer.tasks import fetched_ahead
 from mmm.trainer.text import resolve
+from support.clock import PATIENCE
 from support.pool import meeting_only
 
 SMALL = {
@@ -208,7 +209,7 @@ def test_the_next_batch_is_fetched_while_one_is_in_use():
     for number in fetched_ahead(batches()):
         used.append(number)
         if number == 0:
-            assert second.wait(10)  # before this loop asks for it
+            assert second.wait(PATIENCE)  # before this loop asks for it
     assert used == fetched == [0, 1, 2]
     for _ in fetched_ahead(batches()):
         break  # a run that ends leaves no thread
@@ -244,7 +245,7 @@ def test_ranks_that_still_meet_are_ended_without_a_word(tmp_path):
     (tmp_path / "out" / "config.json").write_text("{}")
     command = [sys.executable, "-m", "mmm.launch", "-n", "4", "--device", "cpu", "python3", "-m", "mmm.trainer.lm"]
     command += ["--preset", "debug", "--seq_length", "32", "--max_iters", "1", "--outdir", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert re.fullmatch(r"error: --outdir .* already holds a run's record .*\n", done.stderr)
 

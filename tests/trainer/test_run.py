@@ -25,6 +25,7 @@ from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import BaseOptions, RunOptions
 from mmm.trainer.run import Run, start_run
 from mmm.trainer.text import TextProgramOptions, resolve
+from support.clock import PATIENCE
 from support.launcher import OURS
 from support.pool import meeting_only
 
@@ -183,7 +184,7 @@ def test_a_folder_that_rank_0_cannot_have_ends_all_at_once(tmp_path):
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=150) for rank in ranks]
+        said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -201,7 +202,7 @@ def test_a_folder_that_rank_0_cannot_have_is_said_once_by_launch(tmp_path):
         [*launch, *PROGRAM, "--outdir", str(tmp_path / "file")],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
         check=False,
         env=environment,
     )

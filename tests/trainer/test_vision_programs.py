@@ -20,14 +20,14 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.trainer import fsdp as fsdp_trainer
 from mmm.trainer import vit
 from mmm.trainer.options import parse
-from support.clock import children_cpu
+from support.clock import PATIENCE, children_cpu
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
 def launch(ranks, module, outdir, *flags):
     command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", module, "--outdir", str(outdir), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -158,7 +158,7 @@ def test_losses_of_one_rank_on_several_axes(tmp_path, program, flags, layout):
 def test_large_in_the_summary_costs_no_forward(tmp_path):
     begin = children_cpu()
     command = [sys.executable, "-m", "mmm.examples.vit", "--preset", "large", "--summary"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
     assert "Total params: 304,250,856" in done.stdout
     assert children_cpu() - begin < 15  # most of it imports; a forward of this model takes more
     assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mmm.history
+from support.clock import PATIENCE
 from support.pool import meeting_only
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
@@ -93,7 +94,7 @@ def test_the_same_losses_under_each_launcher(script, alone, tmp_path, launcher):
     }
     flags = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
     command = [*start[launcher], script, *flags, "--tp", "2", "--device", "cpu", "--outdir", tmp_path / "out"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=150)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[denoise:") >= FLAGS["steps"]
     assert len(re.findall(r" - iter=\d+ loss=[\d.]+ dt=[\d.]+ dtd=[\d.]+ dtf=", done.stdout)) == FLAGS["steps"]
@@ -108,7 +109,7 @@ def test_what_does_not_fit_is_said_in_one_line(script, tmp_path):
         (("--dtype", "fp16"), "invalid choice"),
     ):
         command = [sys.executable, script, *flags]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
         assert done.returncode == 2
         assert words in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
