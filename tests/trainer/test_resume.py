@@ -212,6 +212,8 @@ def test_the_newest_whole_one_is_taken(run_on_ranks, tmp_path, text):
     same_bits(one, two)
     assert [mark["step"] for mark in marks_of(mmm.history.load(two))] == [10]
     notes = json.loads((two / "config.json").read_text())["notes"]
+    older = two / "checkpoints/step-15"
+    refused(run_on_ranks, flags, two, older, f"--resume {older}: step-20 is newer, and the run's folder would have two")
     assert any(note.startswith(f"{file} is damaged") and "the checkpoint before it is taken" in note for note in notes)
 
 

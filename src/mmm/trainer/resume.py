@@ -79,6 +79,11 @@ def prepare(module: str, options: Any, this: Attempt | None) -> Prepared:
     elif not auto:
         found = []
     if goes_on and given is not None:
+        if not auto and found[0].name != own[0].name:
+            raise CheckpointError(
+                f"--resume {found[0]}: {own[0].name} is newer, and the run's folder would have two histories; give "
+                "another --outdir, or remove the newer ones"
+            )
         check_over(given, this, bool(found))
     elif own and saves:
         raise CheckpointError(
