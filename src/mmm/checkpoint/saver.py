@@ -74,7 +74,7 @@ class Saver:
         (step, future), self._running = self._running, None
         try:
             future.result()
-        except Exception as error:  # whatever it is, the training goes on
+        except (Exception, CheckpointException) as error:  # whatever it is, the training goes on
             failures = error.failures if isinstance(error, CheckpointException) else {}
             first = next((each for each, _ in failures.values()), error)
             if not dist.is_initialized() or dist.get_rank() == 0:
