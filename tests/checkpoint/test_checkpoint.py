@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -135,6 +136,25 @@ def test_a_save_that_fails_on_one_rank_is_said_on_all_and_leaves_nothing(run_on_
         assert said[0].startswith("no checkpoint of step 2: /")
         assert "__1_0.distcp was written, and reads back as something else" in said[0]
     assert os.listdir(tmp_path) == ["step-1"]
+
+
+def broadcast_sizes(rank, folder):
+    sizes, send = [], _DistWrapper.broadcast_object
+
+    def counted(self, value):
+        sizes.append(len(pickle.dumps(value)))
+        return send(self, value)
+
+    with patch.object(_DistWrapper, "broadcast_object", counted):
+        save(rank, folder)
+    return sizes
+
+
+def test_what_every_rank_gets_does_not_grow_with_the_ranks(run_on_ranks, tmp_path):
+    """DCP sends every rank the metadata, which have an entry a rank: of 2,048 ranks that would be 2,048 × 2,048."""
+    two, four = (run_on_ranks(broadcast_sizes, ranks, tmp_path / str(ranks))[0] for ranks in (2, 4))
+    assert two == four
+    assert len(two) == 1
 
 
 def test_what_a_kill_leaves_is_no_checkpoint(saved, tmp_path):

@@ -20,6 +20,7 @@ TECHNIQUE = {
     "fsdp": {"init_device_mesh", "DDP", "fully_shard", "local_elements", "image_steps", *SUMMED},
     "hsdp": {"init_device_mesh", "fully_shard", "text_steps", *SUMMED},
     "zero": {"all_reduce", "reduce_scatter", "all_gather", "fully_shard", "text_steps", *SUMMED},
+    "checkpoint": {"init_device_mesh", "fully_shard", "save", "load", "FileSystemReader", "text_steps", *SUMMED},
     "ddp": {"DDP", "all_reduce", "text_steps"},
     "tensor_parallel": {
         *("init_device_mesh", "all_reduce", "shard", "gather", "forward_backward", "gelu", "parallelize_module"),

@@ -30,6 +30,9 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "epochs": ("1", "0"),
     "lr": ("0", "1e-4", "-1", "nan"),
     "log_every": ("2", "5", "0"),
+    "checkpoint_every": ("1", "2", "0"),
+    "keep": ("1", "3", "0"),
+    "keep_every": ("2", "0"),
     "max_norm": ("0", "0.01", "1e9", "-1", "inf"),
     "warmup": ("0", "3", "100", "-1"),
     "eval_every": ("0", "1", "2", "-1"),
@@ -62,7 +65,7 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "channels": ("1", "3", "2", "0"),
     "classes": ("2", "10", "3", "0"),
 }
-GIVEN = names("outdir data_dir text model")  # paths, which the fuzzer sets itself; a model that is the only one
+GIVEN = names("outdir data_dir text model resume")  # paths, which the fuzzer sets itself; a model that is the only one
 NOT_SPOILT = names("device plots compile dataset model preset")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
@@ -172,6 +175,8 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
         flags["epochs"] = "1"
     if rng.random() < 0.02:
         flags["summary"] = "on"
+    if "checkpoint_every" in known and rng.random() < 0.1:
+        flags["checkpoint_every"] = rng.choice(("1", "2"))
     for name, values in (
         ("max_norm", ("0", "0.05", "0.5", "1.0")),
         ("warmup", ("0", "1", "2", "10")),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mmm.history
+from mmm.checkpoint import read_manifest
 from mmm.history.resume import marks_of
 from mmm.runtime.stop import stop_signal
 from support.resuming import curve, tensors, train
@@ -59,6 +60,8 @@ def same_bits(one, two, steps=STEPS, name="loss"):
     a, b = tensors(one / f"checkpoints/step-{steps}"), tensors(two / f"checkpoints/step-{steps}")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
+    states = [read_manifest(folder / f"checkpoints/step-{steps}").state for folder in (one, two)]
+    assert states[0] == states[1]
 
 
 LAYOUTS = [
@@ -86,8 +89,7 @@ def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
     if "n_experts" in layout:
         assert any(tensor.any() for name, tensor in tensors(two / "checkpoints/step-10").items() if "bias" in name)
     if layout.get("dtype") == "fp16":
-        path = two / "checkpoints/step-20/checkpoint.json"
-        assert json.loads(path.read_text())["state"]["scaler"]["_growth_tracker"] > 0
+        assert read_manifest(two / "checkpoints/step-20").state["scaler"]["_growth_tracker"] == STEPS
 
 
 def test_the_record_is_one(run_on_ranks, tmp_path, text):
@@ -212,6 +214,8 @@ def test_the_newest_whole_one_is_taken(run_on_ranks, tmp_path, text):
     same_bits(one, two)
     assert [mark["step"] for mark in marks_of(mmm.history.load(two))] == [10]
     notes = json.loads((two / "config.json").read_text())["notes"]
+    older = two / "checkpoints/step-15"
+    refused(run_on_ranks, flags, two, older, f"--resume {older}: step-20 is newer, and the run's folder would have two")
     assert any(note.startswith(f"{file} is damaged") and "the checkpoint before it is taken" in note for note in notes)
 
 

@@ -74,9 +74,9 @@ class Saver:
         (step, future), self._running = self._running, None
         try:
             future.result()
-        except (CheckpointException, CheckpointError, OSError, RuntimeError) as error:
-            failures = getattr(error, "failures", None)
-            first = next(iter(failures.values()))[0] if failures else error
+        except (Exception, CheckpointException) as error:  # whatever it is, the training goes on
+            failures = error.failures if isinstance(error, CheckpointException) else {}
+            first = next((each for each, _ in failures.values()), error)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 remove([self.folder / f"step-{step}{PARTIAL}"])  # the disk may be full
             self.failed(f"no checkpoint of step {step}: {one_line(first)}")

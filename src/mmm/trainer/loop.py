@@ -120,6 +120,8 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
             checkpoints.stop(step + 1)
         if row:
             clock.start()
+        elif save:
+            clock.lap("dto")
     checkpoints.wait()
     return evaluated
 

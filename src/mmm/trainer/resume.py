@@ -44,7 +44,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunFolder:
     """A run's folder, on rank 0.
 
     Attributes:
@@ -60,7 +60,7 @@ class Prepared:
     note: str | None = None
 
 
-def prepare(module: str, options: Any, this: Attempt | None) -> Prepared:
+def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
     """Prepare the folder of a run; on rank 0, before any process group.
 
     Raises:
@@ -79,6 +79,11 @@ def prepare(module: str, options: Any, this: Attempt | None) -> Prepared:
     elif not auto:
         found = []
     if goes_on and given is not None:
+        if not auto and found[0].name != own[0].name:
+            raise CheckpointError(
+                f"--resume {found[0]}: {own[0].name} is newer, and the run's folder would have two histories; give "
+                "another --outdir, or remove the newer ones"
+            )
         check_over(given, this, bool(found))
     elif own and saves:
         raise CheckpointError(
@@ -91,7 +96,7 @@ def prepare(module: str, options: Any, this: Attempt | None) -> Prepared:
     if saves:
         writable(outdir / CHECKPOINTS)
         remove_partial(outdir / CHECKPOINTS)
-    return Prepared(outdir, tuple(found), auto, goes_on, note)
+    return RunFolder(outdir, tuple(found), auto, goes_on, note)
 
 
 def _at(path: Path) -> list[Path]:
@@ -124,7 +129,7 @@ def identity_of(module: str, resolved: Resolved, precision: Precision) -> dict[s
     return json.loads(json.dumps(identity))
 
 
-def choose(run: Run, prepared: Prepared | None, module: str, resolved: Resolved) -> None:
+def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved) -> None:
     """Set the run's identity and origin: the first checkpoint that is whole. Every rank checks some of its files. A
     collective.
 
@@ -158,7 +163,7 @@ def choose(run: Run, prepared: Prepared | None, module: str, resolved: Resolved)
         raise CheckpointError(f"no checkpoint is whole: {problems[0]}", on_every_rank=True)
 
 
-def record_goes_on(prepared: Prepared, origin: Origin | None, layout: str) -> Resume | None:
+def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> Resume | None:
     """How the record goes on; None for one that begins."""
     there = any((prepared.outdir / name).exists() for name in (DATASET, JOURNAL))
     if origin is None and not (prepared.goes_on and there):

@@ -51,7 +51,7 @@ from mmm.trainer.losses import NotFinite, UnreadLosses
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
 from mmm.trainer.resolve import Resolved
-from mmm.trainer.resume import Origin, Prepared
+from mmm.trainer.resume import Origin, RunFolder
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
@@ -270,7 +270,7 @@ def start_run(
     if footprint is not None:
         check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
-    prepared: list[Prepared] = []
+    prepared: list[RunFolder] = []
 
     def prepare() -> None:
         prepared.append(resume.prepare(module, options, this_attempt()))

@@ -1,0 +1,150 @@
+"""A checkpoint that goes anywhere: saved on one mesh, in parts, and loaded on another.
+
+    launch -n 4 --device cpu python3 -m mmm.examples.checkpoint
+
+What a step needs is tensors, by names in the full model: parameters, and what the optimizer keeps of each. FSDP has
+sharded them, so each is a DTensor, which knows its full shape and which rows are local.
+``torch.distributed.checkpoint`` (DCP) writes a file a rank, without sending any tensor, and in ``.metadata`` where each
+row is::
+
+    mesh (4)                    folder                   mesh (2 × 2): two replicas, each sharded over two ranks
+
+    rank 0  rows   0– 63 ──►  __0_0.distcp ──┬────────►  ranks 0, 2   rows   0–127
+    rank 1  rows  64–127 ──►  __1_0.distcp ──┘
+    rank 2  rows 128–191 ──►  __2_0.distcp ──┬────────►  ranks 1, 3   rows 128–255
+    rank 3  rows 192–255 ──►  __3_0.distcp ──┘
+                              .metadata
+
+To load, a rank offers its own tensors, and DCP fills each from the files that have its rows: on any mesh.
+
+Here a model is saved in the middle of its training, and goes on; so does a second one, on the other mesh. Their losses
+are the same. The trainers do this by flags, --checkpoint_every and --resume (docs/checkpoints.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from mmm.models.transformer import Transformer
+from mmm.parallel import cross_entropy, materialize
+from mmm.trainer.flags import run_main
+from mmm.trainer.mistakes import TOLERANCE
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import Unused, parse
+from mmm.trainer.report import print_once
+from mmm.trainer.run import start_run
+from mmm.trainer.steps import text_steps
+from mmm.trainer.text import TextProgramOptions, resolve_own
+
+SHOWN = "output.weight"  # whose rows the log follows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextProgramOptions):
+    """A small Transformer, saved in the middle, which goes on there and on another mesh."""
+
+    preset: Literal["debug", "small", "medium"] = "debug"
+    dtype: Literal["auto", "fp32", "fp64"] = "auto"
+    compile: Unused[bool] = False
+    default_batch_size = 8
+    default_max_iters = 20
+
+
+def shard(model: Transformer, mesh: DeviceMesh) -> None:
+    """FSDP over a mesh of one axis; over one of two, a replica a row."""
+    for unit in (*model.layers.values(), model):
+        fully_shard(unit, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # a sum: each local loss is divided by the global count
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def state_of(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a step needs, as DCP takes it: tensors in dictionaries. The data are a function of the step's number."""
+    moments = {name: optimizer.state.get(parameter) for name, parameter in model.named_parameters()}
+    return {"model": model.state_dict(), "optimizer": {name: kept for name, kept in moments.items() if kept}}
+
+
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW makes its tensors in its first step: one with rate 0 and gradients of 0 changes nothing else."""
+    for group in optimizer.param_groups:
+        rate, group["lr"] = group["lr"], 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        group["lr"] = rate
+        optimizer.zero_grad()
+
+
+def train(config: Config) -> None:
+    resolved = resolve_own(config)
+    if config.summary:
+        print_once(resolved.summary())
+        return
+
+    with start_run("checkpoint", config, resolved) as run:
+
+        def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
+            with torch.device("meta"):
+                model = Transformer(resolved.sizes).to(run.precision.storage)
+            shard(model, init_device_mesh(run.device.type, sizes, mesh_dim_names=("replica", "shard")[-len(sizes) :]))
+            materialize(model, run.device, seed)
+            return model, make_optimizer(config.optimizer, model.parameters(), config.lr)
+
+        ranks, others, apart = run.rank.world_size, list[Transformer](), 0.0
+        model, optimizer = build((ranks,), config.seed)
+        for step in text_steps(run, resolved, model, optimizer):
+            if step.number == resolved.steps // 2:
+                folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
+                dist.broadcast_object_list(folder)  # rank 0 has made the run's folder
+                dcp.save(state_of(model, optimizer), checkpoint_id=folder[0])
+                run.log.info("saved: %s", where(str(folder[0])))
+                replicas = 2 if ranks % 2 == 0 else 1
+                other, its_optimizer = build((replicas, ranks // replicas), config.seed + 1)  # other weights, so far
+                make_moments(its_optimizer)
+                dcp.load(state_of(other, its_optimizer), checkpoint_id=folder[0])
+                rows = [len(each.state_dict()[SHOWN].to_local()) for each in (model, other)]
+                run.log.info("loaded: rank 0 had %d rows of %s, and has %d on the other mesh", rows[0], SHOWN, rows[1])
+                others.append(other)
+            loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
+            step.log(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for other in others:
+                its_loss = cross_entropy(other(step.batch.inputs), step.batch.targets, step.batch.count)
+                its_loss.backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+                step.row["loss_elsewhere"] = elsewhere = run.global_sum(its_loss)
+                apart = max(apart, abs(elsewhere / run.global_sum(loss) - 1))
+
+        run.log.info("from there on the losses of the two differ by %.1e at most", apart)
+        run.describe(losses_differ=apart)
+        if not apart <= (limit := TOLERANCE[run.precision.name]):
+            raise RuntimeError(f"on the other mesh the losses differ by {apart:.1e}, more than {limit:.0e}")
+
+
+def where(folder: str) -> str:
+    """Which rows of a tensor are in which file, as the checkpoint's own metadata have it."""
+    found, name = dcp.FileSystemReader(folder).read_metadata(), f"model.{SHOWN}"
+    places = {tuple(at.offset): place.relative_path for at, place in found.storage_data.items() if at.fqn == name}
+    chunks = sorted((chunk.offsets[0], chunk) for chunk in found.state_dict_metadata[name].chunks)  # type: ignore
+    rows = (f"{first}-{first + c.sizes[0] - 1} in {places[tuple(c.offsets)]}" for first, c in chunks if c.sizes[0])
+    return f"{SHOWN} rows {', '.join(rows)}"
+
+
+def main() -> None:
+    train(parse(Config, __doc__))
+
+
+if __name__ == "__main__":
+    run_main(main)

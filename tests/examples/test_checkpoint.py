@@ -1,0 +1,53 @@
+"""What is saved on one mesh and loaded on another goes on as what stayed; and is all that a step needs."""
+
+import itertools
+import json
+import os
+from contextlib import redirect_stdout
+from unittest.mock import patch
+
+import pytest
+
+from mmm.examples import checkpoint
+from mmm.history import load
+from support.pool import meeting_only
+
+FLAGS = {"dtype": "fp64", "max_iters": 6, "global_batch_size": 4, "seq_length": 16, "plots": False, "device": "cpu"}
+
+
+def run(rank, outdir, optimizer, lacks=None):
+    def some(model, optimizer):
+        part = lacks if next(calls) else None  # of what is loaded
+        return {name: tensors for name, tensors in state_of(model, optimizer).items() if name != part}
+
+    state_of, calls = checkpoint.state_of, itertools.count()
+    with (
+        patch("mmm.trainer.run.process_group", meeting_only),
+        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.text.whoami", lambda: rank),
+        patch.object(checkpoint, "state_of", some),
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+    ):
+        try:
+            checkpoint.train(checkpoint.Config(**FLAGS, optimizer=optimizer, outdir=outdir))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("ranks", "optimizer"), [(4, "adamw"), (1, "sgd")])
+def test_the_same_losses(run_on_ranks, tmp_path, ranks, optimizer):
+    assert run_on_ranks(run, ranks, tmp_path, optimizer) == [""] * ranks
+    ds = load(tmp_path)
+    assert ds.loss_elsewhere.values[3:].tolist() == pytest.approx(ds.loss.values[3:].tolist(), rel=1e-12)
+    assert json.loads((tmp_path / "config.json").read_text())["losses_differ"] < 1e-12
+    files = {f"__{rank}_0.distcp" for rank in range(ranks)}
+    assert {*os.listdir(tmp_path / "checkpoint")} == {".metadata", *files}
+    assert f"rows 0-{256 // ranks - 1} in __0_0.distcp" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("lacks", ["model", "optimizer"])
+def test_each_part_is_needed(run_on_ranks, tmp_path, lacks):
+    for text in run_on_ranks(run, 2, tmp_path, "adamw", lacks):
+        assert text.startswith("on the other mesh the losses differ by")
