@@ -43,8 +43,8 @@ class Corpus:
 
 def _corpus(train: Iterable[bytes], validation: Iterable[bytes], source: str, files: int) -> Corpus:
     first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
-    digest = hashlib.sha256(first)
-    digest.update(second)
+    digest = hashlib.sha256(first.data)
+    digest.update(second.data)
     return Corpus(first, second, source, files, digest.hexdigest())
 
 
