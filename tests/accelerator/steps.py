@@ -93,7 +93,7 @@ def counted(kind, words):
     """What a rank does in a step without a row, and in one with."""
     fields = dict(words)
     techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
-    optimizer = fields.pop("optimizer", "adamw")
+    optimizer, skip = fields.pop("optimizer", "adamw"), fields.pop("skip", False)
     case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
     model, device = models.find(case.model), torch.device(kind, 0)
     training = Training(dtype="fp32")
@@ -127,7 +127,7 @@ def counted(kind, words):
             task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
             with contextlib.suppress(Enough):
-                fit(run, parallel, updates, task, Fit(steps=100, max_norm=1.0))
+                fit(run, parallel, updates, task, Fit(steps=100, max_norm=1.0, skip=skip))
     _, without, with_row = task.seen
     layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
     forwards = layers * parallel.microbatches

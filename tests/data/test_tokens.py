@@ -74,15 +74,17 @@ def test_no_sources(tmp_path):
 
 def test_files_as_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a" * 100)
-    (tmp_path / "b.txt").write_bytes(bytes(range(200)))
+    (tmp_path / "b.txt").write_bytes(bytes(range(1, 201)))
     corpus = read_text_files([tmp_path / "a.txt", tmp_path / "b.txt"])
-    assert bytes(corpus.validation) == b"a" * 10 + b"\n" + bytes(range(180, 200))
+    assert bytes(corpus.validation) == b"a" * 10 + b"\n" + bytes(range(181, 201))
     assert len(corpus.train) == 90 + 1 + 180
 
 
 def test_files_that_are_none(tmp_path):
     (tmp_path / "empty").touch()
-    for path, words in [("missing", "No such file"), ("empty", "is empty"), (".", "Is a directory")]:
+    (tmp_path / "binary").write_bytes(b"text\0")
+    reasons = {"missing": "No such file", "empty": "is empty", ".": "Is a directory", "binary": "binary: byte 4 is NUL"}
+    for path, words in reasons.items():
         with pytest.raises(DataError, match=words):
             read_text_files([tmp_path / path])
 

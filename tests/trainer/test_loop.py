@@ -65,7 +65,7 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     if by_epoch:
         task.steps_per_epoch = 4
         whole_epoch = task.batches
-        task.batches = lambda epoch: itertools.islice(whole_epoch(0), 4)
+        task.batches = lambda epoch, first: itertools.islice(whole_epoch(0), 4)
     evaluated = fit(run, model, optimizer, task, Fit(steps=STEPS, by_epoch=by_epoch, **techniques))
     return record.rows, evaluated
 

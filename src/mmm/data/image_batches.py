@@ -149,7 +149,7 @@ class ImageLoader:
     Args:
         coordinate, dp: place on the data-parallel axis, and its size.
         workers: processes that decode images ahead; None means 0 for images in memory, else up to 4.
-        pin_memory: keep batches in page-locked memory, for an accelerator that copies from it (CUDA).
+        pin_memory: keep batches in page-locked memory, for an accelerator that copies from it (CUDA, XPU).
 
     Raises:
         DataError: the global batch cannot be split into `dp` equal parts, or there is no such coordinate.
@@ -177,14 +177,13 @@ class ImageLoader:
         """Steps of an epoch."""
         return self.batches.steps_per_epoch
 
-    def epoch(self, epoch: int = 0) -> Iterator[ImageBatch]:
-        """The batches of an epoch. A new call ends an earlier one's reading.
+    def epoch(self, epoch: int = 0, first: int = 0) -> Iterator[ImageBatch]:
+        """The batches of an epoch, from its step `first` on. A new call ends an earlier one's reading.
 
         Raises:
             DataError: an image cannot be read.
         """
-        first = epoch * len(self)
-        self._steps.now = range(first, first + len(self))
+        self._steps.now = range(epoch * len(self) + first, (epoch + 1) * len(self))
         if self._loader is None:
             self._loader = torch.utils.data.DataLoader(
                 _StepDataset(self.batches, self.first_sample, self.size),

@@ -41,7 +41,7 @@ def make_room(outdir: Path | str, this: Attempt | None) -> str | None:
     """
     folder = Path(outdir).expanduser().absolute()
     config = read_config(folder)
-    earlier = _attempt_of(config)
+    earlier = attempt_of(config)
     if this is None or earlier is None or earlier.of != this.of or earlier.number >= this.number:
         return None
     target = _free(folder, f"attempt-{earlier.number + 1}")
@@ -57,7 +57,8 @@ def make_room(outdir: Path | str, this: Attempt | None) -> str | None:
     return f"{text}{_finalize(target, ending)}"
 
 
-def _attempt_of(config: str) -> Attempt | None:
+def attempt_of(config: str) -> Attempt | None:
+    """The attempt that the text of a config.json says; None where it says none."""
     try:
         kept = json.loads(config or "{}").get("attempt")
         return Attempt(str(kept["of"]), int(kept["number"]))

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmm.contract import CONSEQUENCES, ENDING, VERDICT_VARIABLE
+from mmm.contract import CONSEQUENCES, ENDING, SAVED_EXIT, VERDICT_VARIABLE
 from mmm.history.record import CONFIG, write_atomically
 from mmm.runtime.failure import first_failure
 
@@ -46,6 +46,8 @@ def ending_of(error: BaseException | None) -> Ending:
     """
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return Ending(FINISHED)
+    if isinstance(error, SystemExit) and error.code == SAVED_EXIT:
+        return Ending(INTERRUPTED, "a signal; the state is saved")
     if number := _signal(error):
         first = first_failure()
         return Ending(FAILED, one_line(first)) if first else Ending(INTERRUPTED, number.name)

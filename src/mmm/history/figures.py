@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmm.history.resume import marks_of
 from mmm.history.series import AxisLimits, Series, limits, mean_over_ranks, metrics, outside, parts, series, slowest
 
 if TYPE_CHECKING:
@@ -92,6 +93,15 @@ def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset", color: str = BLUE
         axes.plot(x, y, color=color, lw=1.6, marker="o" if len(x) <= 25 else None, ms=3, label=s.name)
     top = max(shown.high, _overlay(axes, s, ds, shown))
     set_limits(axes, s, shown._replace(high=top))
+    _marks(axes, s.x, ds)
+
+
+def _marks(axes: "Axes", x: np.ndarray, ds: "xarray.Dataset") -> None:
+    """A line between two rows, where the run was resumed."""
+    for number, mark in enumerate(marks_of(ds)):
+        first = int(np.searchsorted(ds["draw"].values, mark["draw"]))
+        between = x[max(first - 1, 0) : first + 1].mean()
+        axes.axvline(between, color=GREY, lw=1.0, ls=":", label="" if number else "resumed")
 
 
 def _spread(axes: "Axes", s: Series, color: str) -> None:
@@ -234,6 +244,7 @@ def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> 
     axes.plot(*thin(x[kept], full[kept]), "_" if bars else "-", color=INK, lw=1.0, label=f"full {span}")
     set_limits(axes, total, shown)
     axes.set_ylim(0, shown.high * 1.06)
+    _marks(axes, x, ds)
     reduction = "mean" if "dt" in ds or "dtf" in ds else "median"
     over = f", {reduction} over ranks" if ds.sizes.get("rank", 1) > 1 else ""
     head(axes, f"Time of {'an' if span == 'epoch' else 'a'} {span}", 10.5)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from mmm.errors import RecordError
 from mmm.history.ending import RUNNING, Ending, ending_of, write_ending
 from mmm.history.journal import Header, Journal, LoggedRow
 from mmm.history.record import DATASET, JOURNAL, reason
+
+if TYPE_CHECKING:
+    from mmm.history.resume import Resume
 
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 log = logging.getLogger("mmm")
@@ -33,6 +36,7 @@ class History:
         flush_every: rows between two writes.
         full_ranks: up to this many ranks a variable given by rank is kept in full, (draw, rank); above it a variable x
             is kept as ``x_min``, ``x_median``, ``x_max`` and ``x_argmax`` (the rank of the largest).
+        resume: go on with the record that the folder holds.
 
     Raises:
         RecordError: the folder holds rows already, or cannot be written.
@@ -45,6 +49,7 @@ class History:
         ranks: Sequence[Mapping[str, Any]],
         flush_every: int = 10,
         full_ranks: int = 64,
+        resume: "Resume | None" = None,
     ) -> None:
         if flush_every < 1 or not ranks:
             raise RecordError(f"a History needs flush_every >= 1 and a rank or more: {flush_every=}, {len(ranks)=}.")
@@ -57,7 +62,8 @@ class History:
         self._pending: list[LoggedRow] = []
         self._next = 0  # draw
         self._closed = False
-        if there := [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]:
+        there = [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]
+        if there and resume is None:
             raise RecordError(
                 f"{self.outdir} already holds rows ({', '.join(there)}). Prepare another folder, or pass overwrite."
             )
@@ -67,11 +73,18 @@ class History:
             self.outdir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecordError(f"cannot make the folder {self.outdir}: {reason(error)}. Give another.") from error
-        self._journal = Journal(self.outdir / JOURNAL, Header(self._ranks, about))
+        header = Header(self._ranks, about)
+        if resume is not None:
+            from mmm.history.resume import reopen
+
+            header, self._next = reopen(self.outdir, resume, header), resume.rows
+        self._journal = Journal(self.outdir / JOURNAL, header)
         self.ending = Ending(RUNNING)
         write_ending(self.outdir, self.ending)
 
-    def update(self, row: Mapping[str, float | int], per_rank: Mapping[str, Sequence[float]] | None = None) -> str:
+    def update(
+        self, row: Mapping[str, float | int], per_rank: Mapping[str, Sequence[float] | np.ndarray] | None = None
+    ) -> str:
         """Keep one row, and return its line for the log: ``iter=2 loss=10.783049 dt=0.400887``.
 
         Args:
@@ -99,7 +112,7 @@ class History:
             if name not in self._names:
                 self._admit(name)
             values = self._one_a_rank(name, given)
-            shown[name] = values[0]
+            shown[name] = values[0] if self._full else _number(name, values[0])
             if self._full:
                 spread[name] = values
             else:
@@ -138,6 +151,7 @@ class History:
         return self.outdir / DATASET
 
     def __len__(self) -> int:
+        """Rows; where the record goes on, with those before."""
         return self._next
 
     def __enter__(self) -> "History":
@@ -163,6 +177,8 @@ class History:
         self._names.add(name)
 
     def _one_a_rank(self, name: str, given: Any) -> list[float | int]:
+        if isinstance(given, np.ndarray) and not self._full and len(given) == len(self._ranks):
+            return given  # type: ignore[return-value]  # only reduced: no Python object for each of many ranks
         listed = given.tolist() if hasattr(given, "tolist") else given
         if len(listed) != len(self._ranks):
             raise RecordError(

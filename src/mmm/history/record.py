@@ -32,7 +32,7 @@ _OWN = (*_RECORD, f"{CONFIG}.tmp", f"{DATASET}.tmp", f"{JOURNAL}.tmp", LOG, PLOT
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
 
 
-def prepare(outdir: Path | str | None, module: str, overwrite: bool = False) -> Path:
+def prepare(outdir: Path | str | None, module: str, overwrite: bool = False, goes_on: bool = False) -> Path:
     """Make the folder of a run and return its absolute path. Call it once, on rank 0, before any process group.
 
     Args:
@@ -41,24 +41,24 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False) -> 
         module: what is being run, e.g. ``fsdp_tp``. Only used when `outdir` is None.
         overwrite: a folder that already holds a record loses the record's own files (config.json, the dataset, the
             journal, log.txt, the plots drawn here). Checkpoints and every other file stay.
+        goes_on: a record that is there stays, for `History` to go on with.
 
     Raises:
         RecordError: the folder holds a record and `overwrite` is off, or it cannot be made or written.
     """
     if outdir is None:
-        return _writable(_fresh(Path.cwd() / "outputs" / module))
+        return writable(_fresh(Path.cwd() / "outputs" / module))
     folder = Path(outdir).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
     there = [name for name in _RECORD if os.path.lexists(folder / name)]
-    if there and not overwrite:
+    if there and not overwrite and not goes_on:
         raise RecordError(
             f"--outdir {folder} already holds a run's record ({', '.join(there)}). "
             "Give another --outdir, leave it out (each run then gets a folder of its own), or pass --overwrite."
         )
-    _make(folder)
-    _writable(folder)
-    if overwrite:
+    writable(folder)
+    if overwrite and not goes_on:
         _remove_record(folder)
     return folder
 
@@ -156,7 +156,9 @@ def _make(folder: Path) -> None:
         raise RecordError(f"cannot make the folder {folder}: {why}. Give an --outdir you may write to.") from error
 
 
-def _writable(folder: Path) -> Path:
+def writable(folder: Path) -> Path:
+    """Make a folder, and check that files can be made in it. RecordError where not."""
+    _make(folder)
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

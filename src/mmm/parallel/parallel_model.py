@@ -10,7 +10,7 @@ An example that teaches one technique calls these functions itself; what takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -21,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.experts import has_experts
-from mmm.models.weights import canonical_name
+from mmm.models.weights import canonical_name, widest
 from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.context.apply import positions_of
 from mmm.parallel.data.apply import sync_gradients
 from mmm.parallel.data.fsdp import reshard
+from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.data.zero import Zero
 from mmm.parallel.expert.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.loss import Loss, detached
 from mmm.parallel.materialize import materialize
@@ -111,13 +113,32 @@ class ParallelModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank that a checkpoint has, such as experts' biases, by the names in the full model."""
+        found: dict[str, Tensor] = {}
+        for module in self.modules.values():
+            inner = module.module if isinstance(module, Replicas) else module
+            saved = inner.state_dict().keys()
+            found |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
+        return found
+
+    def gather_updated(self) -> None:
+        """What ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
+        for module in self.modules.values():
+            if isinstance(module, Zero):
+                module.gather()
+
     def train(self, mode: bool = True) -> None:
         for module in self.modules.values():
             module.train(mode)
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective."""
-        return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
+    def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> Tensor:
+        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective.
+
+        Args:
+            norms: as for `clip_grad_norm`.
+        """
+        return clip_grad_norm(self.parameters(), max_norm, self.mesh["pp"] if self.pipeline else None, norms)
 
     def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
         """After a step of the optimizer: `mmm.parallel.balance_experts` on all stages. A collective.
@@ -188,11 +209,10 @@ class ParallelModel:
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
-            (measures,) float64, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
+            (measures,) `widest`, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
         """
         inputs, targets, positions = self._own_tokens(inputs, targets)
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        sums = torch.zeros(len(measures), dtype=wide, device=self.device)
+        sums = torch.zeros(len(measures), dtype=widest(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
             sums.add_(torch.stack([detached(measure(output, targets)) for measure in measures]))

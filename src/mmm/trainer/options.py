@@ -64,6 +64,14 @@ SHARDED_SEQUENCE = Need(lambda options, layout: layout.cp > 1, "--cp", "no seque
 EXPERTS = Need(lambda options, layout: options.n_experts > 0, "--n_experts", "there are no experts", "--n_experts 8")
 
 
+SAVES = Need(
+    lambda options, layout: options.checkpoint_every is not None,
+    "--checkpoint_every",
+    "nothing is saved",
+    "--checkpoint_every 100",
+)
+
+
 def check_needs(options: Any, layout: Layout) -> None:
     """Raises ConfigError for the first flag that was given, and has no effect."""
     for owner in reversed(type(options).__mro__):
@@ -98,6 +106,8 @@ class BaseOptions:
     log_every = 1
     plots = False
     break_ = None
+    checkpoint_every = None
+    resume = None
     RUNS_ON_MPS: ClassVar = False
 
     def check(self) -> None:
@@ -210,11 +220,31 @@ class LoopOptions(RunOptions):
     """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """Of a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave weights and
+    optimizer as they are, and go on."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
+    checkpoint_every: int | None = None  # type: ignore[assignment]
+    """Steps between two checkpoints, checkpoints/step-N of the run's folder; one more at the end. Default: none."""
+    keep: int | None = None
+    """With --checkpoint_every, how many of the newest stay. Default: 2."""
+    keep_every: int | None = None
+    """With --checkpoint_every, those of every so many steps stay as well."""
+    resume: Path | None = None  # type: ignore[assignment]
+    """Go on from a checkpoint, on any layout: a run's folder, one of its checkpoints/step-N, or auto: the newest whole
+    one in --outdir, in the same record; from the beginning where there is none yet."""
+    NEEDS: ClassVar[dict[str, Need]] = {"keep": SAVES, "keep_every": SAVES}
 
     def check(self) -> None:
         super().check()
+        for name in ("checkpoint_every", "keep", "keep_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"--{name} {value}: it must be at least 1")
+        if self.resume is not None and self.overwrite:
+            raise ConfigError("--resume and --overwrite contradict each other: leave one out")
+        if self.resume == Path("auto") and self.outdir is None:
+            raise ConfigError("--resume auto without --outdir: each run then has a folder of its own; give --outdir")
         if not 0 <= self.max_norm < math.inf:
             raise ConfigError(
                 f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the gradient as it is"

@@ -19,10 +19,10 @@ def epochs_bar(steps: range, by: int, rank: Rank) -> Iterator[int]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    for first in range(0, len(steps), by):
-        epoch = steps[first : first + by]
+    for number in range(steps.start // by, -(-steps.stop // by)):
+        epoch = range(max(number * by, steps.start), min((number + 1) * by, steps.stop))
         with Progress(*columns, transient=True) as bar:
-            line = bar.add_task(f"epoch {first // by + 1}", total=len(epoch))
+            line = bar.add_task(f"epoch {number + 1}", total=len(epoch))
             for step in epoch[:-1]:
                 yield step
                 bar.advance(line)

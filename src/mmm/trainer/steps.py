@@ -133,6 +133,7 @@ def train_steps(
     source = iter(batches)
     for number in range(steps):
         run.clock.start()
+        run.clock.step = number
         if (batch := next(source, None)) is None:
             raise DataError(f"the data ended after {number} batches, and {steps} steps take one each")
         last = number == steps - 1
@@ -268,6 +269,7 @@ def image_steps(
             for group in optimizer.param_groups:
                 group["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
+        run.clock.step = number
         seed_step(run.options.seed, number, coordinate)  # for dropout
         batch = next(batches)
         if one_device is not None:

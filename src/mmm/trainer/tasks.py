@@ -36,19 +36,20 @@ class Task(ABC):
     steps_per_epoch: int
 
     @abstractmethod
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        """This data-parallel coordinate's batches of an epoch, one an optimizer step, on the run's device."""
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """This data-parallel coordinate's batches of an epoch from the step `first` of it on, one an optimizer step,
+        on the run's device."""
 
     @abstractmethod
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Evaluate the model on held-out data. A collective; the same numbers on every rank."""
 
-    def all_batches(self) -> Iterator[Batch]:
-        """Epoch after epoch, without end."""
-        epoch = 0
+    def all_batches(self, step: int = 0) -> Iterator[Batch]:
+        """Epoch after epoch, without end, from an optimizer step on."""
+        epoch, first = divmod(step, self.steps_per_epoch)
         while True:
-            yield from self.batches(epoch)
-            epoch += 1
+            yield from self.batches(epoch, first)
+            epoch, first = epoch + 1, 0
 
 
 def fetched_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -70,9 +71,9 @@ class TokenTask(Task):
         self.tokens = self.global_batch_size * train.seq_length
         self.steps_per_epoch = train.steps_per_epoch(self.global_batch_size)
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)
-        steps = range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+        steps = range(epoch * self.steps_per_epoch + first, (epoch + 1) * self.steps_per_epoch)
         batches = (self.resolved.local_batch(self.resolved.data.train, step, coordinate) for step in steps)
         for batch in batches if self.run.device.type == "cpu" else fetched_ahead(batches):
             yield batch.to(self.run.device)
@@ -89,7 +90,7 @@ class ImageTask(Task):
 
     def __init__(self, run: Run, resolved: Resolved, workers: int | None = None):
         coordinate, dp, data = run.layout.dp_coordinate(run.rank.rank), run.layout.dp, resolved.data
-        loading: dict[str, Any] = {"workers": workers, "pin_memory": run.device.type == "cuda"}
+        loading: dict[str, Any] = {"workers": workers, "pin_memory": run.device.type in ("cuda", "xpu")}
         self.run, self.global_batch_size = run, resolved.global_batch_size
         sequence = ImageBatches(data.train, self.global_batch_size, run.options.seed)
         self.loader = sequence.loader(coordinate, dp, **loading)
@@ -98,8 +99,8 @@ class ImageTask(Task):
         self.test_loader = evaluation(data.test, at_once, coordinate, dp, **loading)
         self.steps_per_epoch = sequence.steps_per_epoch
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        for batch in self.loader.epoch(epoch):
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        for batch in self.loader.epoch(epoch, first):
             batch = batch.to(self.run.device, self.run.precision.storage)
             yield Batch(batch.images, batch.labels, batch.count)
 

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmm.contract import CONSEQUENCES, Report, shorten
+from mmm.contract import CONSEQUENCES, SAVED_EXIT, Report, shorten
 from mmm.launch.control.wire import Status
 
 WAIT = 0.06  # s to wait, after a first failure, for one that came before it
 WAIT_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence
+WAIT_SAVED = 60.0  # s, if all that have ended so far have saved their state: the others are about to
 WATCHDOG_EXIT = 124  # as `timeout` exits
 LINE = 1000  # characters of a failure in one line
 
@@ -22,7 +23,7 @@ class Failure:
     rank: int
     exit_code: int
     time: float  # time.monotonic() when it was noticed where it happened
-    doubt: int  # 0: a cause; 1: SIGABRT, which may be a consequence; 2: a lost connection
+    doubt: int  # 0: a cause; 1: SIGABRT, which may be a consequence; 2: a lost connection; 3: saved, and no failure
     report: Report | None = None
     text: str = ""  # where there is no report
     host: str = ""  # "": this one
@@ -46,6 +47,9 @@ class Failure:
                 int(-code == signal.SIGABRT),
                 text=f"{text} on {host or socket.gethostname()}",
             )
+        if code == SAVED_EXIT:
+            text = "a signal has stopped the run, and its state is saved: --resume auto goes on from there"
+            return cls(status.rank, code, status.time, 3, text=text)
         where = f" on {host}" if host else ""
         return cls(status.rank, code, status.time, 0, text=f"rank {status.rank} exited with code {code}{where}")
 
@@ -58,6 +62,13 @@ class Failure:
 def cause(failures: Sequence[Failure]) -> Failure:
     """The failure that came first in order of cause: those that look like a consequence come last."""
     return min(failures, key=lambda f: (f.doubt, f.time))
+
+
+def patience(found: Sequence[Failure]) -> float:
+    """Seconds to wait after the first failure for one that came before it."""
+    if all(failure.exit_code == SAVED_EXIT for failure in found):
+        return WAIT_SAVED
+    return WAIT_DOUBTFUL if all(failure.doubt for failure in found) else WAIT
 
 
 def tell(first: Failure, failures: Sequence[Failure]) -> None:

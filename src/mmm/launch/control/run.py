@@ -33,8 +33,10 @@ class RunControl(ABC):
         self.exit_code: int | None = None  # once it is decided
         self.decide_at: float | None = None  # when the cause is looked for among the failures known by then
         self.kill_at: float | None = None
+        self.grace: float | None = None  # s, of the signal that ends the ranks; None: GRACE
         self.interrupted_at = -REPEAT
         self.again = False  # a new start may help: no signal, no user's mistake
+        self.attempts_left = 0  # how often --retries may start it after this one
         self.ignored: set[int] = set()  # signals that this process was started to ignore
         self.signalled = False  # the signal before the job's end is out
         self.output: Output | None = None  # where launch copies what ranks print
@@ -106,10 +108,9 @@ class RunControl(ABC):
     def decide(self, now: float) -> None:
         """Find the cause once later failures had time to arrive; kill those whose grace is over; look at the clocks."""
         if self.exit_code is None and self.failures:
-            doubtful = all(f.doubt for f in self.failures)
             if self.decide_at is None:
                 self.first_at = now
-            self.decide_at = self.first_at + (failures.WAIT_DOUBTFUL if doubtful else failures.WAIT)
+            self.decide_at = self.first_at + failures.patience(self.failures)
             if now >= self.decide_at or len(self.ended) == self.total:
                 self.fail()
         if self.kill_at is not None and now >= self.kill_at:
@@ -127,11 +128,12 @@ class RunControl(ABC):
         self.exit_code, self.decide_at = first.exit_code, None
         self.again = first.again and not self.signalled
         failures.tell(first, self.failures)
+        self.grace = self.limits.grace if first.final else None
         self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
 
     def end(self, number: int, verdict: str = "") -> None:
         """Send the ranks signal `number`, and SIGKILL after the grace. They can read the verdict when it comes."""
-        self.verdict, self.kill_at = verdict, time.monotonic() + GRACE
+        self.verdict, self.kill_at = verdict, time.monotonic() + (self.grace or GRACE)
         if not self.send(number):  # none has started: there is nothing that could end in order
             self.kill()
 
@@ -214,6 +216,7 @@ class RunControl(ABC):
             self.exit_code = 128 + number
             self.decide_at = None
             say(f"launch: {signal_name(number)}: ending {self.left()}")
+            self.grace = self.limits.grace if number == signal.SIGTERM else None
             self.end(number)
 
     def stop(self) -> None:

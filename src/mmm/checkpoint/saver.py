@@ -1,0 +1,84 @@
+"""Saving while training goes on.
+
+``dcp.async_save`` copies this rank's tensors to the host, and then writes them in a thread of its own. The ranks agree
+there over a group of their own: a collective of the training must not get between. So the loop waits for the copy
+alone, and for a save that has not ended when the next begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, complete, remove
+from mmm.checkpoint.state import one_line
+from mmm.checkpoint.storage import Writer
+from mmm.errors import CheckpointError
+
+
+@dataclass
+class Saver:
+    """Saves into one folder of checkpoints.
+
+    Attributes:
+        folder: on a file system that all ranks share. group: of all ranks, for sending from the host, and for nothing
+            else. keep, keep_every: as for `mmm.checkpoint.manifest.complete`.
+        failed: called on every rank with why a save has failed; the training goes on.
+    """
+
+    folder: Path
+    group: dist.ProcessGroup | None
+    keep: int
+    keep_every: int | None
+    failed: Callable[[str], None]
+    _running: tuple[int, Future] | None = None
+
+    def save(self, state: dict[str, Any], manifest: Manifest) -> None:
+        """Begin to save; wait first for the save before it. A collective.
+
+        Args:
+            state: of `training_state`; it may change as soon as this returns. manifest: without files; rank 0's counts.
+        """
+        self.wait()
+        partial = self.folder / f"step-{manifest.step}{PARTIAL}"
+
+        def finished(files: dict[str, FileSum]) -> None:
+            hidden = [name for name in files if not (partial / name).exists()]
+            if hidden:
+                raise CheckpointError(f"{partial / hidden[0]} is not there for rank 0: hosts have to share --outdir")
+            replace(manifest, files=files).write(partial)
+            complete(partial, self.keep, self.keep_every)
+
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            remove([partial])
+        future = dcp.async_save(state, storage_writer=Writer(partial, finished), process_group=self.group)
+        assert isinstance(future, Future)
+        self._running = (manifest.step, future)
+
+    def poll(self) -> None:
+        """Say by `failed` if a save has failed meanwhile. Waits for nothing."""
+        if self._running is not None and self._running[1].done():
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save under way. Whether it, if there is one, is complete."""
+        if self._running is None:
+            return True
+        (step, future), self._running = self._running, None
+        try:
+            future.result()
+        except (CheckpointException, CheckpointError, OSError, RuntimeError) as error:
+            failures = getattr(error, "failures", None)
+            first = next(iter(failures.values()))[0] if failures else error
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                remove([self.folder / f"step-{step}{PARTIAL}"])  # the disk may be full
+            self.failed(f"no checkpoint of step {step}: {one_line(first)}")
+            return False
+        return True

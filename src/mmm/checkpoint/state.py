@@ -1,0 +1,92 @@
+"""A run's tensors by name, for `torch.distributed.checkpoint`: what to save, and where to load to.
+
+Names are those of the full model, and DTensors say which part is local: so a checkpoint does not know the layout that
+it was saved on, and DCP reads of it what another one needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from mmm.checkpoint.storage import Reader
+from mmm.errors import CheckpointError
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+def training_state(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """``{"model": {name: tensor}, "optimizer": {parameter: {"exp_avg": tensor, …}}}`` of this rank.
+
+    Args:
+        parameters: what the optimizer updates. buffers: those that are saved. Both by names in the full model; plain,
+            the same on all ranks that have the name, or DTensors.
+    """
+    state = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
+    tensors = {name: {key: x for key, x in of.items() if isinstance(x, Tensor)} for name, of in state.items()}
+    model = {name: _copyable(x) for name, x in {**parameters, **buffers}.items()}
+    return {MODEL: model, OPTIMIZER: {name: of for name, of in tensors.items() if of}}
+
+
+def _copyable(tensor: Tensor) -> Tensor:
+    """`tensor` as DCP can copy it to the host: not a DTensor whose local part begins inside other memory, as ZeRO's."""
+    tensor = tensor.detach()
+    return tensor.clone() if isinstance(tensor, DTensor) and tensor.data_ptr() else tensor
+
+
+def shapes_of(found: Metadata) -> dict[tuple[str, ...], Any]:
+    """What a checkpoint has: ("model", name), or ("optimizer", parameter, key) → DCP's description of the tensor."""
+    paths: Mapping[str, tuple] = found.planner_data or {}
+    return {tuple(paths.get(name, (name,))): entry for name, entry in found.state_dict_metadata.items()}
+
+
+def load_tensors(
+    folder: Path,
+    found: Metadata,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Load into a model, in place, and into an optimizer that has made no step. A collective.
+
+    Args:
+        found: of `mmm.checkpoint.storage.read_metadata`. parameters, buffers: as for `training_state`.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
+    """
+    moments: dict[str, dict[str, Tensor]] = {}  # by parameter, then as the optimizer calls them
+    for path, entry in shapes_of(found).items():
+        if path[0] == OPTIMIZER and path[1] in parameters:
+            _, name, key = path
+            parameter, dtype = parameters[name].detach(), entry.properties.dtype
+            same = entry.size == parameter.size()  # sharded as its parameter is
+            empty = torch.empty_like(parameter, dtype=dtype) if same else torch.empty(entry.size, dtype=dtype)
+            moments.setdefault(name, {})[key] = empty
+    state = {MODEL: {**parameters, **buffers}, OPTIMIZER: moments}
+    try:
+        dcp.load(state, storage_reader=Reader(folder, found))
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not loaded: {one_line(first)}"
+        raise CheckpointError(text, on_every_rank=True) from None
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    order = [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+    # PyTorch's own way in: it puts each value on the device, and into the dtype, that the optimizer wants.
+    own = {number: moments[name] for number, name in enumerate(order) if name in moments}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,104 @@
+"""A record that goes on: where a run is resumed, its rows from there on are made once more, and stand in it once."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mmm.errors import RecordError
+from mmm.history.alive import why_going_on
+from mmm.history.attempts import Attempt, attempt_of
+from mmm.history.dataset import Columns, to_columns, to_rows, write_dataset
+from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_config
+from mmm.history.journal import Header
+from mmm.history.reader import _load, _startup, _still_writing, _writer
+from mmm.history.record import DATASET, JOURNAL
+
+if TYPE_CHECKING:
+    import xarray
+
+MARKS = "resumed"  # the dataset's attribute: a list of mappings, with draw, the first row after the resumption
+
+
+class Resume(NamedTuple):
+    """How a record goes on.
+
+    Attributes:
+        rows: those before it stay, the others are dropped: the run makes them again.
+        mark: what to say of it beside ``draw``, as ``{"step": 20, "layout": "dp4"}``.
+    """
+
+    rows: int
+    mark: Mapping[str, Any]
+
+
+def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> None:
+    """Whether the record in a folder, if there is one, may go on.
+
+    Args:
+        this: an earlier attempt of the same launch is known to be over. from_checkpoint: or from the beginning.
+
+    Raises:
+        RecordError: its run is still writing; or it has finished, and there is no checkpoint to go on from.
+    """
+    config = read_config(folder)
+    earlier = attempt_of(config)
+    if this is not None and earlier is not None and earlier.of == this.of and earlier.number < this.number:
+        return
+    try:
+        fd = os.open(folder / JOURNAL, os.O_RDWR)
+    except OSError:
+        ending = config_ending(config)
+        if ending is not None and ending.state == FINISHED and not from_checkpoint:
+            raise RecordError(
+                f"--outdir {folder} holds the record of a run that has finished, and no checkpoint to go on from. "
+                "Give another --outdir, or pass --overwrite."
+            ) from None
+        return
+    try:
+        if why := why_going_on(fd, _writer(folder / JOURNAL)):
+            raise _still_writing(folder, why)
+    finally:
+        os.close(fd)
+
+
+def reopen(folder: Path, resume: Resume, header: Header) -> Header:
+    """Leave the rows before the resumption in the dataset, and return the header of the journal that goes on.
+
+    Args:
+        header: of the run that goes on. Ranks that only the earlier run had stay after its own.
+
+    Raises:
+        RecordError: the record that is there cannot be read, or the dataset cannot be written.
+    """
+    attrs: dict[str, Any] = dict(header.attrs)
+    marks: list[Any] = []
+    ranks = header.ranks
+    if any((folder / name).exists() for name in (DATASET, JOURNAL)):
+        found, _ = _load(folder, Ending(KILLED))
+        earlier = found.dataset() if isinstance(found, Columns) else found
+        rows = [row for row in to_rows(earlier) if row.draw < resume.rows]
+        marks = [mark for mark in marks_of(earlier) if mark["draw"] <= resume.rows]
+        attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
+        before = _ranks_of(earlier)
+        ranks = [*ranks, *before[len(ranks) :]]
+        kept = Header(before, {**earlier.attrs, MARKS: marks})
+        write_dataset(to_columns(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
+    attrs[MARKS] = [*marks, {"draw": resume.rows, **resume.mark}]
+    return Header(ranks, attrs)
+
+
+def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
+    """Where the run of a dataset was resumed."""
+    try:
+        marks = json.loads(ds.attrs.get(MARKS, "[]"))
+        return [mark for mark in marks if isinstance(mark.get("draw"), int)]
+    except (ValueError, TypeError, AttributeError):
+        return []
+
+
+def _ranks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
+    names = [str(name) for name, values in ds.coords.items() if values.dims == ("rank",)]
+    columns = {name: ds[name].values.tolist() for name in names if name != "rank" and not name.startswith("startup_")}
+    return [{name: column[i] for name, column in columns.items()} for i in range(ds.sizes["rank"])]

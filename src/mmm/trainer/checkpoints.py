@@ -1,0 +1,122 @@
+"""The checkpoints of the training loop: what a step needs to be made again, and when it is saved."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
+from mmm.checkpoint.storage import read_metadata
+from mmm.contract import SAVED_EXIT
+from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.runtime.process_group import gather_floats
+from mmm.trainer.resume import CHECKPOINTS
+from mmm.trainer.run import Run
+
+
+class Checkpoints:
+    """Of a run on any layout: does nothing without ``--checkpoint_every`` and ``--resume``.
+
+    A step needs parameters, saved buffers, the optimizer's state, fp16's scale, and its number: batches, learning rate
+    and random generators (`mmm.runtime.seed.seed_step`) are functions of seed and step. A row over many steps needs
+    the losses so far as well.
+    """
+
+    def __init__(self, run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+        self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
+        self.every: int | None = run.options.checkpoint_every
+        self.saver: Saver | None = None
+        if self.every is not None:
+            folder = [run.outdir]
+            if run.rank.world_size > 1:
+                dist.broadcast_object_list(folder)
+            assert folder[0] is not None
+            keep, keep_every = run.options.keep or 2, run.options.keep_every
+            group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
+            self.saver = Saver(folder[0] / CHECKPOINTS, group, keep, keep_every, run.note)
+
+    def load(self) -> tuple[int, int, float, Tensor | None]:
+        """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's
+        loss. A collective."""
+        if (origin := self.run.origin) is None:
+            return 0, 0, 0, None
+        manifest, run = origin.manifest, self.run
+        found = read_metadata(origin.path, manifest.files)
+        load_tensors(
+            origin.path, found, dict(self.model.named_parameters()), self.model.saved_buffers(), self.optimizer
+        )
+        self.model.gather_updated()
+        state, there = manifest.state, manifest.about["layout"]
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        moved = "" if there == str(run.layout) else f", saved on the layout {there}"
+        run.note(f"resumed from {origin.path} at step {manifest.step}{moved}")
+        losses = state["losses"]
+        if not losses:
+            return manifest.step, 0, 0, None
+        if moved:  # of the losses that add up to the global loss
+            local = (
+                sum(losses[rank] for rank in state["loss_ranks"])
+                if run.rank.rank == run.layout.loss_ranks()[0]
+                else 0.0
+            )
+        else:
+            local = losses[run.rank.rank]
+        wide = torch.float32 if run.device.type == "mps" else torch.float64  # as of `detached`
+        return manifest.step, state["since"], state["counted"], torch.tensor(local, dtype=wide, device=run.device)
+
+    def stop_asked(self) -> bool:
+        """Whether a signal to stop has come to any rank. A collective; the host waits for the device."""
+        if self.every is None:
+            return False
+        came = torch.tensor([self.run.stop.came is not None], dtype=torch.float32, device=self.run.device)
+        if self.run.rank.world_size > 1:
+            dist.all_reduce(came, dist.ReduceOp.MAX)
+        return bool(came.item())
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether to save after this step."""
+        return self.every is not None and ((step + 1) % self.every == 0 or last)
+
+    def save(self, done: int, since: int, counted: float | Tensor, local_loss: Tensor | None) -> None:
+        """Begin to save. A collective.
+
+        Args:
+            done: steps. since, counted, local_loss: of the row under way; see `load`.
+        """
+        run = self.run
+        assert self.saver is not None
+        losses = [] if local_loss is None else [loss for (loss,) in gather_floats(local_loss.view(1), run.device)]
+        if run.record is not None:
+            run.record.flush()  # the rows that the checkpoint counts on
+        state = {
+            "rows": 0 if run.record is None else len(run.record),
+            "scaler": self.scaler.state_dict(),
+            "since": since,
+            "counted": float(counted),
+            "losses": losses,
+            "loss_ranks": run.layout.loss_ranks() if losses else [],
+        }
+        about = {name: run.config.get(name) for name in ("layout", "command", "versions")} | {"layout": str(run.layout)}
+        manifest = Manifest(done, run.identity, state, about, {})
+        parameters = dict(self.model.named_parameters())
+        self.saver.save(training_state(parameters, self.model.saved_buffers(), self.optimizer), manifest)
+
+    def poll(self) -> None:
+        """Say what has gone wrong with a save, if it has ended."""
+        if self.saver is not None:
+            self.saver.poll()
+
+    def stop(self, done: int) -> NoReturn:
+        """End the run, which is saved as of so many steps. A collective."""
+        complete = self.wait()
+        self.run.note(f"stopped by a signal after {done} steps{', and saved' if complete else ''}")
+        raise SystemExit(SAVED_EXIT if complete else 1)
+
+    def wait(self) -> bool:
+        """Wait for the save under way. Whether it is complete."""
+        return self.saver is None or self.saver.wait()

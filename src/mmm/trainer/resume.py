@@ -1,0 +1,194 @@
+"""Where a run goes on: which checkpoint, whether it is whole and of this run, and what its record keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mmm import history
+from mmm.checkpoint.manifest import (
+    LaterVersionError,
+    Manifest,
+    broken_file,
+    read_manifest,
+    remove_partial,
+    steps_of,
+)
+from mmm.errors import CheckpointError
+from mmm.history.attempts import Attempt, make_room
+from mmm.history.record import DATASET, JOURNAL, writable
+from mmm.history.resume import Resume, check_over
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_objects
+from mmm.trainer.resolve import Resolved
+
+if TYPE_CHECKING:
+    from mmm.trainer.run import Run
+
+AUTO, CHECKPOINTS = Path("auto"), "checkpoints"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run goes on from. rows: of the record that stay."""
+
+    path: Path
+    manifest: Manifest
+    rows: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run's folder, on rank 0.
+
+    Attributes:
+        found: checkpoints to go on from, the best first. auto: whether the next is taken where one is damaged.
+        goes_on: with the record that is in the folder, if any.
+        note: what was done with the record of an earlier attempt of the same launch.
+    """
+
+    outdir: Path
+    found: tuple[Path, ...] = ()
+    auto: bool = False
+    goes_on: bool = False
+    note: str | None = None
+
+
+def prepare(module: str, options: Any, this: Attempt | None) -> Prepared:
+    """Prepare the folder of a run; on rank 0, before any process group.
+
+    Raises:
+        CheckpointError: there is no checkpoint where ``--resume`` says; or there are some, and nothing says to go on.
+        RecordError: the folder holds a record that does not go on, or cannot be written.
+    """
+    given = None if options.outdir is None else Path(options.outdir).expanduser().absolute()
+    saves, note = options.checkpoint_every is not None, None
+    own = steps_of(given / CHECKPOINTS) if given is not None and (saves or options.resume is not None) else []
+    again = this is not None and this.number > 0 and saves and given is not None
+    auto = options.resume == AUTO or (again and bool(own or options.resume is None))
+    found, goes_on = own, auto
+    if not auto and options.resume is not None:
+        found = _at(options.resume.expanduser().absolute())
+        goes_on = found[0].resolve().parent in [path.resolve().parent for path in own]
+    elif not auto:
+        found = []
+    if goes_on and given is not None:
+        check_over(given, this, bool(found))
+    elif own and saves:
+        raise CheckpointError(
+            f"{own[0].parent} has checkpoints of an earlier run ({own[0].name} is the newest), and this one would "
+            "save among them: give --resume auto to go on from there, another --outdir, or remove them"
+        )
+    elif given is not None:
+        note = make_room(given, this)
+    outdir = history.prepare(options.outdir, module, options.overwrite, goes_on)
+    if saves:
+        writable(outdir / CHECKPOINTS)
+        remove_partial(outdir / CHECKPOINTS)
+    return Prepared(outdir, tuple(found), auto, goes_on, note)
+
+
+def _at(path: Path) -> list[Path]:
+    """The checkpoint at a path: the path itself, or the newest of a run's folder, or of its folder of checkpoints."""
+    if path.name.startswith("step-"):
+        return [path]
+    for folder in (path, path / CHECKPOINTS):
+        if found := steps_of(folder):
+            return found[:1]
+    raise CheckpointError(
+        f"--resume {path}: no checkpoint is there; give auto, a run's folder, or one of its checkpoints/step-N"
+    )
+
+
+def identity_of(module: str, resolved: Resolved, precision: Precision) -> dict[str, Any]:
+    """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout."""
+    options, data = resolved.options, resolved.data.describe()
+    sizes = {name: value for name, value in asdict(resolved.sizes).items() if not isinstance(value, str)}
+    identity = {
+        "program": module,
+        **sizes,
+        "sample": list(resolved.sample.shape[1:]),
+        "global_batch_size": resolved.global_batch_size,
+        "data": data.get("dataset"),
+        "data's sha256": data.get("sha256"),
+        "--dtype": precision.name,
+        "--optimizer": options.optimizer,
+        "--seed": options.seed,
+    }
+    return json.loads(json.dumps(identity))
+
+
+def choose(run: Run, prepared: Prepared | None, module: str, resolved: Resolved) -> None:
+    """Set the run's identity and origin: the first checkpoint that is whole. Every rank checks some of its files. A
+    collective.
+
+    Args:
+        prepared: on rank 0.
+
+    Raises:
+        CheckpointError: none is whole, or ``--resume`` names one that is not; it is of another run; or it is of the
+            run's last step. On every rank.
+    """
+    if run.options.resume is None and run.options.checkpoint_every is None:
+        return
+    run.identity = identity_of(module, resolved, run.precision)
+    found, auto, goes_on = _of_rank_0((prepared.found, prepared.auto, prepared.goes_on) if prepared else None)
+    problems = []
+    for path in found:
+        manifest, problem = _of_rank_0(_try_read(path) if run.rank.is_main else None)
+        if manifest is not None:
+            names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
+            broken = gather_objects(run.rank, broken_file(path, {name: manifest.files[name] for name in names}))
+            problem = _of_rank_0(next(filter(None, broken), None))
+        if problem is None:
+            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0)
+            _check(run.origin, run.identity, resolved.steps)
+            return
+        if not auto or isinstance(problem, CheckpointError):
+            raise CheckpointError(str(problem), on_every_rank=True)
+        problems.append(problem)
+        run.note(f"{problem}: the checkpoint before it is taken")
+    if problems:
+        raise CheckpointError(f"no checkpoint is whole: {problems[0]}", on_every_rank=True)
+
+
+def record_goes_on(prepared: Prepared, origin: Origin | None, layout: str) -> Resume | None:
+    """How the record goes on; None for one that begins."""
+    there = any((prepared.outdir / name).exists() for name in (DATASET, JOURNAL))
+    if origin is None and not (prepared.goes_on and there):
+        return None
+    rows, step = (origin.rows, origin.manifest.step) if origin else (0, 0)
+    return Resume(rows, {"step": step, "layout": layout, "time": datetime.now(timezone.utc).isoformat("T", "seconds")})
+
+
+def _check(origin: Origin, identity: Mapping[str, Any], steps: int) -> None:
+    path, manifest = origin.path, origin.manifest
+    if wrong := manifest.differences(identity):
+        raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
+    if manifest.step >= steps:
+        raise CheckpointError(
+            f"{path} is of step {manifest.step}, and the run has {steps}: no step is left; give more by --max_iters",
+            on_every_rank=True,
+        )
+
+
+def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None]:
+    try:
+        return read_manifest(path), None
+    except LaterVersionError as error:  # an older checkpoint would lose what a later mmm has done
+        return None, CheckpointError(str(error))
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _of_rank_0(value: Any) -> Any:
+    box = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box)
+    return box[0]

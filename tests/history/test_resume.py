@@ -1,0 +1,127 @@
+"""A record that goes on: one dataset, one curve, marks where; each row once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mmm.errors import RecordError
+from mmm.history import History, load, plot_all, prepare
+from mmm.history.attempts import Attempt
+from mmm.history.figures import metric_figure
+from mmm.history.journal import Header, Journal
+from mmm.history.resume import Resume, check_over, marks_of
+
+
+def ranks(n):
+    return [{"rank": i, "host": f"x{i}", "local_rank": i, "pid": 7, "tp": i} for i in range(n)]
+
+
+def run(folder, n, first, last, resume=None, kill=False):
+    history = History(folder, ranks=ranks(n), flush_every=1, resume=resume)
+    for step in range(first, last):
+        history.update({"iter": step, "loss": 10.0 - step + 0.001 * n}, {"dt": [float(n)] * n})
+    if kill:
+        history._journal.close()  # as the system does with a process that is gone
+    else:
+        history.close()
+
+
+def test_on_five_layouts(tmp_path):
+    run(tmp_path, 4, 0, 7, kill=True)  # rows 4, 5 and 6 are made again
+    run(tmp_path, 2, 4, 8, Resume(4, {"step": 4, "layout": "dp2"}), kill=True)
+    run(tmp_path, 2, 4, 6, Resume(4, {"step": 4, "layout": "dp2"}))
+    run(tmp_path, 8, 6, 9, Resume(6, {"step": 6, "layout": "dp8"}))
+    run(tmp_path, 1, 8, 10, Resume(8, {"step": 8, "layout": "1"}))
+    ds = load(tmp_path)
+    assert ds["iter"].values.tolist() == list(range(10))
+    assert ds["draw"].values.tolist() == list(range(10))
+    worlds = [4] * 4 + [2] * 2 + [8] * 2 + [1] * 2
+    np.testing.assert_allclose(ds["loss"].values, [10.0 - i + 0.001 * n for i, n in enumerate(worlds)], rtol=1e-12)
+    expected = [[n] * n + [np.nan] * (8 - n) for n in worlds]
+    np.testing.assert_array_equal(ds["dt"].values, expected)
+    assert ds["host"].values.tolist() == [f"x{i}" for i in range(8)]
+    assert [(mark["draw"], mark["layout"]) for mark in marks_of(ds)] == [(4, "dp2"), (4, "dp2"), (6, "dp8"), (8, "1")]
+    assert ds.attrs["state"] == "finished"
+
+
+def test_while_it_runs_and_after_a_kill(tmp_path):
+    run(tmp_path, 2, 0, 5)
+    started = load(tmp_path).attrs["started"]
+    history = History(tmp_path, ranks=ranks(2), flush_every=1, resume=Resume(3, {}))
+    assert len(history) == 3
+    assert load(tmp_path)["iter"].values.tolist() == [0, 1, 2]
+    history.update({"iter": 3, "loss": 1.0})
+    ds = load(tmp_path)
+    assert (ds["iter"].values.tolist(), ds.attrs["state"], ds.attrs["started"]) == ([0, 1, 2, 3], "running", started)
+    history._journal.close()
+    assert load(tmp_path)["iter"].values.tolist() == [0, 1, 2, 3]
+
+
+def test_from_an_older_checkpoint_the_marks_beyond_it_go(tmp_path):
+    run(tmp_path, 1, 0, 6)
+    run(tmp_path, 1, 5, 8, Resume(5, {}))
+    run(tmp_path, 1, 2, 4, Resume(2, {}))
+    ds = load(tmp_path)
+    assert ds["iter"].values.tolist() == [0, 1, 2, 3]
+    assert [mark["draw"] for mark in marks_of(ds)] == [2]
+
+
+def test_in_a_folder_of_its_own(tmp_path):
+    run(tmp_path, 1, 5, 7, Resume(0, {"step": 5}))
+    ds = load(tmp_path)
+    assert ds["iter"].values.tolist() == [5, 6]
+    assert marks_of(ds) == [{"draw": 0, "step": 5}]
+    assert plot_all(ds, tmp_path)
+
+
+def test_the_picture_marks_where(tmp_path):
+    run(tmp_path, 2, 0, 6)
+    axes = metric_figure(load(tmp_path), "loss").axes[0]
+    lines = len(axes.lines)
+    run(tmp_path, 2, 4, 8, Resume(4, {}))
+    for name in ("loss", "dt"):
+        axes = metric_figure(load(tmp_path), name).axes[0]
+        (mark,) = [line for line in axes.lines if line.get_label() == "resumed"]
+        assert list(mark.get_xdata()) == [3.5, 3.5]
+    assert lines
+
+
+def test_a_damaged_mark_is_none(tmp_path):
+    run(tmp_path, 1, 0, 2)
+    ds = load(tmp_path)
+    for text in ("no JSON", "[1]", "{}", '[{"draw": "x"}]'):
+        ds.attrs["resumed"] = text
+        assert marks_of(ds) == []
+
+
+def test_without_resume_it_is_refused_as_ever(tmp_path):
+    run(tmp_path, 1, 0, 2)
+    with pytest.raises(RecordError, match="already holds rows"):
+        History(tmp_path, ranks=ranks(1))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RecordError, match="already holds a run's record"):
+        prepare(tmp_path, "lm")
+    prepare(tmp_path, "lm", goes_on=True)
+    assert load(tmp_path)["iter"].values.tolist() == [0, 1]
+
+
+def test_a_run_that_goes_on_by_itself_is_left_alone(tmp_path):
+    check_over(tmp_path, None, True)  # there is none
+    journal = Journal(tmp_path / "journal.jsonl", Header(ranks(1), {}))
+    with pytest.raises(RecordError, match="is still writing"):
+        check_over(tmp_path, None, True)
+    config = {"attempt": {"of": "this", "number": 0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_over(tmp_path, Attempt("this", 1), True)  # launch has ended it
+    with pytest.raises(RecordError, match="is still writing"):
+        check_over(tmp_path, Attempt("other", 1), True)
+    journal.close()
+    check_over(tmp_path, None, False)
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_again(tmp_path):
+    (tmp_path / "config.json").write_text('{"state": "finished"}')
+    with pytest.raises(RecordError, match="has finished, and no checkpoint to go on from"):
+        check_over(tmp_path, None, False)
+    check_over(tmp_path, None, True)

@@ -1,0 +1,75 @@
+"""Ranks that a signal has stopped, once their run was saved: exit code 75, which is no failure, and time to save."""
+
+import signal
+
+import pytest
+
+SLOW = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+open(f"ready-{rank}", "w").close()
+if rank == "1": time.sleep(1.5)  # longer than launch waits for the cause of a failure
+open(f"saved-{rank}", "w").close()
+sys.exit(75)
+"""
+RETRIED = """
+import os, sys
+if os.environ["MMM_ATTEMPT"] == "0": sys.exit(75)
+open("again-" + os.environ["RANK"], "w").close()
+"""
+ONE_FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "0": sys.exit(75)
+time.sleep(0.5)
+raise OSError("no file")
+"""
+SAVES = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+def save(number, frame):
+    time.sleep(2.5)  # longer than a rank has by itself
+    open(f"saved-{rank}", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open(f"ready-{rank}", "w").close()
+time.sleep(90)
+"""
+SAYS = "launch: a signal has stopped the run, and its state is saved: --resume auto goes on from there\n"
+
+
+def test_all_ranks_have_time_to_save(launcher, how):
+    done = launcher.run(*how, "-n", "2", "python3", "-c", SLOW)
+    assert (done.returncode, done.stderr) == (75, SAYS)
+    assert (launcher.folder / "saved-1").exists()
+    assert launcher.gone(within=0.5)
+
+
+def test_it_is_started_again(launcher):
+    done = launcher.run("-n", "2", "--retries", "1", "python3", "-c", RETRIED)
+    again = "launch: exit code 75: starting again (--retries; 1 left)\n"
+    assert (done.returncode, done.stderr) == (0, SAYS + again)
+    assert (launcher.folder / "again-1").exists()
+
+
+def test_a_failure_is_the_cause(launcher):
+    done = launcher.run("-n", "2", "python3", "-c", ONE_FAILS)
+    assert done.returncode == 1
+    assert "OSError: no file" in done.stderr
+    assert SAYS not in done.stderr
+
+
+def test_sigterm_with_grace(launcher, how):
+    process = launcher.start(*how, "-n", "2", "--grace", "80", "--retries", "3", "python3", "-c", SAVES)
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=200)
+    assert (process.returncode, err) == (143, "launch: SIGTERM: ending 2 ranks\n")
+    assert all((launcher.folder / f"saved-{rank}").exists() for rank in range(2))
+    assert launcher.gone(within=0.5)
+
+
+@pytest.mark.parametrize("value", ["0", "soon", "-3"])
+def test_a_wrong_grace(launcher, value):
+    done = launcher.run("--grace", value, "python3", "-c", "pass")
+    words = f"launch: error: --grace {value}: it has to be a number of seconds, greater than 0.\n"
+    assert (done.returncode, done.stderr) == (2, words)

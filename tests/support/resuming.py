@@ -1,0 +1,83 @@
+"""Runs of the trainers on ranks of the pool, which end in the middle and go on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import time
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import mmm.history
+from mmm.checkpoint import read_manifest
+from mmm.checkpoint.storage import Reader, read_metadata
+from mmm.errors import UserError
+from support.pool import meeting_only
+
+PATIENCE = 60.0  # s for a save to end
+WHERE = ("mmm.trainer.run.whoami", "mmm.trainer.text.whoami", "mmm.trainer.vision.whoami", "mmm.trainer.vit.whoami")
+
+
+class Ended(Exception):
+    """What ends a run in the middle."""
+
+
+def before_step(seed: int, step: int, coordinate: int) -> None:
+    """For a test to patch."""
+
+
+def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
+    """Run a trainer; what a user's error says, or nothing.
+
+    Args:
+        ends_at: the step before which the run ends, on all ranks, once the checkpoint before it is complete.
+    """
+    module = importlib.import_module(program)
+    seed_step = module.fit.__globals__["seed_step"]
+
+    def ending(seed, step, coordinate):
+        if step == ends_at:
+            every = flags["checkpoint_every"]
+            path, deadline = flags["outdir"] / f"checkpoints/step-{step // every * every}", time.monotonic() + PATIENCE
+            while not path.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise Ended
+        before_step(seed, step, coordinate)
+        seed_step(seed, step, coordinate)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("mmm.trainer.run.process_group", meeting_only))
+        stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
+        stack.enter_context(patch("mmm.trainer.loop.seed_step", ending))
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        for name in WHERE:
+            with contextlib.suppress(AttributeError):
+                stack.enter_context(patch(name, lambda: rank))
+        try:
+            module.train(module.Config(device="cpu", plots=False, flush_every=3, **flags))
+        except Ended:
+            return "ended"
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, full."""
+    state: dict = {}
+    reader = Reader(folder, read_metadata(folder, read_manifest(folder).files))
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    found = dict(state["model"])
+    for name, of in state.get("optimizer", {}).items():
+        found |= {f"{name} {key}": tensor for key, tensor in of.items()}
+    return found
+
+
+def curve(folder: Path, name: str = "loss") -> list[float]:
+    return mmm.history.load(folder)[name].values.tolist()

@@ -1,0 +1,272 @@
+"""A run that ends in the middle and goes on is the run that did not: to the last bit, or on another layout to 1e-9."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import mmm.history
+from mmm.history.resume import marks_of
+from mmm.runtime.stop import stop_signal
+from support.resuming import curve, tensors, train
+
+STEPS, EVERY, ENDS = 20, 10, 13
+LM, FSDP, VIT = "mmm.trainer.lm", "mmm.trainer.fsdp", "mmm.trainer.vit"
+TEXT = {
+    "preset": "debug",
+    "dim": 32,
+    "ffn_dim": 48,
+    "seq_length": 16,
+    "global_batch_size": 8,
+    "dtype": "fp64",
+    "max_iters": STEPS,
+    "checkpoint_every": EVERY,
+    "eval_batches": 1,
+    "eval_every": 7,
+}
+MOE = {"n_experts": 4, "expert_dim": 24}
+DIGITS = {"dataset": "digits", "global_batch_size": 72, "max_iters": 24, "checkpoint_every": 5, "workers": 0}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(f"{i * i % 97} and {i}, " for i in range(4000)))
+    return (path,)
+
+
+def begin(run_on_ranks, program, ranks, flags, folder, ends_at=ENDS):
+    """A run in one go, and one that ends in the middle."""
+    one, two = folder / "one", folder / "two"
+    assert run_on_ranks(train, ranks, program, {**flags, "outdir": one}, timeout=120) == [""] * ranks
+    ended = run_on_ranks(train, ranks, program, {**flags, "outdir": two}, ends_at, timeout=120)
+    assert ended == ["ended"] * ranks
+    return one, two
+
+
+def go_on(run_on_ranks, program, ranks, flags, folder, resume="auto", **more):
+    given = {**flags, "outdir": folder, "resume": Path(resume), **more}
+    return run_on_ranks(train, ranks, program, given, timeout=120)
+
+
+def same_bits(one, two, steps=STEPS, name="loss"):
+    assert curve(one, name) == curve(two, name)
+    a, b = tensors(one / f"checkpoints/step-{steps}"), tensors(two / f"checkpoints/step-{steps}")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+LAYOUTS = [
+    pytest.param(1, {}, id="one device"),
+    pytest.param(4, {}, id="dp4"),
+    pytest.param(4, {"tpsize": 2, "microbatches": 2, "dtype": "fp32"}, id="dp2·tp2, accumulated"),
+    pytest.param(4, {"pp": 2}, id="pp2·dp2"),
+    pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD"),
+    pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2"),
+    pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16"),
+    pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts"),
+    pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "hsdp", "optimizer": "sgd"}, id="hsdp", marks=pytest.mark.long),
+    pytest.param(4, {"tpsize": 2, "ep": 2, **MOE}, id="dp2·tp2·ep2", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
+    flags = {**TEXT, "text": text, **layout}
+    one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path)
+    assert go_on(run_on_ranks, LM, ranks, flags, two) == [""] * ranks
+    same_bits(one, two)
+    assert sorted(os.listdir(two / "checkpoints")) == ["step-10", "step-20"]
+    if "n_experts" in layout:
+        assert any(tensor.any() for name, tensor in tensors(two / "checkpoints/step-10").items() if "bias" in name)
+    if layout.get("dtype") == "fp16":
+        path = two / "checkpoints/step-20/checkpoint.json"
+        assert json.loads(path.read_text())["state"]["scaler"]["_growth_tracker"] > 0
+
+
+def test_the_record_is_one(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text}
+    _, two = begin(run_on_ranks, LM, 1, flags, tmp_path)
+    assert len(curve(two)) == ENDS
+    assert go_on(run_on_ranks, LM, 1, flags, two) == [""]
+    ds = mmm.history.load(two)
+    assert ds["iter"].values.tolist() == list(range(STEPS))
+    assert [(mark["draw"], mark["step"]) for mark in marks_of(ds)] == [(EVERY, EVERY)]
+    notes = json.loads((two / "config.json").read_text())["notes"]
+    assert f"resumed from {two}/checkpoints/step-10 at step 10" in notes
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), (2, "ddp")])
+def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, parallel):
+    flags = {**DIGITS, "parallel": parallel, "optimizer": "sgd" if ranks == 2 else "adamw"}
+    one, two = begin(run_on_ranks, FSDP, ranks, flags, tmp_path)
+    assert go_on(run_on_ranks, FSDP, ranks, flags, two) == [""] * ranks
+    same_bits(one, two, 24, "train_loss")
+    assert len(curve(two, "train_loss")) == 2  # of 19 and 5 steps
+    assert curve(one, "test_loss") == curve(two, "test_loss")
+
+
+def test_vit(run_on_ranks, tmp_path):
+    flags = {"preset": "debug", "batch_size": 8, "max_iters": 8, "checkpoint_every": 4, "dtype": "fp64"}
+    one, two = begin(run_on_ranks, VIT, 2, {**flags, "pp": 2}, tmp_path, ends_at=6)
+    assert go_on(run_on_ranks, VIT, 2, {**flags, "tpsize": 2}, two) == [""] * 2
+    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
+
+
+ELSEWHERE = [
+    pytest.param(1, {}, id="one device"),
+    pytest.param(2, {"tpsize": 2}, id="tp2"),
+    pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2"),
+    pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2"),
+    pytest.param(2, {"parallel": "zero1", "microbatches": 2}, id="zero1", marks=pytest.mark.long),
+    pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "hsdp"}, id="hsdp", marks=pytest.mark.long),
+    pytest.param(4, {"cp": 2, "cp_style": "ulysses", "tpsize": 2}, id="cp2·tp2", marks=pytest.mark.long),
+    pytest.param(4, {"ep": 4}, id="dp4·ep4", marks=pytest.mark.long),
+    pytest.param(2, {"offload": True, "ep": 2}, id="dp2·ep2 on the host", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module")
+def begun(request, tmp_path_factory, text):
+    """A run on dp4·ep2 that has ended after step 10, and one that has not."""
+    from mmm.testing.plugin import _pool
+
+    flags = {**TEXT, "text": text, **MOE}
+    folder = tmp_path_factory.mktemp("begun")
+    one, two = begin(_pool(request.config).run, LM, 4, {**flags, "ep": 2}, folder)
+    return flags, one, two / "checkpoints/step-10"
+
+
+@pytest.mark.parametrize(("ranks", "layout"), ELSEWHERE)
+def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
+    flags, one, checkpoint = begun
+    assert go_on(run_on_ranks, LM, ranks, {**flags, **layout}, tmp_path, checkpoint) == [""] * ranks
+    ds = mmm.history.load(tmp_path)
+    assert ds["iter"].values.tolist() == list(range(EVERY, STEPS))
+    assert ds["loss"].values.tolist() == pytest.approx(curve(one)[EVERY:], rel=1e-9)
+    found, expected = tensors(tmp_path / "checkpoints/step-20"), tensors(one / "checkpoints/step-20")
+    for name, tensor in found.items():
+        if "bias" in name:
+            assert torch.equal(tensor, expected[name])
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9)
+
+
+# --- what is refused, in one line -------------------------------------------------------------------------------------
+
+
+def refused(run_on_ranks, flags, folder, resume, *words, ranks=2, **more):
+    texts = go_on(run_on_ranks, LM, ranks, flags, folder, resume, **more)
+    assert len(set(texts)) == 1
+    for word in words:
+        assert word in texts[0]
+    assert "\n" not in texts[0]
+
+
+def test_refused(run_on_ranks, tmp_path, begun):
+    flags, _, path = begun
+    new = tmp_path / "new"
+    refused(run_on_ranks, flags, new, path, "dim 32 there, 64 here; ffn_dim 48 there, 96 here", dim=64, ffn_dim=96)
+    refused(run_on_ranks, flags, tmp_path / "b", path, "n_experts 4 there, 0 here", n_experts=0, expert_dim=None)
+    refused(run_on_ranks, flags, tmp_path / "c", path, "data text there, random here", dataset="random", text=())
+    refused(run_on_ranks, flags, tmp_path / "d", path, "global_batch_size 8 there, 4 here", global_batch_size=4)
+    refused(run_on_ranks, flags, tmp_path / "e", path, "step 10, and the run has 10: no step is left", max_iters=10)
+    refused(run_on_ranks, flags, tmp_path / "f", tmp_path, f"--resume {tmp_path}: no checkpoint is there")
+    refused(
+        run_on_ranks, flags, tmp_path / "g", "auto", "--checkpoint_every 0: it must be at least 1", checkpoint_every=0
+    )
+    (tmp_path / "h").mkdir()
+    (tmp_path / "h/checkpoints").write_text("in the way")
+    refused(run_on_ranks, flags, tmp_path / "h", "auto", "h/checkpoints is a file")
+
+
+def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun):
+    flags, _, path = begun
+    given = {**flags, "outdir": path.parent.parent, "overwrite": True}
+    for text in run_on_ranks(train, 2, LM, given):
+        assert "has checkpoints of an earlier run (step-10 is the newest)" in text
+    assert path.exists()
+
+
+def test_from_the_beginning_where_there_is_no_checkpoint(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "max_iters": 4, "checkpoint_every": 3}
+    assert go_on(run_on_ranks, LM, 1, flags, tmp_path) == [""]
+    assert len(curve(tmp_path)) == 4
+    assert marks_of(mmm.history.load(tmp_path)) == []
+
+
+def test_the_newest_whole_one_is_taken(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "checkpoint_every": 5, "keep": 3}
+    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path, ends_at=17)
+    file = two / "checkpoints/step-15/__1_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + b"flip" + content[-5:])
+    refused(run_on_ranks, flags, tmp_path / "x", file.parent, f"{file} is damaged: its checksum")
+    assert go_on(run_on_ranks, LM, 2, flags, two) == ["", ""]
+    same_bits(one, two)
+    assert [mark["step"] for mark in marks_of(mmm.history.load(two))] == [10]
+    notes = json.loads((two / "config.json").read_text())["notes"]
+    assert any(note.startswith(f"{file} is damaged") and "the checkpoint before it is taken" in note for note in notes)
+
+
+def test_none_is_whole(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "max_iters": 4, "checkpoint_every": 2}
+    begin(run_on_ranks, LM, 1, flags, tmp_path, ends_at=3)
+    os.remove(tmp_path / "two/checkpoints/step-2/.metadata")
+    (said,) = go_on(run_on_ranks, LM, 1, flags, tmp_path / "two")
+    assert said == f"no checkpoint is whole: {tmp_path}/two/checkpoints/step-2/.metadata is missing"
+
+
+# --- a signal ---------------------------------------------------------------------------------------------------------
+
+
+def stopped(rank, flags, number, at):
+    """A run that a signal comes to on rank 1 alone, while it makes a step; its exit code on this rank."""
+
+    def step(seed, step, coordinate):
+        if step == at and rank.rank == 1:
+            os.kill(os.getpid(), number)
+
+    with patch("support.resuming.before_step", step):
+        try:
+            return train(rank, LM, flags)
+        except SystemExit as ended:
+            return ended.code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number):
+    flags = {**TEXT, "text": text}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_on_ranks(train, 2, LM, {**flags, "outdir": one}) == ["", ""]
+    before = signal.getsignal(number)
+    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 5) == [75, 75]
+    assert signal.getsignal(number) == before
+    assert os.listdir(two / "checkpoints") == ["step-6"]
+    assert len(curve(two)) == 6
+    ds = mmm.history.load(two)
+    assert (ds.attrs["state"], ds.attrs["error"]) == ("interrupted", "a signal; the state is saved")
+    assert go_on(run_on_ranks, LM, 2, flags, two) == ["", ""]
+    same_bits(one, two)
+
+
+def test_sigterm_after_another_ranks_failure_saves_nothing(monkeypatch):
+    """No other step could be made: it does what it did before."""
+    monkeypatch.setattr("mmm.runtime.stop.first_failure", lambda: "rank 1 on x: it failed")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with stop_signal() as wish, pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGTERM)
+        assert wish.came is None
+        with stop_signal() as wish:
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+        assert wish.came == signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGTERM, before)

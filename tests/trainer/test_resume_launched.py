@@ -1,0 +1,58 @@
+"""A launched run that is killed, or stopped by a signal, and that `launch --retries` takes up again."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import mmm.history
+from mmm.history.resume import marks_of
+from support.launcher import Launcher
+from support.resuming import curve, tensors
+
+RUN = "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu"
+STEPS = [
+    "--eval_every",
+    "0",
+    "--max_iters",
+    "200",
+    "--checkpoint_every",
+    "20",
+    "--no-plots",
+    "--flush_every",
+    "7",
+    "--outdir",
+]
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    made = Launcher(tmp_path)
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_retries_go_on(launcher, number):
+    line = ["-n", "2", "--device", "cpu", "--retries", "1", "python3", *RUN.split(), *STEPS]
+    assert launcher.run(*line, "one").returncode == 0
+    process = launcher.start(*line, "two")
+    launcher.wait_for("two/checkpoints/step-40")
+    pids = [rank["pid"] for rank in json.loads((launcher.folder / "two/config.json").read_text())["ranks"]]
+    os.kill(pids[1], number)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, out + err
+    assert len(re.findall("starting again", err)) == 1
+    one, two = launcher.folder / "one", launcher.folder / "two"
+    assert curve(one) == curve(two)
+    assert len(curve(two)) == 200
+    a, b = (tensors(folder / "checkpoints/step-200") for folder in (one, two))
+    assert all(a[name].equal(b[name]) for name in a)
+    (mark,) = marks_of(mmm.history.load(two))
+    assert mark["step"] >= 40
+    assert not list(Path(two).glob("attempt-*"))
