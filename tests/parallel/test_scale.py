@@ -16,7 +16,7 @@ from mmm.parallel.apply import apply
 from mmm.parallel.mesh import Layout, build_mesh
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
-from mmm.trainer.run import sums_in_order
+from mmm.trainer.losses import sums_in_order
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 FEW, MANY = 1024, 8192

@@ -15,6 +15,16 @@ from torch.nn.utils.rnn import pad_sequence
 from mmm.runtime.ranks import Rank
 
 
+def on_host(table: Tensor) -> np.ndarray:
+    return table.cpu().numpy()
+
+
+def sums_in_order(table: np.ndarray) -> list[float]:
+    """Of each column, row after row: the same to the last bit wherever it is computed. Python's `sum` differs from 3.12
+    on, and NumPy's adds pairs."""
+    return table.cumsum(0, dtype=np.float64)[-1].tolist()
+
+
 class NotFinite(NamedTuple):
     """Where the run was, and the ranks on which something was not finite.
 

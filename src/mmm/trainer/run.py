@@ -22,7 +22,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,24 +46,14 @@ from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
-from mmm.trainer.losses import NotFinite, UnreadLosses
+from mmm.trainer.losses import NotFinite, UnreadLosses, on_host, sums_in_order
 from mmm.trainer.options import BaseOptions
-from mmm.trainer.report import rank_table
+from mmm.trainer.report import rank_table, report_end
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.resume import Origin, RunFolder
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
-
-
-def on_host(table: Tensor) -> np.ndarray:
-    return table.cpu().numpy()
-
-
-def sums_in_order(table: np.ndarray) -> list[float]:
-    """Of each column, row after row: the same to the last bit wherever it is computed. Python's `sum` differs from 3.12
-    on, and NumPy's adds pairs."""
-    return table.cumsum(0, dtype=np.float64)[-1].tolist()
 
 
 @dataclasses.dataclass
@@ -344,21 +333,6 @@ def start_run(
                 yield run
                 run.record_startup()
             if len(run.record):
-                _report(run, outdir)
+                report_end(run, outdir)
     if options.break_ is not None:  # on every rank
         raise SystemExit(BROKEN_EXIT)
-
-
-def _report(run: Run, outdir: Path) -> None:
-    """The end of a run, on rank 0: plots, and where everything is."""
-    run.log.info("record: %s", outdir / "train_dataset.h5")
-    run.log.info("%s", startup.table(run.config["startup"], [about["host"] for about in run.ranks]))
-    if not run.options.plots or run.record is None or len(run.record) < 2:
-        return  # a single row is no curve
-    data = history.load(outdir)
-    shown = next((name for name in ("loss", "train_loss") if name in data), None)
-    if shown is None:
-        return  # a table of measurements is no curve either
-    history.plot_all(data, outdir)
-    print(history.terminal_plot(data, shown), flush=True)
-    run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
