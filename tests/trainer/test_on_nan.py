@@ -58,7 +58,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     object.__setattr__(options, "techniques", lambda: Techniques(data_parallel=kind.split("+")[0], offload="+" in kind))
     resolved = resolve_plan(own, transformer_plan(), texts.SEQ)
     clock = StepClock(CPU)
-    mesh = build_mesh(layout, "cpu", 30, experts=experts)
+    mesh = build_mesh(layout, "cpu", experts=experts)
     model = ParallelModel(
         whole,
         resolved.plan,
