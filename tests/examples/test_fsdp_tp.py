@@ -126,8 +126,10 @@ def test_startup_of_spawned_ranks(tmp_path):
         assert sum(own.values()) < marks[2, rank] - marks[1, rank]
 
 
-def test_same_losses_on_one_device_without_launch(finished, tmp_path):
+def test_same_losses_on_one_device_without_launch(finished, tmp_path, monkeypatch):
     """A process that nothing started as a rank is one rank; the curve is that of dp2·tp2."""
+    site = {"name": "Frontier", "set": {"NCCL_CROSS_NIC": "1"}, "device_order": []}  # as launch tells ranks of it
+    monkeypatch.setenv("MMM_SITE", json.dumps(site))
     sizes = {"preset": "debug", "seq_length": 16, "global_batch_size": 4, "eval_batches": 1, "eval_every": 3}
     train(Config(**sizes, outdir=tmp_path / "one", max_iters=7, dtype="fp64", plots=False))
     one, four = (mmm.history.load(path) for path in (tmp_path / "one", finished[1]))
@@ -135,6 +137,7 @@ def test_same_losses_on_one_device_without_launch(finished, tmp_path):
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     assert (config["started_by"], config["startup"]["started_from"]) == ("alone", "process")
+    assert config["site"] == site
     marks_of(tmp_path / "one")
 
 
