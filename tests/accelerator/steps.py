@@ -76,7 +76,7 @@ class MadeUp(Task):
         self.global_batch_size = self.tokens = count
         self.steps_per_epoch = 1000
 
-    def batches(self, epoch):
+    def batches(self, epoch, first=0):
         for step in range(4):  # the first makes the optimizer's state; then one without and one with a row
             if step:
                 self.seen.append((dict(COUNTS.of), self._collectives()))

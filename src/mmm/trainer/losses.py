@@ -138,31 +138,59 @@ class UnreadLosses:
         )
         return torch.cat([loss.view(1), *(number.to(losses) for number in numbers)])
 
-    def read(
-        self, columns: np.ndarray, loss_ranks: slice, total: float, rank: int
-    ) -> tuple[NotFinite | None, int | None]:
-        """Where something first was not finite, if anywhere, and how many steps were skipped, None where none may be;
-        then all is forgotten.
+    @staticmethod
+    def summary(columns: Tensor, loss_ranks: slice) -> Tensor:
+        """What a row needs of all ranks' `columns`: the losses of `loss_ranks`; the first step that is not finite, from
+        1, or infinity; the steps skipped, and those in a row.
 
         Args:
             columns: of every rank, (ranks, 6); there may be more. loss_ranks: those with a part of the global loss.
-            total: the row's loss. rank: this one.
+
+        Returns:
+            (losses + 3,), on the columns' device.
+        """
+        wrong = columns[:, 3] > 0
+        wrong[loss_ranks] = True
+        wrong &= columns[:, 1] > 0
+        first = torch.where(wrong, columns[:, 1], math.inf).amin(0, keepdim=True)
+        return torch.cat((columns[loss_ranks, 0], first, columns[0, 4:6]))
+
+    def read(
+        self, summary: np.ndarray, columns: Tensor, loss_ranks: slice, rank: int
+    ) -> tuple[float, NotFinite | None, int | None]:
+        """The row's loss; where something first was not finite, if anywhere; how many steps were skipped, None where
+        none may be. Then all is forgotten.
+
+        Args:
+            summary: of `columns` and `loss_ranks`, on the host. columns: only read where something is not finite.
+            rank: this one.
         """
         at, names, skips = self._at, self._names, len(self._skips)
         self._clear()
-        skipped, trailing = int(columns[0, 4]) if skips else None, int(columns[0, 5])
+        (total,) = sums_in_order(summary[:-3, None])
+        number, (skipped, trailing) = float(summary[-3]), map(int, summary[-2:])
         self.in_a_row = trailing if trailing < skips else self.in_a_row + trailing
-        number, gradient = columns[:, 1], columns[:, 3]
-        wrong = gradient > 0
-        wrong[loss_ranks] = True
-        wrong &= number > 0
-        if not wrong.any():  # the sum of the losses alone may be infinite
-            ranks = list(range(len(columns))[loss_ranks])
-            return (None if math.isfinite(total) else NotFinite(at[-1], total, ranks)), skipped
-        first = int(number[wrong].min())
-        (ranks_there,) = np.nonzero(wrong & (number == first))
-        by_loss = ranks_there[gradient[ranks_there] == 0]
+        found = None
+        if number < math.inf:
+            found = self._found(int(number), at, names, on_host(columns[:, : self.COLUMNS]), loss_ranks, rank)
+        elif not math.isfinite(total):  # the sum alone is not
+            found = NotFinite(at[-1], total, list(range(len(columns))[loss_ranks]))
+        return total, found, skipped if skips else None
+
+    @staticmethod
+    def _found(
+        first: int,
+        at: Sequence[Mapping[str, int]],
+        names: Sequence[Sequence[str]],
+        columns: np.ndarray,
+        loss_ranks: slice,
+        rank: int,
+    ) -> NotFinite:
+        counted = columns[:, 3] > 0
+        counted[loss_ranks] = True
+        (ranks,) = np.nonzero(counted & (columns[:, 1] == first))
+        by_loss = ranks[columns[ranks, 3] == 0]
         if len(by_loss):
-            return NotFinite(at[first - 1], sum(columns[by_loss, 2].tolist()), by_loss.tolist()), skipped
-        parameter = names[first - 1][int(gradient[rank]) - 1] if rank in ranks_there else ""
-        return NotFinite(at[first - 1], None, ranks_there.tolist(), parameter), skipped
+            return NotFinite(at[first - 1], sum(columns[by_loss, 2].tolist()), by_loss.tolist())
+        parameter = names[first - 1][int(columns[rank, 3]) - 1] if rank in ranks else ""
+        return NotFinite(at[first - 1], None, ranks.tolist(), parameter)

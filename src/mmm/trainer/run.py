@@ -178,9 +178,12 @@ class Run:
         columns = [self.losses.columns(local), *(value.view(1).to(local) for value in tensors.values())]
         own = torch.cat((*columns, marks.to(local.device, non_blocking=True)))
         by_rank = gather_table(own)
-        table = on_host(by_rank if self.record is not None else by_rank[:, : UnreadLosses.COLUMNS])
-        (total,) = sums_in_order(table[self.layout.of_loss_ranks, :1])
-        found, skipped = self.losses.read(table, self.layout.of_loss_ranks, total, self.rank.rank)
+        if self.record is not None:
+            table = on_host(by_rank)
+            by_rank = torch.from_numpy(table)
+        counted = self.layout.of_loss_ranks
+        summary = on_host(self.losses.summary(by_rank, counted))
+        total, found, skipped = self.losses.read(summary, by_rank, counted, self.rank.rank)
         numbers |= {} if skipped is None else {"skipped": skipped}
         if self.record is not None:
             values, first = table[self.rank.rank].tolist(), len(own) - len(seconds)
