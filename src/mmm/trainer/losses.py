@@ -141,7 +141,7 @@ class UnreadLosses:
     @staticmethod
     def summary(columns: Tensor, loss_ranks: slice) -> Tensor:
         """What a row needs of all ranks' `columns`: the losses of `loss_ranks`; the first step that is not finite, from
-        1, or infinity; the steps skipped, and those in a row.
+        1, or 0; the steps skipped, and those in a row.
 
         Args:
             columns: of every rank, (ranks, 6); there may be more. loss_ranks: those with a part of the global loss.
@@ -153,7 +153,7 @@ class UnreadLosses:
         wrong[loss_ranks] = True
         wrong &= columns[:, 1] > 0
         first = torch.where(wrong, columns[:, 1], math.inf).amin(0, keepdim=True)
-        return torch.cat((columns[loss_ranks, 0], first, columns[0, 4:6]))
+        return torch.cat((columns[loss_ranks, 0], first.where(first.isfinite(), 0), columns[0, 4:6]))
 
     def read(
         self, summary: np.ndarray, columns: Tensor, loss_ranks: slice, rank: int
@@ -168,11 +168,11 @@ class UnreadLosses:
         at, names, skips = self._at, self._names, len(self._skips)
         self._clear()
         (total,) = sums_in_order(summary[:-3, None])
-        number, (skipped, trailing) = float(summary[-3]), map(int, summary[-2:])
+        first, skipped, trailing = map(int, summary[-3:])
         self.in_a_row = trailing if trailing < skips else self.in_a_row + trailing
         found = None
-        if number < math.inf:
-            found = self._found(int(number), at, names, on_host(columns[:, : self.COLUMNS]), loss_ranks, rank)
+        if first:
+            found = self._found(first, at, names, on_host(columns[:, : self.COLUMNS]), loss_ranks, rank)
         elif not math.isfinite(total):  # the sum alone is not
             found = NotFinite(at[-1], total, list(range(len(columns))[loss_ranks]))
         return total, found, skipped if skips else None
