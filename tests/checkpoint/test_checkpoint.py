@@ -28,7 +28,7 @@ ROWS = 5  # over 2 or 4 ranks: uneven, and for 4 the last has none
 
 def values():
     torch.manual_seed(1)
-    return {"a.weight": torch.randn(ROWS, 3, dtype=torch.float64), "b": torch.randn(2, 6, dtype=torch.float64)}
+    return {"a.weight": torch.randn(ROWS, 3, dtype=torch.float64), "b": torch.randn(2, 6000, dtype=torch.float64)}
 
 
 def model(ranks, step=False):
