@@ -13,7 +13,7 @@ MINUTES ?= 5
 SEED ?=
 TEST_FLAGS ?=
 
-.PHONY: demo test test-long test-cluster fuzz lint install clean
+.PHONY: demo test test-long test-cluster test-gpu fuzz lint install clean
 
 install: $(READY)
 
@@ -39,6 +39,11 @@ test-long: $(READY)
 # Real MPICH, Open MPI, Slurm and two hosts on this machine, as root (docs/clusters.md says which packages).
 test-cluster: $(READY)
 	$(BIN)/python -m pytest -m cluster --numprocesses 0 --timeout 900 tests/cluster $(TEST_FLAGS)
+
+# One or more GPUs (CUDA, ROCm, XPU): every layout of as many ranks, memory, speed, what the host waits for. With a site's
+# own torch: python3 -m pytest -m gpu --numprocesses 0 tests/gpu
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu --numprocesses 0 --timeout 600 -rfERs tests/gpu $(TEST_FLAGS)
 
 # Random runs of the trainers on random layouts, each held against itself on one rank: make fuzz MINUTES=20 SEED=7
 fuzz: $(READY)

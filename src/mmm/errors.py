@@ -45,7 +45,15 @@ class LaunchError(UserError):
 
 
 class DivergedError(UserError):
-    """The loss is no longer a finite number."""
+    """The loss, or a gradient, is no longer finite."""
+
+
+class HangError(SystemExit):
+    """A collective has timed out. Where it is raised the message has been printed, once for the run: exit code 1."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.code = 1
 
 
 class CheckpointError(UserError):

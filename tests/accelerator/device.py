@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # the shapes of c10d's operators under FakeTensorMode
@@ -87,13 +88,14 @@ def install(kind: str) -> None:
     module.current_stream = module.default_stream = lambda *_: Stream()
     module.synchronize = lambda *_: COUNTS.add("synchronizations")
     module.current_device, module.device_count = (lambda: 0), (lambda: 1)
-    module.set_device = lambda *_: None
+    module.set_device = module.set_rng_state = module.get_rng_state = lambda *_: None
     module.get_device_capability = lambda *_: (9, 0)
     module.get_device_properties = lambda *_: SimpleNamespace(major=9, has_fp64=True)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     torch.Tensor.is_pinned = lambda tensor, *_: True
     tolist = FakeTensor.tolist
     FakeTensor.tolist = lambda tensor: _zeros(tensor) if tensor.device.type == kind else tolist(tensor)
+    FakeTensor.numpy = numpy_zeros  # the copy to the host has been counted
     if kind == "xpu":
         F.scaled_dot_product_attention = _math_attention
     for module in (experts, apply):  # which spares FakeTensors a read
@@ -101,7 +103,7 @@ def install(kind: str) -> None:
     register_optimizer_step_pre_hook(lambda *_: setattr(COUNTS, "in_optimizer", True))
     register_optimizer_step_post_hook(lambda *_: setattr(COUNTS, "in_optimizer", False))
     for name in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
-        _outside_fake_mode(name)
+        outside_fake_mode(name)
 
 
 def _zeros(tensor):
@@ -109,6 +111,10 @@ def _zeros(tensor):
     COUNTS.add("reads")
     with unset_fake_temporarily():
         return torch._C._TensorBase.tolist(torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+
+def numpy_zeros(tensor, **_):
+    return np.zeros(tuple(tensor.shape))
 
 
 def _counted(to_host_list, kind):
@@ -126,7 +132,7 @@ def _math_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=
     return ATEN._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **named)[0]
 
 
-def _outside_fake_mode(name: str) -> None:
+def outside_fake_mode(name: str) -> None:
     """Meshes compute with tensors of ranks, which need elements."""
     method = DeviceMesh.__dict__.get(name)
     if method is None:

@@ -22,21 +22,28 @@ ctypes.CDLL(LIBRARY)
 
 import warnings  # noqa: E402
 from dataclasses import replace  # noqa: E402
+from unittest.mock import patch  # noqa: E402
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from device import COUNTS, fake_tensors, install, process_group  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from mmm.analysis.traffic import count_traffic  # noqa: E402
 from mmm.data import Batch  # noqa: E402
 from mmm.models.experts import MixtureOfExperts  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
+from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import build_mesh  # noqa: E402
 from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
+from mmm.parallel.pipeline import pipeline  # noqa: E402
+from mmm.parallel.pipeline.pipeline import TimedStage  # noqa: E402
+from mmm.parallel.pipeline.stages import take_stage  # noqa: E402
 from mmm.parity import models  # noqa: E402
 from mmm.parity.layouts import ParityCase, canonical  # noqa: E402
 from mmm.parity.reference import Training, batch  # noqa: E402
 from mmm.parity.train import prepare  # noqa: E402
-from mmm.runtime.clock import StepClock  # noqa: E402
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
@@ -89,11 +96,43 @@ class MadeUp(Task):
         raise NotImplementedError
 
 
+def shaped(ready, inputs):
+    """In place of `TimedStage`: rank 0's stage, with the shapes that ranks tell each other in the first step."""
+    tokens = inputs[: len(inputs) // ready.partition.microbatches]
+    with torch.device("meta"):
+        module = take_stage(ready.model.source.parity_model(), ready.partition.parts, ready.partition.stages[0])
+    hidden = module.to("meta")(tokens.to("meta"))
+
+    def make(module, number, count, device, group):
+        output = torch.empty_like(hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+        return TimedStage(module, number, count, device, tokens.to(device), output, group=group)
+
+    return make
+
+
+def take_meta_stage(*given):
+    """In place of `take_stage`, which would copy what is on the meta device to FakeTensors."""
+    with unset_fake_temporarily():
+        return take_stage(*given)
+
+
+def noted(mesh, batched):
+    """In place of `batch_isend_irecv`: counts what goes through which group of a pipeline."""
+    pairs = {group: pair for pair, group in mesh.p2p.items()}
+
+    def note(ops):
+        for op in ops:
+            COUNTS.add(f"{op.op.__name__} {pairs.get(op.group, 'other')}")
+        return batched(ops)
+
+    return note
+
+
 def counted(kind, words):
     """What a rank does in a step without a row, and in one with."""
     fields = dict(words)
     techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
-    optimizer = fields.pop("optimizer", "adamw")
+    optimizer, skip = fields.pop("optimizer", "adamw"), fields.pop("skip", False)
     case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
     model, device = models.find(case.model), torch.device(kind, 0)
     training = Training(dtype="fp32")
@@ -105,8 +144,14 @@ def counted(kind, words):
         mesh = build_mesh(ready.layout, kind, experts=ready.experts)
         with meta_parameters():
             module = model.source.parity_model()
-        clock = StepClock(device)
-        with fake_tensors(kind), count_traffic(mesh) as traffic:
+        clock = StepClock(device, PARTS if ready.layout.pp == 1 else PIPELINE_PARTS)
+        stage = shaped(ready, inputs[:local]) if ready.layout.pp > 1 else TimedStage
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(fake_tensors(kind))
+            traffic = stack.enter_context(count_traffic(mesh))
+            stack.enter_context(patch.object(parallel_model, "take_stage", take_meta_stage))
+            stack.enter_context(patch.object(pipeline, "TimedStage", stage))
+            stack.enter_context(patch.object(dist, "batch_isend_irecv", noted(mesh, dist.batch_isend_irecv)))
             for owner in module.modules():  # what has elements cannot go to a device that is not there
                 owner._buffers.update(
                     {name: buffer.clone() for name, buffer in owner._buffers.items() if buffer is not None}
@@ -127,11 +172,12 @@ def counted(kind, words):
             task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
             with contextlib.suppress(Enough):
-                fit(run, parallel, updates, task, Fit(steps=100, max_norm=1.0))
+                fit(run, parallel, updates, task, Fit(steps=100, max_norm=1.0, skip=skip))
     _, without, with_row = task.seen
     layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
     forwards = layers * parallel.microbatches
-    return {"without": without, "with": with_row, "groups": len(updates.param_groups), "expert_forwards": forwards}
+    answer = {"without": without, "with": with_row, "groups": len(updates.param_groups), "expert_forwards": forwards}
+    return {**answer, "microbatches": parallel.microbatches}
 
 
 def in_child(function, *given):

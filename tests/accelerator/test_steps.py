@@ -1,6 +1,7 @@
 """A rank's steps on CUDA and XPU devices that are not there: nothing mixes devices, and the host waits for rows alone.
 
-The layouts are those of the parity matrix, but for pipelines and DDP, whose transfers need elements.
+The layouts are those of the parity matrix, but for DDP, whose transfers need elements, and pipelines, of which there
+are two: which groups their messages go through.
 """
 
 import hashlib
@@ -66,6 +67,7 @@ CASES = {
         {"model": "moe", "layout": "dp2.ep2"},
         {"model": "moe", "layout": "dp2.ep2", "offload": True},
         {"model": "cnn", "layout": "dp2", "data_parallel": "zero1"},
+        {"model": "cnn", "layout": "dp2", "skip": True},
     ],
     "xpu": [
         {"model": "transformer", "layout": "dp2.cp2"},
@@ -91,6 +93,7 @@ TABLE = {
     "cuda moe dp2.ep2": (14, 4, 3, 20, 0, 0),
     "cuda moe dp2.ep2 offload": (14, 4, 3, 20, 0, 0),
     "cuda cnn dp2 zero1": (8, 0, 9, 0, 0, 0),
+    "cuda cnn dp2 skip": (4, 2, 2, 0, 0, 0),
     "xpu transformer dp2.cp2": (30, 8, 1, 0, 48, 48),
     "xpu moe dp2.tp2.ep2": (34, 18, 20, 20, 0, 0),
     "xpu vit tp2": (0, 0, 49, 0, 0, 0),
@@ -105,8 +108,9 @@ def check(answer):
     """Nothing went wrong; without offload the host waits for the device in a row alone, and there once."""
     assert "error" not in answer, answer["error"]
     (without, collectives), (with_row, more) = answer["without"], answer["with"]
-    # Of each mesh one product of all tensors, and one that counts its steps.
-    assert without["optimizer kernels"] == with_row["optimizer kernels"] == 2 * answer["groups"]
+    # Of each mesh one product of all tensors, and one that counts its steps; and back again, where it may be skipped.
+    kernels = (3 if answer["case"].get("skip") else 2) * answer["groups"]
+    assert without["optimizer kernels"] == with_row["optimizer kernels"] == kernels
     alone = not collectives
     assert more == {**collectives, **({} if alone else {"all_gather": collectives.get("all_gather", 0) + 1})}
     if answer["case"].get("offload"):
@@ -126,6 +130,20 @@ def test_a_step(answers, case):
     collectives = answers[case]["without"][1]
     assert tuple(collectives.get(kind, 0) for kind in COLUMNS) == TABLE[case]
     assert collectives.keys() <= set(COLUMNS)
+
+
+PIPELINES = {
+    "cuda": [{"model": "transformer", "layout": "pp2.dp2", "schedule": "1F1B"}],
+    "xpu": [{"model": "transformer", "layout": "pp4", "schedule": "GPipe"}],
+}
+
+
+@pytest.mark.timeout(600)
+def test_each_direction_of_a_pipeline_has_a_group_of_its_own(library, tmp_path):
+    for answer in steps(library, tmp_path / "out", PIPELINES):
+        check(answer)
+        messages = {what: count for what, count in answer["without"][0].items() if what.startswith(("isend", "irecv"))}
+        assert messages == {"isend (0, 1)": answer["microbatches"], "irecv (1, 0)": answer["microbatches"]}
 
 
 def others():

@@ -101,7 +101,7 @@ def test_refused():
 def run_schedules(rank, names, microbatches):
     """Of each schedule what the ranks did in two steps, and this rank's losses with and without being recorded."""
     layout, plan = Layout(pp=rank.world_size).fit(rank.world_size), transformer_plan()
-    mesh, found = build_mesh(layout, "cpu", 30), {}
+    mesh, found = build_mesh(layout, "cpu"), {}
     batch = reference.tokens().batch(0, 8, 0, 8)
     for name in names:
         with torch.device("meta"):

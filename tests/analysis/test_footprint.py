@@ -60,7 +60,7 @@ def test_the_largest_preset_is_not_built(monkeypatch, tmp_path):
 
 
 def held(rank, technique: str, layout: Layout, optimizer: str) -> int:
-    mesh, config = build_mesh(layout, "cpu", 30), TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4)
+    mesh, config = build_mesh(layout, "cpu"), TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4)
     with torch.device("meta"):
         model = Transformer(config)
     model = apply(model, mesh, transformer_plan(), FP32, data_parallel=technique)

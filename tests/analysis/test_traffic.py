@@ -17,7 +17,6 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
 from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
@@ -27,6 +26,7 @@ from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
 from support import reference, vision
 from support.clock import PATIENCE
+from support.shards import shard_batch
 
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", torch.float32, torch.float32)
@@ -60,7 +60,7 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
     # this one, and with it the names of their groups, which are gone.
     _clear_sharding_prop_cache()
     layout = layout.fit(rank.world_size)
-    model, mesh = build(kind), build_mesh(layout, "cpu", 30)
+    model, mesh = build(kind), build_mesh(layout, "cpu")
     plan = PLANS[type(model)]()
     inputs, targets, count, more = sample(kind, layout, rank.rank)
     techniques, partition = Techniques(data_parallel=technique, cp_style=cp_style), Partition([], [], [], microbatches)
@@ -147,7 +147,7 @@ def test_one_more_all_gather_is_seen(run_on_ranks):
 def pipeline_steps(rank, layout, schedule, microbatches):
     _clear_sharding_prop_cache()
     layout = layout.fit(rank.world_size)
-    whole, mesh, plan = build("text", DEEP), build_mesh(layout, "cpu", 30), transformer_plan()
+    whole, mesh, plan = build("text", DEEP), build_mesh(layout, "cpu"), transformer_plan()
     parts = parts_of(whole, plan)
     inputs, targets, count, (positions,) = sample("text", layout, rank.rank)
     techniques = Techniques(schedule=schedule, microbatches=microbatches)
@@ -211,7 +211,7 @@ def test_pipelines(run_on_ranks, layout, schedule, microbatches):
 
 def single_calls(rank):
     """Calls on tensors of known size, to each group; and what is left when counting is over."""
-    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu")
     x = torch.zeros(600)
     before = _get_current_dispatch_mode_stack()
     patched = {name: getattr(dist, name) for name in dir(dist)}
@@ -247,7 +247,7 @@ def test_known_tensors(run_on_ranks):
 
 
 def meshes(rank):
-    mesh = build_mesh(Layout(cp=2, dp_shard=2), "cpu", 30)
+    mesh = build_mesh(Layout(cp=2, dp_shard=2), "cpu")
     with count_traffic(mesh) as traffic:
         dist.all_reduce(torch.zeros(4), group=mesh["dp_shard_cp"].get_group())
     return traffic.by_axis, traffic.table()
@@ -260,7 +260,7 @@ def test_joined_axes_have_their_own_name(run_on_ranks):
 
 
 def compiled(rank):
-    mesh = build_mesh(Layout().fit(2), "cpu", 60)
+    mesh = build_mesh(Layout().fit(2), "cpu")
     function = torch.compile(lambda x: funcol.all_reduce(x, "sum", mesh["dp_shard"].get_group()).sum())
     function(torch.ones(100))
     with count_traffic(mesh) as traffic:

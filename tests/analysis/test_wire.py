@@ -80,7 +80,7 @@ def test_gloo_sends_what_is_worked_out(run_on_ranks, ranks, part, times):
 
 def a_step(rank):
     config = TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=256)
-    mesh = build_mesh(Layout(tp=2).fit(4), "cpu", 30)
+    mesh = build_mesh(Layout(tp=2).fit(4), "cpu")
     with torch.device("meta"):
         model = Transformer(config)
     apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))

@@ -226,7 +226,7 @@ def offered(serve, monkeypatch, tmp_path):
     server = serve(contents)
     dataset = import_torchvision("datasets").MNIST
     monkeypatch.setattr(dataset, "mirrors", [server.url()])
-    monkeypatch.setattr(dataset, "resources", [(file.name, file.md5) for file in server.files()])
+    monkeypatch.setattr(dataset, "resources", [(file.name, file.digest) for file in server.files()])
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     return server
 

@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.data import RandomTokens, TextTokens, read_text_files, standard_library
+from mmm.data import Mixture, RandomTokens, TextTokens, read_text_files, standard_library
 from mmm.errors import DataError
 
 TEXT = np.arange(1000, dtype=np.uint32).astype(np.uint8)
 
 
-@pytest.mark.parametrize("tokens", [TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3)], ids=["text", "random"])
+MIXED = Mixture([TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3)], [0.3, 0.7], 3)
+
+
+@pytest.mark.parametrize(
+    "tokens", [TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3), MIXED], ids=["text", "random", "mix"]
+)
 @pytest.mark.parametrize("dp", [2, 4])
 def test_parts_make_the_global_batch(tokens, dp):
     whole = tokens.batch(2, 8, 0, 8)
@@ -74,15 +79,17 @@ def test_no_sources(tmp_path):
 
 def test_files_as_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a" * 100)
-    (tmp_path / "b.txt").write_bytes(bytes(range(200)))
+    (tmp_path / "b.txt").write_bytes(bytes(range(1, 201)))
     corpus = read_text_files([tmp_path / "a.txt", tmp_path / "b.txt"])
-    assert bytes(corpus.validation) == b"a" * 10 + b"\n" + bytes(range(180, 200))
+    assert bytes(corpus.validation) == b"a" * 10 + b"\n" + bytes(range(181, 201))
     assert len(corpus.train) == 90 + 1 + 180
 
 
 def test_files_that_are_none(tmp_path):
     (tmp_path / "empty").touch()
-    for path, words in [("missing", "No such file"), ("empty", "is empty"), (".", "Is a directory")]:
+    (tmp_path / "binary").write_bytes(b"text\0")
+    reasons = {"missing": "No such file", "empty": "is empty", ".": "Is a directory", "binary": "binary: byte 4 is NUL"}
+    for path, words in reasons.items():
         with pytest.raises(DataError, match=words):
             read_text_files([tmp_path / path])
 

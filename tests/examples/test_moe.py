@@ -76,7 +76,7 @@ def optimizers(rank):
     for layout in (Layout(dp_shard=2), Layout(dp_shard=2, ep=2)):
         with torch.device("meta"):
             model = Transformer(Config().model_config(256))
-        apply(model, build_mesh(layout, "cpu", 30), transformer_plan(), Precision("fp32", torch.float32, torch.float32))
+        apply(model, build_mesh(layout, "cpu"), transformer_plan(), Precision("fp32", torch.float32, torch.float32))
         made = [make_optimizer(name, model.parameters(), 0.1) for name in ("sgd", "adamw")]
         meshes = [[{p.device_mesh for p in group["params"]} for group in each.param_groups] for each in made]
         assert all(len(each) == 1 for groups in meshes for each in groups)
@@ -95,7 +95,7 @@ def sent_in_a_step(rank):
     with torch.device("meta"):
         model = Transformer(Config().model_config(256))
     layout = Layout(ep=2).fit(rank.world_size)
-    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    mesh = build_mesh(layout, "cpu", experts=True)
     apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))
     materialize(model, torch.device("cpu"), 0)
     inputs, targets = torch.randint(256, (2, 4, 128))

@@ -16,7 +16,8 @@ import mmm.history
 from mmm.examples import parallel_4d
 from mmm.examples.context_parallel import positions_of
 from mmm.models.transformer import Transformer
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.flags import run_main
@@ -137,7 +138,7 @@ def build_by_hand_and_by_the_package(rank, layout):
     names = [name for name, _ in package.named_modules()]
     axes = ("pp", "dp", "cp", "tp")
     mesh = init_device_mesh("cpu", (1, layout.dp, layout.cp, layout.tp), mesh_dim_names=axes)
-    apply(package, build_mesh(layout, "cpu", 30), transformer_plan(sizes), precision)
+    apply(package, build_mesh(layout, "cpu"), transformer_plan(sizes), precision)
     at, found = layout.coordinates(rank.rank), []
     mine = positions_of(at["cp"], layout.cp, 32)
     batch = config.load(256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
@@ -146,7 +147,7 @@ def build_by_hand_and_by_the_package(rank, layout):
         with loss_parallel():
             loss = cross_entropy(model(batch.inputs[:, :32][:, mine], mine), batch.targets[:, :32][:, mine], 64)
             loss.backward()
-        found.append((local_value(loss), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
+        found.append((detached(loss).item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
     return found
 
 

@@ -85,7 +85,7 @@ def written_out(name, rank, layout):
 def taken(name, layout, technique):
     """The same from `mmm.parallel`."""
     plan = cnn_plan() if name.startswith("cnn") else transformer_plan()
-    model = apply(full(name), build_mesh(layout, "cpu", 60), plan, F64, data_parallel=technique)
+    model = apply(full(name), build_mesh(layout, "cpu"), plan, F64, data_parallel=technique)
     materialize(model, CPU, SEED)
     return model
 

@@ -16,7 +16,6 @@ LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
 @pytest.mark.long
-@pytest.mark.flaky(reruns=1, only_rerun=["TimeoutExpired"])  # gloo once lost a message: see pyproject.toml
 def test_every_layout_on_four_ranks(tmp_path):
     command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.traffic", "--outdir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)

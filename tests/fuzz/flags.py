@@ -34,7 +34,7 @@ LAYOUT = names(
     "activation_checkpointing compile loss_chunks tile offload reshard_after_forward"
 )
 # Of the run as such: no number depends on them.
-HARMLESS = names("device outdir overwrite flush_every log_all_ranks timeout save_model workers")
+HARMLESS = names("device outdir overwrite flush_every log_all_ranks timeout save_model workers on_nan")
 
 Value = str | tuple[str, ...]
 Flags = Mapping[str, Value]

@@ -12,7 +12,7 @@ import xarray
 
 from mmm.errors import RecordError
 from mmm.history import History, finalize, load, write_config
-from mmm.history.dataset import plain_attrs
+from mmm.history.dataset import Columns, plain_attrs, write_dataset
 
 
 def ranks(count):
@@ -49,6 +49,47 @@ def test_round_trip_is_exact_by_both_readers(tmp_path):
         assert bits(file["dt"][:]) == bits(dt)
         assert file["host"][5] == b"x1"
     assert bits(live["loss"].values) == bits(loss[:56])
+
+
+def description(path):
+    """Everything in an HDF5 file that a reader of netCDF goes by, as text, so that NaN is NaN."""
+    hidden = ("DIMENSION_LIST", "REFERENCE_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties")
+
+    def attributes(of):
+        named = {name: sorted(at.split()) if name == "coordinates" else at for name, at in of.attrs.items()}
+        return {name: repr(value) for name, value in sorted(named.items()) if name not in hidden}
+
+    with h5py.File(path) as file:
+        return {"/": attributes(file)} | {
+            name: (str(of.dtype), repr(of[()]), of.is_scale or [dim[0].name for dim in of.dims], attributes(of))
+            for name, of in file.items()
+        }
+
+
+@pytest.mark.parametrize(("rows", "by_rank"), [(3, True), (1, False), (0, True)])
+def test_the_file_is_the_one_that_xarray_writes(rows, by_rank, tmp_path):
+    """Values, types, attributes, dimension scales, and which coordinates belong to what."""
+    column = np.linspace(0, 1, rows * 2).reshape(rows, 2)
+    columns = Columns(
+        {
+            "loss": ("draw", np.array([1.5, math.nan, math.inf][:rows]), {"long_name": "training loss"}),
+            "iter": ("draw", np.arange(rows), {"long_name": "optimizer step"}),
+        }
+        | ({"dt": (("draw", "rank"), column, {"units": "s"})} if by_rank else {}),
+        {
+            "draw": ("draw", np.arange(rows), {"long_name": "logged row"}),
+            "rank": ("rank", np.arange(2)),
+            "host": ("rank", np.array(["x0", "xäöü1"])),
+            "axis_tp": ("rank", np.array([0, 1])),
+        },
+        {"state": "finished", "world_size": 2, "learning_rate": 0.1, "config": "{}"},
+    )
+    write_dataset(columns, tmp_path / "ours.h5")
+    dataset = columns.dataset()
+    exact = {str(name): {"_FillValue": None} for name in dataset.variables}
+    dataset.to_netcdf(tmp_path / "theirs.h5", engine="h5netcdf", encoding=exact)
+    assert description(tmp_path / "ours.h5") == description(tmp_path / "theirs.h5")
+    xarray.testing.assert_identical(xarray.load_dataset(tmp_path / "ours.h5", engine="h5netcdf"), dataset)
 
 
 def test_ranks_are_coordinates(tmp_path):

@@ -157,6 +157,16 @@ def test_versions_name_what_a_record_depends_on():
     assert found["numpy"] == np.__version__
 
 
+def test_a_record_is_written_without_xarray():
+    """pandas and it take 0.5 s to import, at the end of a run, while the other ranks wait."""
+    code = (
+        "import sys, tempfile; import mmm.history as h; r = h.History(tempfile.mkdtemp(), ranks=[{}]);"
+        "r.update({'a': 1.0}); print(r.close().stat().st_size > 0, {'xarray', 'pandas'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True set()\n"
+
+
 def test_import_is_light():
     """Neither the import nor a whole running History needs torch, xarray or a plotting library."""
     code = (

@@ -219,6 +219,7 @@ def agent(index, host, cpus="0-7", local_rank=None):
 
 class Plan:
     by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, Site("")
+    device_order = ()
 
     def __init__(self):
         self.shared = {"WORLD_SIZE": "3"}

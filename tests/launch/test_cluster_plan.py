@@ -11,6 +11,7 @@ from mmm.launch import main
 from mmm.launch.job import cluster, mpi
 from mmm.launch.job.accelerators import Accelerators
 from mmm.launch.job.options import LaunchOptions
+from mmm.launch.job.sites import load
 from mmm.launch.job.table import shown, table
 from mmm.launch.job.target import Target
 
@@ -60,7 +61,7 @@ def test_polaris(pbs):
     assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
         "mpiexec -n 8 -ppn 4 --hostfile $PBS_NODEFILE --cpu-bind depth -d 16 " + ENTRY
     )
-    assert (made.site.device_variable, made.site.device_order) == ("CUDA_VISIBLE_DEVICES", [3, 2, 1, 0])
+    assert (made.site.device_variable, made.device_order) == ("CUDA_VISIBLE_DEVICES", [3, 2, 1, 0])
     bound = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS, cpu_bind="list:0:8:16:24")
     assert "--cpu-bind list:0:8:16:24 python3" in line(bound)
     assert "depth" not in line(bound)
@@ -84,7 +85,7 @@ def test_frontier():
     made = plan(environ)
     assert line(made) == "srun -N 2 -n 16 -c7 --gpus-per-task=1 --gpu-bind=closest " + ENTRY
     assert made.shared["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
-    assert made.site.device_order == []  # one device is visible to a task: its index is 0
+    assert made.device_order == []  # one device is visible to a task: its index is 0
     own = plan(environ | {"NCCL_SOCKET_IFNAME": "eth0"})
     assert "NCCL_SOCKET_IFNAME" not in own.shared  # the user's, which srun passes on
     assert own.why["NCCL_SOCKET_IFNAME"] == "set in the environment"
@@ -357,6 +358,63 @@ def test_a_site_file_that_is_wrong(tmp_path, text, says):
     with pytest.raises(LaunchError, match=re.escape(says)) as caught:
         plan(SLURM | {"MMM_SITES": str(path)})
     assert str(path) in str(caught.value)
+
+
+PERLMUTTER = SLURM | {"NERSC_HOST": "perlmutter"}
+FRONTIER = SLURM | {"LMOD_SYSTEM_NAME": "frontier"}
+
+
+def test_devices_in_the_order_of_the_cores():
+    """Perlmutter's GPUs are in reversed order; Frontier's by NUMA domain, which srun knows and launch has to."""
+    assert plan(PERLMUTTER).device_order == plan(PERLMUTTER, by="host").device_order == [3, 2, 1, 0]
+    assert plan(FRONTIER, by="host").device_order == [4, 5, 2, 3, 6, 7, 0, 1]
+    assert plan(FRONTIER, by="host").site.device_variable == "ROCR_VISIBLE_DEVICES"
+    assert plan(FRONTIER, device="cpu", by="host").device_order == []
+    assert plan(PERLMUTTER, env={"CUDA_VISIBLE_DEVICES": "0"}).device_order == []
+    assert "device order" not in table(plan(FRONTIER))
+    assert "device order    3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)" in table(plan(PERLMUTTER))
+
+
+def test_a_sites_network_settings(pbs):
+    made = plan(FRONTIER)
+    assert made.shared["FI_CXI_RX_MATCH_MODE"] == "hybrid"
+    assert "NCCL_NET" not in made.shared  # without its plugin, or on one host, NCCL would refuse to start
+    assert "FI_CXI_RDZV_PROTO" not in made.shared  # needs an allocation that was asked for with it
+    own = plan(FRONTIER | {"FI_MR_CACHE_MONITOR": "memhooks"}, env={"NCCL_CROSS_NIC": "0"})
+    assert "FI_MR_CACHE_MONITOR" not in own.shared  # the user's, which srun passes on
+    assert own.shared["NCCL_CROSS_NIC"] == "0"
+    assert own.why["NCCL_CROSS_NIC"] == "--env"
+    record = json.loads(own.shared["MMM_SITE"])
+    assert (record["name"], record["device_order"]) == ("Frontier", [])
+    assert not {"FI_MR_CACHE_MONITOR", "NCCL_CROSS_NIC"} & set(record["set"])
+    assert record["set"]["NCCL_NET_GDR_LEVEL"] == "PHB"
+    assert "MMM_SITE" not in plan(SLURM).shared
+
+    def aurora(by):
+        return plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by=by).settings
+
+    assert aurora("rank")["CCL_ATL_TRANSPORT"] == "mpi"
+    assert aurora("host") == {"FI_MR_CACHE_MONITOR": "userfaultfd"}  # its ranks have no MPI
+
+
+def test_a_sites_settings_are_said():
+    explained = table(plan(FRONTIER), explain=True)
+    page = "https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html"
+    assert re.search(rf"\nNCCL_CROSS_NIC +1   \(Frontier: {page}\)\n", explained)
+    assert "MMM_SITE" not in explained
+    short = table(plan(FRONTIER | {"NCCL_CROSS_NIC": "0"}))
+    assert re.search(r"\nsettings +NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 NCCL_NET_GDR_LEVEL=PHB ", short)
+    assert "NCCL_CROSS_NIC" not in short
+    assert "advice          RCCL uses TCP sockets, not Slingshot, unless its plugin is there" in short
+    assert "advice" not in table(plan(FRONTIER, nhosts=1))
+
+
+@pytest.mark.parametrize("site", [s for s in load({}).values() if s.env or s.device_order], ids=lambda site: site.name)
+def test_each_value_of_a_site_has_its_source(site):
+    filled = {name for name in ("env", "env_by_rank", "device_order", "advice") if getattr(site, name)}
+    assert filled <= set(site.sources)
+    assert set(site.sources) <= filled | set(site.env) | set(site.env_by_rank)
+    assert all(page.startswith("https://") for page in site.sources.values())
 
 
 def test_two_sites_that_fit():

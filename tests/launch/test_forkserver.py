@@ -109,7 +109,14 @@ def test_ranks_that_cannot_use_a_device_after_the_fork_are_started_anew(launcher
 
 @pytest.mark.parametrize(
     ("file", "touched"),
-    [("/dev/nvidia-uvm", True), ("/dev/kfd", True), ("/dev/nvidiactl", False), ("/dev/null", False)],
+    [
+        ("/dev/nvidia-uvm", True),
+        ("/dev/kfd", True),
+        ("/dev/nvidiactl", False),
+        ("/dev/nvidia0", False),
+        ("/dev/dri/renderD128", False),
+        ("/dev/null", False),
+    ],
 )
 def test_a_device_that_an_import_has_opened_is_seen(tmp_path, monkeypatch, file, touched):
     """NVML, by which torch counts NVIDIA's devices, opens /dev/nvidiactl, and may be open before a fork."""
@@ -129,6 +136,16 @@ def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
     (launcher.folder / "open" / "7").symlink_to("/dev/kfd")
     done = launcher.run("-n", "2", "python3", "t.py", **path)
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
+
+
+def test_what_all_ranks_share_is_not_taken_down_by_each(launcher):
+    """A finalizer of an installed package, made at its import, would remove what the other ranks still use; and
+    PyTorch's take its operators down, which costs each rank 0.04 s. The rank's own run."""
+    made = "import os, weakref\nclass Held: pass\nheld = Held()\n"
+    path = installed(launcher, "shares", made + "weakref.finalize(held, print, 'shared')\n")
+    launcher.write("t.py", made + "import shares\nweakref.finalize(held, print, 'own')\n")
+    done = launcher.run("-n", "2", "python3", "t.py", **path)
+    assert (done.returncode, done.stdout) == (0, "own\nown\n"), done.stderr
 
 
 def test_a_file_beside_the_target_hides_an_installed_package(launcher):

@@ -49,7 +49,7 @@ def divided(model: str, layout: Layout, techniques: Techniques):
 def train(rank, model: str, layout: Layout, techniques: Techniques):
     """Losses of each step, the gradients of the first that are here, and the loss of an evaluation before step 1."""
     whole, plan, partition = divided(model, layout, techniques)
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     made = ParallelModel(whole, plan, mesh, FP64, techniques, partition, device=CPU, seed=reference.SEED)
     rate = (reference.RATE if model == "transformer" else vision.RATE)["sgd"]
     optimizer = torch.optim.SGD(made.parameters(), lr=rate)
@@ -148,7 +148,7 @@ def uneven_loads(rank, measured):
     with torch.device("meta"):
         model, sample = Transformer(config), torch.zeros(4, reference.SEQ, dtype=torch.int64)
     partition = partition_model(model, plan, layout, techniques, sample)
-    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    mesh = build_mesh(layout, "cpu", experts=True)
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
     for stage in made.modules.values():
         for number, layer in stage.layers.items():

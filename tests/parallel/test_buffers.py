@@ -88,7 +88,7 @@ def buffers(rank, layout, techniques):
     net.eval()
     techniques = Techniques(**techniques)
     partition = partition_model(net, plan(), layout, techniques, torch.empty(4, 8, device="meta"))
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     made = ParallelModel(net, plan(), mesh, FP64, techniques, partition, device=CPU, seed=0)
     made.step(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4)
     found, ids = {}, {}
@@ -134,7 +134,7 @@ def offloaded(rank):
     """Kinds of device that parameters and buffers of an offloaded model go to; meta stands for an accelerator."""
     with meta_parameters():
         net = Net()
-    apply(net, build_mesh(Layout(dp_shard=1), "cpu", 30), plan(), FP64, offload=True)
+    apply(net, build_mesh(Layout(dp_shard=1), "cpu"), plan(), FP64, offload=True)
     assert is_offloaded(net)
     materialize(net, torch.device("meta"), 0)
     return [{tensor.device.type for _, tensor in named} for named in (net.named_parameters(), net.named_buffers())]

@@ -84,7 +84,7 @@ def test_compiled_all_the_same(mode):
 
 
 def on_a_mesh(rank, layout, mode):
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model: nn.Module = vision.build("vit")
     technique = "fsdp" if layout.tp > 1 else "zero2"

@@ -24,7 +24,7 @@ def whole_parameters():
 
 def clip_mixed(rank, max_norm):
     """Plain; sharded over dp, unevenly; over dp and tp; over dp alone on that mesh; replicated. One has no gradient."""
-    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu")
     kinds = [
         None,
         (mesh["dp_shard"], [Shard(0)]),
@@ -56,7 +56,7 @@ def test_mixed_kinds(run_on_ranks, max_norm):
 
 def clip_not_finite(rank, value):
     """One element that is not finite, of a gradient sharded over both axes: it is on one rank alone."""
-    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu")
     parameters = [
         nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh.device_mesh, cut))
         for cut in ([Replicate(), Replicate()], [Shard(0), Shard(1)])
@@ -76,7 +76,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(run_on_ranks, value):
 
 def over_stages(rank):
     """Each stage has one parameter; the norm is of all of them."""
-    mesh = build_mesh(Layout(pp=2, dp_shard=1), "cpu", 30)
+    mesh = build_mesh(Layout(pp=2, dp_shard=1), "cpu")
     mine = whole_parameters()[rank.rank]
     return clip_grad_norm([mine], 0.5, stages=mesh["pp"]).item(), mine.grad
 
@@ -110,7 +110,7 @@ class Sent(Exception):
 
 def sent(rank):
     """Devices of the two sums of a clipping, each ended where it would have been sent."""
-    mesh = build_mesh(Layout(dp_shard=2), "cpu", 30)["dp_shard"]
+    mesh = build_mesh(Layout(dp_shard=2), "cpu")["dp_shard"]
     sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     sharded.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     plain = nn.Parameter(torch.ones(4))

@@ -31,7 +31,7 @@ CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=
 
 
 def gradients(rank, layout, backend):
-    mesh = build_mesh(layout, "cpu", 60)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = Transformer(CONFIG)
     torch._dynamo.reset()
@@ -92,7 +92,7 @@ def losses_and_graphs(rank, model, layout, techniques):
         batches = [batch_of(model, step) for step in range(2)]
         size = len(batches[0][0]) // layout.dp
         sample = batches[0][0][:size].to("meta", torch.float32 if model == "vit" else None)
-        mesh = build_mesh(layout, "cpu", 60, experts=model == "experts")
+        mesh = build_mesh(layout, "cpu", experts=model == "experts")
         made = ParallelModel(
             whole,
             plan,

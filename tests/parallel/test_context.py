@@ -22,20 +22,21 @@ from mmm.parallel import (
     check_compile,
     clip_grad_norm,
     cross_entropy,
-    local_value,
     materialize,
 )
 from mmm.parallel.context import block_attention
-from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of, shard_batch
+from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of
 from mmm.parallel.context.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
 from mmm.parallel.context.ring import RingAttention
 from mmm.parallel.context.ulysses import UlyssesAttention
+from mmm.parallel.loss import detached
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
+from support.shards import shard_batch
 
 STEPS = 10
 CPU = torch.device("cpu")
@@ -163,7 +164,7 @@ def test_keys_and_values_are_not_copied_for_each_head(run_on_ranks):
 
 def attend(rank, cp, style, heads, kv_heads, dtype):
     """This rank's part of the output, and of the gradients of q, k, v."""
-    mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu", 30)["cp"]
+    mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu")["cp"]
     attention = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, causal_attention)
     tensors = qkv(heads, kv_heads, dtype=dtype)
     *inputs, gradient = (t[:, :, positions_of(rank.rank, cp, 16)] for t in tensors)
@@ -202,7 +203,7 @@ def test_attention_in_half_precision(run_on_ranks, style):
 
 def train(rank, layout, style, steps=STEPS, checkpointing="none"):
     """Losses of each step, the whole gradients of the first, and their norm."""
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
     precision = Precision("test", torch.float64, torch.float64)
@@ -223,7 +224,7 @@ def train(rank, layout, style, steps=STEPS, checkpointing="none"):
             norm = float(clip_grad_norm(model.parameters(), math.inf))
         step_of.step()
         step_of.zero_grad()
-        shares = gather_floats([local_value(loss)], CPU)
+        shares = gather_floats([detached(loss).item()], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     return losses, first, norm
 
@@ -333,6 +334,6 @@ def test_a_plan_without_attention_is_refused(run_on_ranks):
 
 
 def refused_plan(rank):
-    mesh = build_mesh(Layout(dp_shard=1, cp=2), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=1, cp=2), "cpu")
     with pytest.raises(ConfigError, match="cp 2: the plan of this model names no attention"):
         apply_context_parallel(Transformer(TransformerConfig()), mesh["cp"], cnn_plan(), "ring")

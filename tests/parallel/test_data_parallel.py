@@ -35,7 +35,7 @@ TECHNIQUES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
 def cut(layout, technique, model=None, precision=FP64):
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = model or vision.build("cnn")
     model = apply(model, mesh, cnn_plan(), precision, data_parallel=technique)
@@ -198,7 +198,7 @@ def test_mixed_precision(run_on_ranks, technique):
 
 
 def too_soon_and_too_late(rank):
-    mesh = build_mesh(Layout(dp_shard=1), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=1), "cpu")
     for technique in ("ddp", "zero1"):
         with torch.device("meta"):
             model = vision.build("cnn")
@@ -236,7 +236,7 @@ def test_no_such_technique():
 
 
 def on_mps(rank, technique):
-    with patch.object(anywhere, "build_mesh", lambda layout, _, timeout: build_mesh(layout, "mps", timeout)):
+    with patch.object(anywhere, "build_mesh", lambda layout, _: build_mesh(layout, "mps")):
         return anywhere.train(rank, Layout(dp_shard=1), {"data_parallel": technique})
 
 

@@ -28,14 +28,13 @@ from mmm.parallel import (
     clip_grad_norm,
     cross_entropy,
     imbalance,
-    local_value,
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context.apply import shard_batch
 from mmm.parallel.data.apply import check_data_parallel
 from mmm.parallel.data.fsdp import fsdp_units_of, prefetch_next
 from mmm.parallel.expert.apply import apply_expert_parallel
+from mmm.parallel.loss import detached
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
@@ -44,6 +43,7 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
+from support.shards import shard_batch
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -97,7 +97,7 @@ def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
 
 def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, accumulate=1, **techniques):
     """Losses of each step, whole gradients of the first and their norm, loads of each step, biases at the end."""
-    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    mesh = build_mesh(layout, "cpu", experts=True)
     assert mesh.layout == layout
     with torch.device("meta"):
         model = Transformer(config)
@@ -118,7 +118,7 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
             with loss_parallel():
                 loss = cross_entropy(model(part.inputs[some], positions), part.targets[some], part.count)
                 loss.backward()
-            share += local_value(loss)
+            share += detached(loss).item()
         if step == 0:
             gradients = {canonical_name(name): p.grad for name, p in model.named_parameters()}
             first = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in gradients.items()}
@@ -133,7 +133,7 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
 
 def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
     """The same through a pipeline; gradients, loads and biases of this rank's layers, the latter by layer."""
-    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    mesh = build_mesh(layout, "cpu", experts=True)
     with torch.device("meta"):
         model, sample = Transformer(CONFIG), torch.zeros(2, reference.SEQ, dtype=torch.int64)
     plan, each = transformer_plan(), 2 if schedule == "ZBVZeroBubble" else 1
@@ -272,7 +272,7 @@ def test_experts_that_their_ranks_do_not_divide(run_on_ranks, n_experts):
 def saved(rank, layout, config):
     with torch.device("meta"):
         model = Transformer(config)
-    apply(model, build_mesh(layout, "cpu", 30, experts=True), transformer_plan(), FP64)
+    apply(model, build_mesh(layout, "cpu", experts=True), transformer_plan(), FP64)
     materialize(model, CPU, reference.SEED)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
@@ -421,7 +421,7 @@ def test_planted_bugs_are_caught(run_on_ranks, planted, layout, words):
 
 
 def groups(rank, layout):
-    mesh = build_mesh(layout, "cpu", 30, experts=True).experts
+    mesh = build_mesh(layout, "cpu", experts=True).experts
     return {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in mesh.mesh_dim_names}
 
 
@@ -482,9 +482,9 @@ def refused(rank):
     with torch.device("meta"):
         model = Transformer(CONFIG)
     with pytest.raises(LayoutError, match=r"tp 2: a mesh for a model with experts .* build_mesh\(…, experts=True"):
-        apply_expert_parallel(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu", 30), transformer_plan())
+        apply_expert_parallel(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), transformer_plan())
     with pytest.raises(LayoutError, match="ep 2: the plan of this model names no experts"):
-        apply_expert_parallel(model, build_mesh(Layout(dp_shard=2, ep=2), "cpu", 30), cnn_plan())
+        apply_expert_parallel(model, build_mesh(Layout(dp_shard=2, ep=2), "cpu"), cnn_plan())
 
 
 def test_refused_on_a_mesh(run_on_ranks):

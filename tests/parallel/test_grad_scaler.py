@@ -81,7 +81,7 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     size = len(batch(model, 0)[0]) // layout.dp
     sample = batch(model, 0)[0][:size].to("meta", None if model == "experts" else torch.float32)
     partition = partition_model(whole, plan, layout, techniques, sample)
-    mesh = build_mesh(layout, "cpu", 30, experts=model == "experts")
+    mesh = build_mesh(layout, "cpu", experts=model == "experts")
     made = ParallelModel(whole, plan, mesh, precision, techniques, partition, device=CPU, seed=0)
     optimizer, scaler = torch.optim.SGD(made.parameters(), lr=RATE, foreach=False), GradScaler("cpu", scale)
     (planted,) = (p for name, p in made.named_parameters() if name == PLANTED[model])

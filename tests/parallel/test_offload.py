@@ -44,7 +44,7 @@ def test_same_as_without(run_on_ranks, layout, pieces):
 
 
 def kept(rank, technique):
-    mesh = build_mesh(Layout(dp_shard=2), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=2), "cpu")
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
     precision = Precision("fp64", F64, F64)

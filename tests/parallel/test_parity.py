@@ -7,7 +7,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def build(layout: Layout, dtype: torch.dtype, config: TransformerConfig) -> nn.Module:
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = Transformer(config)
     apply(model, mesh, transformer_plan(), Precision("test", dtype, dtype))
@@ -46,7 +47,7 @@ def train_one(rank, layout: Layout, optimizer: str, dtype: torch.dtype, config: 
             first = {canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
         step_of.step()
         step_of.zero_grad()
-        shares = gather_floats([local_value(loss)], CPU)
+        shares = gather_floats([detached(loss).item()], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     return losses, first
 

@@ -163,7 +163,7 @@ def gathers(rank, pieces):
     """All-gathers of FSDP in a step."""
     import torch.distributed as dist
 
-    mesh = build_mesh(Layout(dp_shard=2), "cpu", 30)
+    mesh = build_mesh(Layout(dp_shard=2), "cpu")
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
     apply(model, mesh, transformer_plan(), Precision("fp64", F64, F64), **pieces)
@@ -199,7 +199,7 @@ def test_vit(run_on_ranks, tp):
 
 
 def vit_gradients(rank, layout, tiles):
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         model = ViT(vision.CONFIGS["vit"])
     apply(model, mesh, vit_plan(), Precision("fp64", F64, F64), tile=tiles)

@@ -3,9 +3,12 @@
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
@@ -13,7 +16,7 @@ from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, Techniques, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
 from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.schedules import SCHEDULES, check_pipeline, stages_of
+from mmm.parallel.pipeline.schedules import SCHEDULES, Schedule, check_pipeline, stages_of
 from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
@@ -52,7 +55,7 @@ def pipeline_of(rank, model: str, layout: Layout, schedule: str, microbatches: i
     each, _ = check_pipeline(layout, techniques, size_of(model, layout), len(parts))
     inputs = inputs.to("meta", torch.int64 if model in TEXT else torch.float32)
     cuts = balance_stages(part_costs(whole, parts, inputs), layout.pp * each)
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     mine = {}
     for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
         mine[number] = apply(take_stage(whole, parts, cuts[number]), mesh, plan, FP64)
@@ -146,6 +149,28 @@ def test_every_schedule(run_on_ranks, pp, model):
     steps = {"1F1B": 10, "ZBVZeroBubble": 10} if pp == 2 else {}
     runs = [(schedule, count, steps.get(schedule, 2)) for schedule, count in EVERY.items()]
     check(run_on_ranks, model, Layout(pp=pp, dp_shard=1), runs)
+
+
+class ScheduleNoted(ScheduleGPipe):
+    """A schedule of one's own: PyTorch's, made with the micro-batches noted."""
+
+    made: ClassVar[list[int]] = []
+
+    def __init__(self, stage, microbatches, **given):
+        super().__init__(stage, microbatches, **given)
+        self.made.append(microbatches)
+
+
+def train_by_own(rank, *given):
+    with patch.dict(SCHEDULES, {"Own": Schedule(own=ScheduleNoted)}):
+        found = train(rank, *given)
+    assert ScheduleNoted.made == [4]
+    return found
+
+
+def test_a_schedule_of_ones_own(run_on_ranks):
+    ranks = run_on_ranks(train_by_own, 2, "text", Layout(pp=2, dp_shard=1), [("Own", 4, 2)])
+    assert_same("text", [result for (result,) in ranks], 2)
 
 
 WITH_TP = pytest.param(Layout(pp=2, dp_shard=1, tp=2), marks=pytest.mark.long)

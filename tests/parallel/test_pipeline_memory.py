@@ -40,7 +40,7 @@ def train(rank, model, memory):
 
 
 def train_one(rank, config, techniques):
-    mesh, plan = build_mesh(LAYOUT, "cpu", 30, experts=config.n_experts > 0), transformer_plan()
+    mesh, plan = build_mesh(LAYOUT, "cpu", experts=config.n_experts > 0), transformer_plan()
     with torch.device("meta"):
         model, sample = Transformer(config), torch.zeros(reference.GLOBAL_BATCH, reference.SEQ, dtype=torch.int64)
     made = ParallelModel(
@@ -122,7 +122,7 @@ def first_gradients(rank, schedule):
         model = vision.build("vit")
     partition = partition_model(model, plan, layout, techniques, images.to("meta"))
     made = ParallelModel(
-        model, plan, build_mesh(layout, "cpu", 30), BF16, techniques, partition, device=CPU, seed=vision.SEED
+        model, plan, build_mesh(layout, "cpu"), BF16, techniques, partition, device=CPU, seed=vision.SEED
     )
     made.step(images, classes, vision.GLOBAL_BATCH)
     return {name: parameter.grad.full_tensor() for name, parameter in made.named_parameters()}

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
 from mmm.parallel.parallel_model import ParallelModel
@@ -83,7 +84,7 @@ def warnings(rank, layout, plan, directly):
     logger = logging.getLogger("mmm")
     logger.addHandler(handler)
     try:
-        mesh = build_mesh(layout, "cpu", 30)
+        mesh = build_mesh(layout, "cpu")
         with meta_parameters():
             net = Net()
         if directly:
@@ -104,6 +105,23 @@ def warnings(rank, layout, plan, directly):
 def test_said_once_on_rank_0(run_on_ranks, layout, directly):
     assert run_on_ranks(warnings, 2, layout, WRONG, directly) == [WORDS, []]
     assert run_on_ranks(warnings, 2, layout, RIGHT, directly) == [[], []]
+
+
+def unnamed(rank):
+    with meta_parameters():
+        net = Net()
+    styles = {"blocks.*.0": ColwiseParallel(), "blocks.0.1": RowwiseParallel()}
+    with pytest.raises(LayoutError) as caught:
+        apply(net, build_mesh(Layout(tp=2, dp_shard=1), "cpu", 30), replace(RIGHT, tensor=styles), FP64)
+    return str(caught.value)
+
+
+def test_a_parameter_without_a_style_is_refused_where_there_is_tp(run_on_ranks):
+    words = (
+        "tp 2: the plan's `tensor` has no style for blocks.1.1.weight, blocks.1.1.bias, blocks.2.1.weight and 3 more: "
+        "name their modules there, as Replicated() where every rank computes the same"
+    )
+    assert run_on_ranks(unnamed, 2) == [words, words]
 
 
 def notes(rank):

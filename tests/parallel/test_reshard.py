@@ -30,7 +30,7 @@ UNITS = 4  # of the reference's Transformer: embedding, two layers, norm and out
 
 
 def sharded(techniques):
-    mesh, plan = build_mesh(DP2, "cpu", 30), transformer_plan()
+    mesh, plan = build_mesh(DP2, "cpu"), transformer_plan()
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
     sizes = {"batch": 1, "seq_length": reference.SEQ, "precision": FP64}
@@ -90,7 +90,7 @@ def after_evaluation(rank):
         model = Transformer(reference.CONFIG)
     plan, inputs = transformer_plan(), reference.tokens().batch(0, 2, rank.rank, 1)
     partition = partition_model(model, plan, DP2, Techniques(), inputs.inputs)
-    mesh = build_mesh(DP2, "cpu", 30)
+    mesh = build_mesh(DP2, "cpu")
     model = ParallelModel(model, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=reference.SEED)
     model.evaluate(inputs.inputs, inputs.targets, inputs.count)
     return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]

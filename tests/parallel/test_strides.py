@@ -81,7 +81,7 @@ def expected(model):
 def train(rank, model, layout, schedules):
     """Losses by each schedule, an evaluation in between."""
     everything = []
-    mesh, plan = build_mesh(layout, "cpu", 30), PLANS[model]
+    mesh, plan = build_mesh(layout, "cpu"), PLANS[model]
     for schedule in schedules:
         with torch.device("meta"):
             whole, sample = build(model), torch.zeros(BATCH, 1, 28, 28)

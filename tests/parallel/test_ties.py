@@ -60,7 +60,7 @@ def train(rank, layout, techniques, gradients, tied=True):
     plan, techniques = gpt_plan(), Techniques(**techniques)
     inputs, _ = batch(gpt, Training(), 0)
     partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
-    mesh = build_mesh(layout, "cpu", 60)
+    mesh = build_mesh(layout, "cpu")
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
     (module,) = made.modules.values()
     inner = module.module if isinstance(module, Replicas) else module
@@ -170,7 +170,7 @@ def others(rank, layout, expected):
     with meta_parameters():
         model = Ties()
     ties = find_ties(model)
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     apply(model, mesh, PLAN, FP64)
     materialize(model, CPU, 0)
     x = torch.ones(2, 8, dtype=torch.float64) * (rank.rank + 1 if layout.dp > 1 else 1)
@@ -213,7 +213,7 @@ def unlike(rank, styles):
         model = gpt.parity_model()
     plan = gpt_plan()
     tensor = {name: style for name, style in plan.tensor.items() if name != "head"} | styles
-    mesh = build_mesh(TP2, "cpu", 30)
+    mesh = build_mesh(TP2, "cpu")
     with pytest.raises(LayoutError) as caught:
         apply(model, mesh, replace(plan, tensor=tensor), FP64)
     return str(caught.value)

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.weights import canonical_name
-from mmm.parallel import Layout, apply, build_mesh, clip_grad_norm, cross_entropy, local_value, materialize
+from mmm.parallel import Layout, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
+from mmm.parallel.loss import detached
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
@@ -21,7 +22,7 @@ PLANS = {"cnn": cnn_plan, "vit": vit_plan}
 
 
 def build(model: str, layout: Layout, technique: str, compile: bool = False) -> nn.Module:
-    mesh = build_mesh(layout, "cpu", 30)
+    mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
         net = vision.build(model)
     precision = Precision("fp64", torch.float64, torch.float64)
@@ -52,7 +53,7 @@ def train_one(rank, model: str, layout: Layout, technique: str, optimizer: str, 
         norms.append(clip_grad_norm(net.parameters(), vision.MAX_NORM[model]).item())
         step_of.step()
         step_of.zero_grad()
-        shares = gather_floats([local_value(loss)], CPU)
+        shares = gather_floats([detached(loss).item()], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     return losses, norms, first
 

@@ -50,6 +50,15 @@ def test_groups_of_the_mesh_time_out(run_on_ranks):
     assert run_on_ranks(waits_for_nobody, 4)[0] < 2.5
 
 
+def seconds_to_wait(rank):
+    groups = build_mesh(Layout(dp_shard=2, tp=2), "cpu").groups().values()
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+def test_groups_of_the_mesh_wait_as_long_as_the_default_group(run_on_ranks):
+    assert run_on_ranks(seconds_to_wait, 4, timeout=77) == [[77.0, 77.0]] * 4
+
+
 RECORDS = """
 import sys, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg

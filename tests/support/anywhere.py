@@ -16,12 +16,11 @@ from mmm.parallel import (
     apply,
     build_mesh,
     clip_grad_norm,
-    local_value,
     loss_of,
     materialize,
     sync_gradients,
 )
-from mmm.parallel.context.apply import shard_batch
+from mmm.parallel.loss import detached
 from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
@@ -29,6 +28,7 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
+from support.shards import shard_batch
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def train(
         pieces: what `apply` takes by name. accumulate: micro-batches, of a pipeline as well.
     """
     check_transformer(config, layout, seq, pieces.get("cp_style", "ring"))
-    mesh, plan = build_mesh(layout, "cpu", 30), transformer_plan(config)
+    mesh, plan = build_mesh(layout, "cpu"), transformer_plan(config)
     precision = Precision("test", dtype, compute or dtype)
     with torch.device("meta"):
         model: nn.Module = Transformer(config)
@@ -102,14 +102,14 @@ def train(
             else:
                 (module,) = stages.values()
                 with torch.no_grad():
-                    evaluated = local_value(loss_fn(module(part.inputs, positions), part.targets, count))
+                    evaluated = detached(loss_fn(module(part.inputs, positions), part.targets, count)).item()
                 for i, (inputs, targets) in enumerate(
                     zip(part.inputs.chunk(accumulate), part.targets.chunk(accumulate), strict=True)
                 ):
                     sync_gradients(module, i == accumulate - 1)
                     loss = loss_fn(module(inputs, positions), targets, count)
                     loss.backward()
-                    share += local_value(loss)
+                    share += detached(loss).item()
         assert (pipeline is not None and step != 1) or abs(evaluated - share) <= bound * share, (evaluated, share)
         if step == 0:
             first = {canonical_name(name): whole(p.grad) for name, p in named}

@@ -191,6 +191,20 @@ class Namespaces:
         )
         self.ssh.chmod(0o755)
 
+    def separate(self, disk, megabytes, hidden):
+        """Give mmmB a disk of its own of that size at `disk`, seen here as the returned folder, and hide `hidden`."""
+        seen = self.folder / "disk-of-mmmB"
+        seen.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "mmm", seen], check=True)
+        mounts = f'mount --bind "{seen}" "{disk}" && mount -t tmpfs mmm "{hidden}" && '
+        text = (
+            self.ssh.read_text()
+            .replace("--uts ", "--uts --mount ")
+            .replace('exec sh -c "$*"', f'{mounts}exec sh -c "$*"')
+        )
+        self.ssh.write_text(text)
+        return seen
+
     def options(self, mpi):
         how = {
             "mpich": f"-launcher ssh -launcher-exec {self.ssh}",
@@ -207,6 +221,7 @@ class Namespaces:
         ip("-n", "mmmB", "link", "set", "vmmmB", "down")
 
     def end(self):
+        subprocess.run(["umount", "-l", self.folder / "disk-of-mmmB"], stderr=subprocess.DEVNULL)
         for name in self.NAMES:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)

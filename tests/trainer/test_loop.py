@@ -123,7 +123,7 @@ OVERFLOWS = 1  # the step that does
 def biases_by_step(rank, max_norm):
     """Biases of all experts after each of 3 fp16 steps, and the first weights; one rank's gradients overflow in one."""
     layout = Layout(dp_shard=2, ep=2)
-    mesh = build_mesh(layout, "cpu", 30, experts=True)
+    mesh = build_mesh(layout, "cpu", experts=True)
     precision = Precision("fp16", torch.float32, torch.float16)
     with torch.device("meta"):
         model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)

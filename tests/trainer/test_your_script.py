@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mmm.history
+from mmm.errors import DataError
 from support.clock import PATIENCE
 from support.pool import meeting_only
 
@@ -30,6 +31,14 @@ def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("script") / "denoise.py"
     path.write_text(code)
     return path
+
+
+def test_it_has_at_most_60_lines_of_code(script):
+    lines = [line.strip() for line in script.read_text().splitlines()]
+    code = [line for line in lines if line and not line.startswith("#")]
+    assert f"That is {len(code)} lines of code." in PAGE
+    assert len(code) <= 60
+    assert max(map(len, code)) <= 120
 
 
 def load(path):
@@ -78,6 +87,17 @@ def same(one, many):
 def test_the_same_losses_on_a_mesh(run_on_ranks, script, alone, tmp_path):
     run_on_ranks(on_a_rank, 4, script, tmp_path)
     same(alone, tmp_path)
+
+
+def test_data_that_ends_before_the_steps_is_said(script, tmp_path):
+    denoise = load(script)
+    with (
+        patch.object(denoise, "local_batches", lambda *_: iter([[0, 1], [2, 3]])),
+        pytest.raises(DataError, match="the data ended after 2 batches, and 4 steps take one each"),
+    ):
+        denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path / "out"))
+    torch.distributed.destroy_process_group()  # a run that does not end leaves it
+    assert len(mmm.history.load(tmp_path / "out").loss) == 2
 
 
 def test_plain_pytorch_reads_its_model(script, alone):

@@ -72,9 +72,9 @@ def read_log(path: Path, model: str | None = None, ranks: int | None = None) -> 
         stop = _first_step(path, lines[number:end])
         if stop is not None:
             text = "\n".join([*lines[number:end], *lines[: jobs[0]]])  # its own lines first, then those above all
-            found.append(
-                LoggedStart(model or _model(text), ranks or _ranks(path, text), _job(path, lines[number]), stop)
-            )
+            named = MODEL.search(text)
+            name = model or (named[1] if named else "-")
+            found.append(LoggedStart(name, ranks or _ranks(path, text), _job(path, lines[number]), stop))
     if not found:
         raise DataError(
             f"{path}: a job began ({_job(path, lines[jobs[0]])}), but no line after it holds both a time "
@@ -118,11 +118,6 @@ def _stamp(line: str, start: datetime) -> datetime | None:
                 continue  # digits that are no time
             return stop if stop >= start else stop + timedelta(days=1)
     return None
-
-
-def _model(text: str) -> str:
-    match = MODEL.search(text)
-    return match[1] if match else "-"
 
 
 def _ranks(path: Path, text: str) -> int:

@@ -100,8 +100,10 @@ def count_traffic(mesh: Mesh | DeviceMesh | None = None) -> Iterator[Traffic]:
         RuntimeError: an operator on a process group that is not known here.
     """
     names: dict[tuple[int, ...], str] = {}
-    for axis, group in Mesh.of(mesh).groups().items() if mesh is not None else ():
-        names.setdefault(_ranks(group), axis)
+    if mesh is not None:
+        mesh = Mesh.of(mesh)
+        for axis, group in (*mesh.groups().items(), *(("pp", group) for group in mesh.p2p.values())):
+            names.setdefault(_ranks(group), axis)
     traffic = Traffic()
     with _Count(traffic, names):
         yield traffic

@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
+    "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
 }
 
 

@@ -149,7 +149,7 @@ class ImageLoader:
     Args:
         coordinate, dp: place on the data-parallel axis, and its size.
         workers: processes that decode images ahead; None means 0 for images in memory, else up to 4.
-        pin_memory: keep batches in page-locked memory, for an accelerator that copies from it (CUDA).
+        pin_memory: keep batches in page-locked memory, for an accelerator that copies from it (CUDA, XPU).
 
     Raises:
         DataError: the global batch cannot be split into `dp` equal parts, or there is no such coordinate.

@@ -1,18 +1,28 @@
-"""Text as bytes: the Python standard library's own source, which is on every machine, or the user's files."""
+"""Texts to train on: the Python standard library's own source, which is on every machine, or the user's files."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from mmm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, check_text
 from mmm.errors import DataError
 
-BYTES = 256  # the vocabulary: one token a byte
+__all__ = ["BYTES", "Corpus", "TokenArray", "encoded", "read_text_files", "standard_library"]
+
+
+class TokenArray(Protocol):
+    """A NumPy array of integers, or a file of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -20,30 +30,57 @@ class Corpus:
     """A text, split for training and validation.
 
     Attributes:
-        train, validation: (bytes,) uint8.
-        source: where it was read from, for people. files: how many. sha256: of all bytes, training first.
+        train, validation: (tokens,) unsigned integers.
+        source: where it was read from, for people. files: how many.
+        sha256: of all bytes, training first, and of the tokenizer where that is not bytes; of a token file, of its
+            manifest or of parts of it.
+        unit: what a token is called. tokenizer: None where nobody knows.
+        documents: gives (documents,) int64, the tokens before the end of each document, over training and validation;
+            None where no document's end is known.
     """
 
-    train: np.ndarray
-    validation: np.ndarray
+    train: TokenArray
+    validation: TokenArray
     source: str
     files: int
     sha256: str
+    unit: str = "bytes"
+    tokenizer: Tokenizer | None = None
+    documents: Callable[[], np.ndarray] | None = None
 
     def describe(self) -> dict[str, object]:
         """What a run's record keeps of the data."""
-        return {
+        about = {
             "source": self.source,
             "files": self.files,
-            "train_bytes": len(self.train),
-            "validation_bytes": len(self.validation),
+            f"train_{self.unit}": len(self.train),
+            f"validation_{self.unit}": len(self.validation),
             "sha256": self.sha256,
         }
+        return about if self.unit == "bytes" else about | {"tokenizer": str(self.tokenizer or "unknown")}
 
 
 def _corpus(train: Iterable[bytes], validation: Iterable[bytes], source: str, files: int) -> Corpus:
     first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
-    return Corpus(first, second, source, files, hashlib.sha256(first.tobytes() + second.tobytes()).hexdigest())
+    digest = hashlib.sha256(first.data)
+    digest.update(second.data)
+    return Corpus(first, second, source, files, digest.hexdigest(), tokenizer=ByteTokenizer())
+
+
+def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
+    """A text of bytes as the tokens of another tokenizer, in memory.
+
+    Raises:
+        DataError: the text is no UTF-8, or has a character that the vocabulary lacks.
+    """
+    if tokenizer.kind == ByteTokenizer.kind:
+        return corpus
+    try:
+        train, validation = (tokenizer.encode(part[:].tobytes()) for part in (corpus.train, corpus.validation))
+    except DataError as error:
+        raise DataError(f"{corpus.source}: {error}") from None
+    digest = hashlib.sha256(f"{corpus.sha256} {tokenizer.sha256}".encode()).hexdigest()
+    return Corpus(train, validation, corpus.source, corpus.files, digest, "tokens", tokenizer)
 
 
 def standard_library(root: Path | None = None) -> Corpus:
@@ -69,21 +106,24 @@ def standard_library(root: Path | None = None) -> Corpus:
     return _corpus(train, validation, f"Python {version} standard library", len(files))
 
 
-def read_text_files(paths: Sequence[Path]) -> Corpus:
+def read_text_files(paths: Sequence[Path], between_characters: bool = False) -> Corpus:
     """Any files as text; the last tenth of each for validation.
 
+    Args:
+        between_characters: begin that tenth with a full character, which may have several bytes.
+
     Raises:
-        DataError: a file is missing, is a folder, cannot be read, or is empty.
+        DataError: a file is missing, is a folder, cannot be read, is empty, or is binary.
     """
     train, validation = [], []
     for path in paths:
         try:
-            text = path.read_bytes()
+            text = check_text(path.read_bytes(), f"--text {path}")
         except OSError as error:
             raise DataError(f"--text {path}: {error.strerror or error}") from None
-        if not text:
-            raise DataError(f"--text {path}: the file is empty")
         end = len(text) - max(len(text) // 10, 1)
+        while between_characters and end and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+            end -= 1
         train.append(text[:end])
         validation.append(text[end:])
     return _corpus(train, validation, ", ".join(str(path) for path in paths), len(paths))

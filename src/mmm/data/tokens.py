@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmm.errors import DataError
+from mmm.data.order import permuted
+from mmm.data.text import TokenArray
+from mmm.data.token_file import TokenFile
+from mmm.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class Tokens(ABC):
             )
         return self.samples // global_batch
 
+    def begin(self, step: int, global_batch: int) -> tuple[int, int]:
+        """Epoch and place of the first sample of a step."""
+        epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
+        return epoch, step_of_epoch * global_batch
+
     def batch(self, step: int, global_batch: int, first_sample: int, size: int) -> Batch:
         """Samples first_sample … first_sample + size - 1 of the global batch of a step.
 
@@ -70,35 +79,132 @@ class Tokens(ABC):
             step: from 0, over all epochs.
             first_sample, size: the local batch of data-parallel coordinate c starts at ``c * size``.
         """
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
-        begin = step_of_epoch * global_batch + first_sample
+        epoch, begin = self.begin(step, global_batch)
+        begin += first_sample
         rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))  # (size, seq + 1)
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), global_batch * self.seq_length)
 
 
 class TextTokens(Tokens):
-    """The bytes of a text as sequences that do not overlap; every epoch has each of them once, in an order of its own.
+    """A text as sequences that do not overlap; every epoch has each of them once, in an order of its own.
 
     Args:
-        text: (bytes,) uint8. seq_length: tokens a sample. shuffle: False reads in order.
+        text: (tokens,) unsigned integers. seq_length: tokens a sample. shuffle: False reads in order.
+        unit: what the text's tokens are called.
 
     Raises:
         DataError: the text is shorter than one sample.
     """
 
-    def __init__(self, text: np.ndarray, seq_length: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, text: TokenArray, seq_length: int, seed: int, shuffle: bool = True, *, unit: str = "bytes"
+    ) -> None:
         super().__init__(seq_length, seed)
         self.text, self.shuffle = text, shuffle
         self.samples = max(len(text) - 1, 0) // seq_length
         if self.samples < 1:
             raise DataError(
-                f"a text of {len(text)} bytes is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
+                f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
             )
 
+    def shuffled(self, epoch: int, place: int) -> int:
+        """Which sample of the text is at a place of an epoch, from a list, which is smaller than a text in memory."""
+        return int(epoch_order(self.seed, epoch, self.samples)[place])
+
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        number = int(epoch_order(self.seed, epoch, self.samples)[place]) if self.shuffle else place
+        number = self.shuffled(epoch, place) if self.shuffle else place
         begin = number * self.seq_length
         return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
+
+
+class FileTokens(TextTokens):
+    """As `TextTokens`, of a file of tokens that may have 10¹² of them: the order is computed, place by place.
+
+    Args:
+        vocab_size: of the model: a token that it lacks is refused when it is read.
+
+    Raises:
+        DataError: as of `TextTokens`; the first or the last sample has a token that the vocabulary lacks.
+    """
+
+    def __init__(
+        self, text: TokenFile, seq_length: int, seed: int, shuffle: bool = True, *, vocab_size: int = 1 << 63
+    ) -> None:
+        super().__init__(text, seq_length, seed, shuffle, unit="tokens")
+        self.path, self.vocab_size = text.path, vocab_size
+        for number in (0, self.samples - 1):
+            self._check(text[number * seq_length : (number + 1) * seq_length])
+
+    def shuffled(self, epoch: int, place: int) -> int:
+        return permuted(place, self.samples, self.seed, epoch)
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        row = super().sample(epoch, place)
+        self._check(row)
+        return row
+
+    def _check(self, tokens: np.ndarray) -> None:
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < self.vocab_size:
+                raise DataError(
+                    f"{self.path} has token {token}, and the model's vocabulary ends at {self.vocab_size - 1}: "
+                    f"give the --tokenizer that made the file, or its --vocab_size"
+                )
+
+
+class Mixture(Tokens):
+    """Samples of several sources, in a fixed proportion.
+
+    Every `BLOCK` samples have the same number of each source, in an order that depends on (seed, block): which source
+    a sample has, and how many that had before, follow from its number. A source that ends begins its next epoch.
+
+    Args:
+        sources: of one sequence length. weights: of each source; their sum does not matter.
+
+    Attributes:
+        samples: of all sources together: what counts as an epoch.
+
+    Raises:
+        ConfigError: a weight is so small that its source would have no sample.
+    """
+
+    BLOCK = 1 << 16
+
+    def __init__(self, sources: Sequence[Tokens], weights: Sequence[float], seed: int) -> None:
+        super().__init__(sources[0].seq_length, seed)
+        self.sources = tuple(sources)
+        self.samples = sum(source.samples for source in sources)
+        ends = np.rint(np.cumsum(weights) / np.sum(weights) * self.BLOCK).astype(np.int64)
+        self.quota = np.diff(ends, prepend=0)  # samples of each source in a block
+        if self.quota.min() < 1:
+            raise ConfigError(
+                f"--text: a weight of {min(weights)} in {sum(weights)} is less than one sample in {self.BLOCK}"
+            )
+
+    def begin(self, step: int, global_batch: int) -> tuple[int, int]:
+        return 0, step * global_batch  # each source has epochs of its own
+
+    def source_of(self, number: int) -> tuple[int, int]:
+        """The source of a sample, and how many samples that source has had before it."""
+        block, place = divmod(number, self.BLOCK)
+        sources, before = _block(self.seed, block, tuple(self.quota))
+        source = int(sources[place])
+        return source, block * int(self.quota[source]) + int(before[place])
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        source, count = self.source_of(epoch * self.samples + place)
+        return self.sources[source].sample(*divmod(count, self.sources[source].samples))
+
+
+@lru_cache(maxsize=4)
+def _block(seed: int, block: int, quota: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sample of a block its source, and how many of that source come before it in the block."""
+    state = np.random.RandomState(stream(seed, block & 0xFFFFFFFF, block >> 32, 1))
+    sources = state.permutation(np.repeat(np.arange(len(quota)), quota))
+    before = np.empty_like(sources)
+    for source, count in enumerate(quota):
+        before[sources == source] = np.arange(count)
+    return sources, before
 
 
 def stream(seed: int, *place: int) -> list[int]:

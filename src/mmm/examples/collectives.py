@@ -118,7 +118,6 @@ def seconds(collective: Collective, part: int, repeats: int, device: torch.devic
 
 
 def train(config: Config) -> None:
-    config.check()
     if config.repeats < 1 or not config.sizes or min(config.sizes) < 4:
         sizes = " ".join(map(str, config.sizes))
         raise ConfigError(f"--repeats {config.repeats} --sizes {sizes}: repeats begin at 1, and sizes at 4 bytes")
@@ -142,9 +141,5 @@ def train(config: Config) -> None:
                 run.record.update(row)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

@@ -58,7 +58,6 @@ class Config(TextProgramOptions, BreakOptions):
         "compute the same gradient: N ranks learn from the samples of one.",
     }
     preset: Literal["debug", "small", "medium"] = "debug"
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
     parallel = "ddp"
     default_batch_size = 8
@@ -134,9 +133,5 @@ def parameter_spread(model: nn.Module) -> float:
     return float((highest - lowest).max())
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

@@ -52,7 +52,6 @@ class Config(CNNOptions, BreakOptions):
     }
     parallel: Literal["ddp", "fsdp", "hsdp"] = "fsdp"
     """ddp: whole replicas. fsdp: everything sharded. hsdp: replicas of that."""
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     lr: float = 1e-3
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
@@ -121,9 +120,5 @@ def train(config: Config) -> None:
             save_model(run, model)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

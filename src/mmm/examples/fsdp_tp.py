@@ -22,7 +22,7 @@ The same model with offload, tiling, checkpointing, compile, and on any other me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -62,7 +62,6 @@ class Config(TensorParallelOptions, TextProgramOptions, ValidationOptions, Break
         "norms": "ffn_norm is left out of the tensor-parallel plan. Each rank of tp then has the gradient of its own "
         "part of the sequence only: nothing adds the parts up, and the ranks' norms drift apart.",
     }
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
 
 
@@ -138,9 +137,5 @@ def train(config: Config) -> None:
             optimizer.zero_grad()
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

@@ -62,7 +62,6 @@ class Config(TextProgramOptions, BreakOptions):
         "equal: sums of gradients of different models train none of them.",
     }
     preset: Literal["debug", "small", "medium"] = "debug"
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
     parallel = "hsdp"
     default_batch_size = 8
@@ -142,9 +141,5 @@ def copies_spread(model: nn.Module, mesh: DeviceMesh) -> float:
     return float(apart)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

@@ -14,11 +14,11 @@ tokens, × 2 choices = 1024 rows. What rank 1 does in a layer, with numbers such
     all-to-all   490 rows back to rank 0                                 500 come back
     weigh        each token: the sum of its 2 rows by their weights      no communication
 
-So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and in backward as much again: 1 MB a step. FSDP
-gathers parameters twice (its last unit, 66 kB, once) and reduce-scatters gradients: each time (n-1)/n of their bytes.
-The 983 kB of rank 1's experts are sharded over [1 3], which have the same: 1.5 MB. All others, 235 kB, over 4: 0.5 MB.
+So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and in backward as much again: 1 MB a step. Before
+each, FSDP gathers parameters (those of its last unit, 66 kB, once); after backward it reduce-scatters gradients:
+(n-1)/n of their bytes. 983 kB of experts are sharded over [1 3]: 1.5 MB. All others, 235 kB, over 4 ranks: 0.5 MB.
 
-No token is dropped: a bias on each expert's score, moved every step, lowers ``imbalance``, the busiest load / mean.
+No token is dropped: biases on the scores, moved by the all-reduced loads, lower ``imbalance``, the busiest load / mean.
 """
 
 from __future__ import annotations

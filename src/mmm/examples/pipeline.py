@@ -113,7 +113,7 @@ def train(config: Config) -> None:
             stages.append(PipelineStage(module, number, len(names), run.device, group=mesh["pp"].get_group()))
             run.log.info("%s, stage %d\n%s", mesh, number, example.sharded_model(module))
         times = PipelineTimes(run.clock, stages)  # dtf, dtb, dtw
-        kind = getattr(schedules, f"Schedule{config.schedule}")
+        kind = SCHEDULES[config.schedule].own or getattr(schedules, f"Schedule{config.schedule}")
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731  a sum / the global count
         schedule = kind(
             times.stages if issubclass(kind, schedules.PipelineScheduleMulti) else times.stages[0],

@@ -92,15 +92,14 @@ def table(by_ranks: Mapping[int, Mapping[str, measure.Start]], ways: list[str], 
 def draw(run: Run, by_ranks: Mapping[int, Mapping[str, measure.Start]], ways: list[str]) -> None:
     """Seconds and CPU-seconds against ranks: in the terminal, and as a picture."""
     seconds, cpu = ({way: [(ranks, each[way][i]) for ranks, each in by_ranks.items()] for way in ways} for i in (0, 1))
-    print(terminal_curves(cpu, "CPU-seconds to start, against ranks", "ranks", fitting_width()), flush=True)
+    print(terminal_curves(cpu, "CPU-seconds to start, against ranks", fitting_width()), flush=True)
     if run.outdir is not None and run.options.plots:
         picture = run.outdir / "plots" / "mplot" / "pngs" / "startup.png"
-        run.log.info("picture: %s", save_curves({"start-up [s]": seconds, "CPU time [s]": cpu}, "ranks", picture))
+        run.log.info("picture: %s", save_curves({"start-up [s]": seconds, "CPU time [s]": cpu}, picture))
 
 
 def train(config: Config) -> tuple[dict[int, dict[str, measure.Start]], float]:
     """What was found by number of ranks and way, and the CPU-seconds of one import."""
-    config.check()
     if whoami().world_size > 1:
         raise ConfigError("this example starts ranks itself: run it as it is, `python3 -m mmm.examples.startup`")
     if not config.ranks or min(config.ranks) < 1 or not config.ways or config.repeats < 1:
@@ -136,9 +135,5 @@ def train(config: Config) -> tuple[dict[int, dict[str, measure.Start]], float]:
     return by_ranks, imported
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

@@ -66,7 +66,6 @@ class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions):
     """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
     plots: bool = False
     default_max_iters = 2
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
 
 def train(config: Config) -> bool:
@@ -114,10 +113,5 @@ def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[i
     return int(step.row["peak"]), run.global_sums(torch.stack(losses))
 
 
-def main() -> None:
-    if not train(parse(Config, __doc__)):
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))

@@ -111,7 +111,6 @@ def measure(run: Run, case: TrafficCase, partition: Partition, sizes: Transforme
 
 def train(config: Config) -> bool:
     """Every layout, and the table. Whether all are within 5 % of the formula."""
-    config.check()
     ranks, sizes = whoami().world_size, config.model_config(config.default_vocab())
     if ranks == 1:
         start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"

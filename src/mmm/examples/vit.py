@@ -5,8 +5,9 @@
 The program is ``mmm.trainer.vit``.
 """
 
+from mmm.trainer import vit
 from mmm.trainer.flags import run_main
-from mmm.trainer.vit import main
+from mmm.trainer.options import parse
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: vit.train(parse(vit.Config, vit.__doc__)))

@@ -55,7 +55,6 @@ class Config(TextProgramOptions, BreakOptions):
     }
     preset: Literal["debug", "small", "medium"] = "debug"
     default_max_iters = 5
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
     parallel = "ddp"  # stage 0, which holds most
     default_batch_size = 2
@@ -142,9 +141,5 @@ def train(config: Config) -> bool:
         return report_stages(run, [train_stage(run, mesh, resolved, stage) for stage in range(4)], resolved.model)
 
 
-def main() -> None:
-    sys.exit(not train(parse(Config, __doc__)))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))

@@ -1,4 +1,4 @@
-"""Several curves over one axis, in a terminal and as a picture: seconds against ranks, say."""
+"""Several curves against the number of ranks, in a terminal and as a picture."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ HEIGHT = 20  # characters
 COLORS = ("#2563b8", "#d9730d", "#2f855a", "#8b5cb8", "#c8553d", "#7b8794")
 
 
-def terminal_curves(curves: Curves, title: str, x_name: str, width: int) -> str:
+def terminal_curves(curves: Curves, title: str, width: int) -> str:
     """The curves' points as letters, with a legend below; of points that coincide the last is shown."""
     points = [point for curve in curves.values() for point in curve]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
@@ -25,7 +25,7 @@ def terminal_curves(curves: Curves, title: str, x_name: str, width: int) -> str:
     marks = dict(zip(curves, "abcdefghijklmnopqrstuvwxyz", strict=False))
     few = len(xs) <= width // 12
     x_ticks = (xs, [f"{x:g}" for x in xs]) if few else ticks(xs[0], right, width // 14, integer=True)
-    axes = ChartAxes(title, x_name, x_ticks, (left, right), ticks(0.0, top, HEIGHT // 3), (0.0, top))
+    axes = ChartAxes(title, "ranks", x_ticks, (left, right), ticks(0.0, top, HEIGHT // 3), (0.0, top))
     signals = [
         ChartSeries([x for x, _ in curves[name]], [y for _, y in curves[name]], mark, False)
         for name, mark in marks.items()
@@ -38,7 +38,7 @@ def fitting_width() -> int:
     return min(shutil.get_terminal_size((100, 30)).columns, 100)
 
 
-def curves_figure(panels: Mapping[str, Curves], x_name: str) -> "Figure":
+def curves_figure(panels: Mapping[str, Curves]) -> "Figure":
     """A panel for each set of curves, `panels` by the name of its y axis, side by side."""
     from mmm.history.figures import new_figure
 
@@ -51,13 +51,13 @@ def curves_figure(panels: Mapping[str, Curves], x_name: str) -> "Figure":
         if len(ranks) <= 8:
             axes.set_xticks(ranks, [f"{x:g}" for x in ranks])
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(x_name)
+        axes.set_xlabel("ranks")
         axes.set_ylabel(label)
         axes.legend()
     return figure
 
 
-def save_curves(panels: Mapping[str, Curves], x_name: str, path: Path) -> Path:
+def save_curves(panels: Mapping[str, Curves], path: Path) -> Path:
     """Write `curves_figure` to `path`, in the picture format of its suffix.
 
     Raises:
@@ -68,7 +68,7 @@ def save_curves(panels: Mapping[str, Curves], x_name: str, path: Path) -> Path:
     with style():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            curves_figure(panels, x_name).savefig(path)
+            curves_figure(panels).savefig(path)
         except OSError as error:
             raise RecordError(f"cannot write {path}: {reason(error)}. Give another file.") from error
         except ValueError as error:  # matplotlib names the suffixes it knows

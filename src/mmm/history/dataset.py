@@ -1,4 +1,5 @@
-"""Rows to a labelled dataset, and the dataset to and from its file. xarray is imported where it is used.
+"""Rows to a labelled dataset, and the dataset to and from its file. xarray is imported where it is used: not to write
+the file, since pandas comes with it, and both together take as long to import as a third of PyTorch.
 
 Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coordinates ``host``, ``local_rank``,
 ``pid``, for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
@@ -11,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -60,18 +61,34 @@ def about(name: str) -> dict[str, str]:
     return {**attrs, "units": unit} if unit else attrs
 
 
-def to_dataset(
+class Columns(NamedTuple):
+    """What a dataset is made of, as xarray takes it.
+
+    Attributes:
+        variables, coordinates: name: (dimension or dimensions, values, attributes, which may be left out).
+        attrs: text, int or float.
+    """
+
+    variables: dict[str, tuple[Any, ...]]
+    coordinates: dict[str, tuple[Any, ...]]
+    attrs: dict[str, Any]
+
+    def dataset(self) -> "xarray.Dataset":
+        import xarray
+
+        return xarray.Dataset(*self)
+
+
+def to_columns(
     header: Header,
     rows: Iterable[LoggedRow],
     extra_attrs: Mapping[str, Any],
     startup: Mapping[str, Sequence[float | None]],
-) -> "xarray.Dataset":
+) -> Columns:
     """One dataset of all `rows`. A missing value is NaN; a column of ints alone is int64, any other float64.
 
     A scalar in a column that other rows have by rank is rank 0's. `startup`: mark: seconds since 1970 by rank.
     """
-    import xarray
-
     kept = {row.draw: row for row in rows}  # a draw that is in dataset and journal counts once
     draws = sorted(kept)
     scalars: dict[str, list[Any]] = {}
@@ -119,7 +136,7 @@ def to_dataset(
         about_it = {"long_name": f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch", "units": "s"}
         missing = [np.nan] * (len(header.ranks) - len(given))
         coordinates[f"startup_{name}"] = ("rank", np.array([*given, *missing], dtype=np.float64), about_it)
-    return xarray.Dataset(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
+    return Columns(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
 
 
 def _ints(values: Sequence[Any]) -> bool:
@@ -127,7 +144,7 @@ def _ints(values: Sequence[Any]) -> bool:
 
 
 def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
-    """The inverse of `to_dataset`, up to NaN for what a row lacked."""
+    """The inverse of `to_columns`, up to NaN for what a row lacked."""
     columns = {str(name): (len(var.dims), var.values.tolist()) for name, var in dataset.data_vars.items()}
     return [
         LoggedRow(
@@ -147,8 +164,8 @@ def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_dataset(dataset: "xarray.Dataset", path: Path) -> None:
-    """Write `dataset` to `path` as netCDF-4/HDF5, atomically.
+def write_dataset(columns: Columns, path: Path) -> None:
+    """Write a dataset to `path` as netCDF-4/HDF5, atomically: the file that xarray would write.
 
     The file is made in memory: HDF5 then needs no lock of a parallel file system, and no disk that fills up meanwhile.
 
@@ -156,25 +173,48 @@ def write_dataset(dataset: "xarray.Dataset", path: Path) -> None:
         RecordError: the file cannot be written.
     """
     import h5netcdf
-    import xarray
+    import h5py
 
+    of: dict[str, list[str]] = {}  # dimension: coordinates over it, by which xarray knows them again
+    for name, (dim, *_) in columns.coordinates.items():
+        if name != dim:
+            of.setdefault(dim, []).append(name)
+    listed: set[str] = set()
     buffer = io.BytesIO()
-    exact: dict[str, Any] = {str(name): {"_FillValue": None} for name in dataset.variables}
     with h5netcdf.File(buffer, "w") as file:
-        dataset.dump_to_store(xarray.backends.H5NetCDFStore(file), encoding=exact)
+        for name, (dims, values, *attrs) in (columns.variables | columns.coordinates).items():
+            dims, about_it = (dims,) if isinstance(dims, str) else dims, dict(*attrs)
+            for dim, size in zip(dims, values.shape, strict=True):
+                if dim not in file.dimensions:
+                    file.dimensions[dim] = size
+            text = values.dtype.kind == "U"
+            variable = file.create_variable(
+                name,
+                dims,
+                h5py.string_dtype() if text else values.dtype,
+                data=values.astype(object) if text else values,
+            )
+            beside = [each for dim in dims for each in of.get(dim, ())] if name in columns.variables else []
+            if beside:
+                about_it["coordinates"] = " ".join(beside)
+                listed |= set(beside)
+            variable.attrs.update(about_it)
+        file.attrs.update(columns.attrs)
+        if rest := [each for names in of.values() for each in names if each not in listed]:
+            file.attrs["coordinates"] = " ".join(rest)
     write_atomically(path, buffer.getvalue())
 
 
 def read_dataset(path: Path) -> "xarray.Dataset | None":
     """The dataset at `path`, in memory; None if there is no such file. RecordError if it cannot be read as one."""
-    import xarray
-
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}.") from error
+    import xarray
+
     try:
         dataset = xarray.load_dataset(io.BytesIO(content), engine="h5netcdf")
         dataset["draw"], dataset["rank"]

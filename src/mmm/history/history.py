@@ -82,7 +82,9 @@ class History:
         self.ending = Ending(RUNNING)
         write_ending(self.outdir, self.ending)
 
-    def update(self, row: Mapping[str, float | int], per_rank: Mapping[str, Sequence[float]] | None = None) -> str:
+    def update(
+        self, row: Mapping[str, float | int], per_rank: Mapping[str, Sequence[float] | np.ndarray] | None = None
+    ) -> str:
         """Keep one row, and return its line for the log: ``iter=2 loss=10.783049 dt=0.400887``.
 
         Args:
@@ -110,7 +112,7 @@ class History:
             if name not in self._names:
                 self._admit(name)
             values = self._one_a_rank(name, given)
-            shown[name] = values[0]
+            shown[name] = values[0] if self._full else _number(name, values[0])
             if self._full:
                 spread[name] = values
             else:
@@ -175,6 +177,8 @@ class History:
         self._names.add(name)
 
     def _one_a_rank(self, name: str, given: Any) -> list[float | int]:
+        if isinstance(given, np.ndarray) and not self._full and len(given) == len(self._ranks):
+            return given  # type: ignore[return-value]  # only reduced: no Python object for each of many ranks
         listed = given.tolist() if hasattr(given, "tolist") else given
         if len(listed) != len(self._ranks):
             raise RecordError(

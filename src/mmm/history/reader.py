@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmm.errors import RecordError
 from mmm.history.alive import why_going_on
-from mmm.history.dataset import read_dataset, to_dataset, to_rows, write_dataset
+from mmm.history.dataset import Columns, read_dataset, to_columns, to_rows, write_dataset
 from mmm.history.ending import (
     ENDED,
     FINISHED,
@@ -39,11 +39,13 @@ def load(outdir: Path | str) -> "xarray.Dataset":
         RecordError: no such folder, no record in it, or a file of it is damaged.
     """
     folder = _existing(outdir)
-    return _load(folder, _ending_by_journal(folder))[0]
+    found, _ = _load(folder, _ending_by_journal(folder))
+    return found.dataset() if isinstance(found, Columns) else found
 
 
-def _load(folder: Path, ending: Ending | None) -> "tuple[xarray.Dataset, int]":
-    """The dataset, with that ending (None: the one it has), and how many bytes of a journal are in it."""
+def _load(folder: Path, ending: Ending | None) -> "tuple[Columns | xarray.Dataset, int]":
+    """What the journal and the file before it hold, with that ending (None: the one it has), and how many bytes the
+    journal has; without a journal the dataset."""
     journal = read_journal(folder / JOURNAL)  # before the dataset: a run that ends meanwhile has written that first
     stored = read_dataset(folder / DATASET)
     if journal is None:
@@ -55,7 +57,7 @@ def _load(folder: Path, ending: Ending | None) -> "tuple[xarray.Dataset, int]":
         rows = to_rows(stored) + rows
     config, ending = read_config(folder), ending or Ending(RUNNING)
     attrs = {"config": config_with(config, ending)} if config else {}
-    return to_dataset(header, rows, ending.attrs() | attrs, _startup(config, len(header.ranks))), size
+    return to_columns(header, rows, ending.attrs() | attrs, _startup(config, len(header.ranks))), size
 
 
 def finalize(outdir: Path | str) -> Path:
@@ -90,8 +92,9 @@ def finalize_now(folder: Path, ending: Ending) -> Path:
 
     A journal that has grown since it was read stays beside the dataset, and `load` counts each row once.
     """
-    dataset, size = _load(folder, ending)
-    write_dataset(dataset, folder / DATASET)
+    columns, size = _load(folder, ending)
+    if isinstance(columns, Columns):  # else another process has made the dataset meanwhile
+        write_dataset(columns, folder / DATASET)
     try:
         if (folder / JOURNAL).stat().st_size != size:
             raise _still_writing(folder, f"its journal has grown beyond the {size:,} bytes that were read")

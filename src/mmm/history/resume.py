@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mmm.errors import RecordError
 from mmm.history.alive import why_going_on
 from mmm.history.attempts import Attempt, attempt_of
-from mmm.history.dataset import to_dataset, to_rows, write_dataset
+from mmm.history.dataset import Columns, to_columns, to_rows, write_dataset
 from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_config
 from mmm.history.journal import Header
 from mmm.history.reader import _load, _startup, _still_writing, _writer
@@ -76,14 +76,15 @@ def reopen(folder: Path, resume: Resume, header: Header) -> Header:
     marks: list[Any] = []
     ranks = header.ranks
     if any((folder / name).exists() for name in (DATASET, JOURNAL)):
-        earlier, _ = _load(folder, Ending(KILLED))
+        found, _ = _load(folder, Ending(KILLED))
+        earlier = found.dataset() if isinstance(found, Columns) else found
         rows = [row for row in to_rows(earlier) if row.draw < resume.rows]
         marks = [mark for mark in marks_of(earlier) if mark["draw"] <= resume.rows]
         attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
         before = _ranks_of(earlier)
         ranks = [*ranks, *before[len(ranks) :]]
         kept = Header(before, {**earlier.attrs, MARKS: marks})
-        write_dataset(to_dataset(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
+        write_dataset(to_columns(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
     attrs[MARKS] = [*marks, {"draw": resume.rows, **resume.mark}]
     return Header(ranks, attrs)
 

@@ -7,13 +7,14 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from mmm import contract
 from mmm.errors import LaunchError, UserError
 from mmm.launch.control.run import RunControl
 from mmm.launch.control.wire import CPUS_VARIABLE
-from mmm.launch.job import binding, cluster, local, scheduler, target, walltime
+from mmm.launch.job import binding, cluster, local, scheduler, staging, target, walltime
 from mmm.launch.job.cluster import ClusterPlan
 from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split
@@ -53,32 +54,41 @@ def _main(words: list[str], begin: float) -> int:
         **startup(os.environ, begin),
     }
     plan = plan_run(what, options, shared)
-    for note in plan.notes:
+    for note in [*plan.notes, *(staging.notes(options.stage) if options.stage is not None else [])]:
         print(f"launch: {note}", file=sys.stderr)
     its_job = plan.job if isinstance(plan, ClusterPlan) else scheduler.detect(os.environ, options.scheduler)
     limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
     limits = replace(limits, grace=grace)
     if args.dry_run or args.explain:
         try:
-            print(describe(plan, args), flush=True)
+            print(describe(plan, args, options), flush=True)
         except OSError:  # `| head`, a full disk: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
         return 0
-    for attempt in range(retries + 1):
-        if attempt:  # whose start-up is its own
-            for told in (shared, os.environ):
-                told.pop(contract.STARTED_VARIABLE, None)
-            shared[contract.BEGAN_VARIABLE] = repr(time.time())
-            plan = plan_run(what, replace(options, attempt=attempt), shared)
-        plan.shared[contract.ATTEMPT_VARIABLE] = str(attempt)
-        run = start(plan, limits, start_timeout, attempt)
-        code = run.run()
-        if code == 0 or not run.again or attempt == retries:
-            return code
-        left = retries - attempt
-        print(f"launch: exit code {code}: starting again (--retries; {left} left)", file=sys.stderr, flush=True)
-    return code
+    staged: AbstractContextManager[str | None] = nullcontext()
+    if options.stage is not None and isinstance(plan, LaunchPlan):
+        from mmm.launch.host.stage import on_this_host
+
+        staged = on_this_host(options.stage)
+    with staged as copy:
+        for attempt in range(retries + 1):
+            if attempt:  # whose start-up is its own
+                for told in (shared, os.environ):
+                    told.pop(contract.STARTED_VARIABLE, None)
+                shared[contract.BEGAN_VARIABLE] = repr(time.time())
+                plan = plan_run(what, replace(options, attempt=attempt), shared)
+            if copy is not None and options.stage is not None and isinstance(plan, LaunchPlan):
+                plan = local.from_copy(plan, options.stage.source, copy)
+            plan.shared[contract.ATTEMPT_VARIABLE] = str(attempt)
+            run = start(plan, limits, start_timeout, attempt)
+            run.attempts_left = retries - attempt
+            code = run.run()
+            if code == 0 or not run.again or attempt == retries:
+                return code
+            left = retries - attempt
+            print(f"launch: exit code {code}: starting again (--retries; {left} left)", file=sys.stderr, flush=True)
+        return code
 
 
 def startup(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:
@@ -136,7 +146,7 @@ def plan_here(what: Target, options: LaunchOptions) -> LaunchPlan:
     return plan
 
 
-def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace) -> str:
+def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace, options: LaunchOptions) -> str:
     if isinstance(plan, ClusterPlan):
         from mmm.launch.job.table import table
 
@@ -144,6 +154,8 @@ def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace) -> str:
     from mmm.launch.job.preloads import preloads
 
     text = local.describe(plan, [p.module for p in preloads(plan.target)] if plan.fork else [])
+    if options.stage is not None:
+        text += f"\nstage    {options.stage}"
     found = scheduler.detect(os.environ, args.scheduler)
     return f"machine  this host: {found.why['scheduler']}, no --hosts, no --hostfile\n{text}" if args.explain else text
 

@@ -21,14 +21,6 @@ def _uniform(fan_in: float) -> Rules:
     return {"weight": bound, "bias": bound}
 
 
-def _linear(module: nn.Linear) -> Rules:
-    return _uniform(module.in_features)
-
-
-def _bilinear(module: nn.Bilinear) -> Rules:
-    return _uniform(module.in1_features)
-
-
 def _convolution(module: nn.modules.conv._ConvNd) -> Rules:
     channels = module.out_channels if module.transposed else module.in_channels  # a transposed weight is (in, out, …)
     return _uniform(channels // module.groups * math.prod(module.kernel_size))
@@ -72,13 +64,9 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> Rules:
     return {name: bound for name, _ in module.named_parameters(recurse=False)}
 
 
-def _prelu(module: nn.PReLU) -> Rules:
-    return {"weight": Init("constant", float(module.init))}
-
-
 KINDS: tuple[tuple[type[nn.Module], Callable[..., Rules]], ...] = (
-    (nn.Linear, _linear),
-    (nn.Bilinear, _bilinear),
+    (nn.Linear, lambda module: _uniform(module.in_features)),
+    (nn.Bilinear, lambda module: _uniform(module.in1_features)),
     (nn.modules.conv._ConvNd, _convolution),
     (nn.Embedding, _embedding),
     (nn.EmbeddingBag, _embedding),
@@ -90,7 +78,7 @@ KINDS: tuple[tuple[type[nn.Module], Callable[..., Rules]], ...] = (
     (nn.MultiheadAttention, _attention),
     (nn.RNNBase, _recurrent),
     (nn.RNNCellBase, _recurrent),
-    (nn.PReLU, _prelu),
+    (nn.PReLU, lambda module: {"weight": Init("constant", float(module.init))}),
 )
 RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -100,11 +88,9 @@ def default_rules(model: nn.Module) -> Rules:
     found: Rules = {}
     for path, module in model.named_modules(remove_duplicate=False):  # an outer module's rule wins over inner ones
         for kind, rules in KINDS:
-            if isinstance(module, kind) and all(_same(type(module), kind, reset) for reset in RESETS):
+            own = type(module)
+            same = all(getattr(own, reset, None) is getattr(kind, reset, None) for reset in RESETS)
+            if isinstance(module, kind) and same:
                 for name, rule in rules(module).items():
                     found.setdefault(f"{path}.{name}" if path else name, rule)
     return found
-
-
-def _same(own: type, kind: type, name: str) -> bool:
-    return getattr(own, name, None) is getattr(kind, name, None)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.sizes import below_one
-from mmm.models.weights import Init
+from mmm.models.weights import Init, widest
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
 
     Returns:
         Two tensors (seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
-        float32 on MPS, which has no float64.
+        float32 on devices without it.
     """
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    dtype = widest(positions.device)
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
     angle = positions.to(dtype)[:, None] * theta**-exponent  # (seq, head_dim / 2)
     return angle.cos(), angle.sin()

@@ -123,8 +123,8 @@ def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.devi
     total = local.numel()
     if device is None or device.type == "meta":  # which has no values to copy
         device = local.device
-    if device.type == "mps":
-        device = torch.device("cpu")  # MPS has no float64
+    if widest(device) != torch.float64:
+        device = torch.device("cpu")
     chunk = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else CHUNK
     if local.is_contiguous():
         flat = local.view(-1)
@@ -224,6 +224,14 @@ def initialize(
     for name, buffer in model.named_buffers():
         if (rule := rule_of.buffer(name, name in empty)) is not None:
             fill_(local_of(buffer), rule, stream_key(seed, name), full_box(buffer))
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices without it: Apple's, and Intel's smaller ones (Arc)."""
+    without = device.type == "mps"
+    if device.type == "xpu":
+        without = not getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
+    return torch.float32 if without else torch.float64
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 The names below are what a program of one's own uses (docs/your-script.md, docs/models.md), and stay.
 """
 
+from mmm.data.local_batches import local_batches
 from mmm.models.meta import meta_parameters
 from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm
@@ -10,7 +11,7 @@ from mmm.parallel.compile import check_compile
 from mmm.parallel.data.apply import DATA_PARALLEL, check_data_parallel, sync_gradients
 from mmm.parallel.expert.balance import balance_experts, imbalance
 from mmm.parallel.local import to_local
-from mmm.parallel.loss import cross_entropy, local_value
+from mmm.parallel.loss import cross_entropy
 from mmm.parallel.materialize import check_weights, materialize
 from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Layout, Mesh, batch_sizes, build_mesh
@@ -39,7 +40,7 @@ __all__ = [
     "clip_grad_norm",
     "cross_entropy",
     "imbalance",
-    "local_value",
+    "local_batches",
     "loss_of",
     "materialize",
     "meta_parameters",

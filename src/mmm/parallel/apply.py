@@ -17,7 +17,7 @@ from mmm.parallel.expert.apply import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
 from mmm.parallel.memory.tiling import apply_tiling
-from mmm.parallel.mesh import Mesh
+from mmm.parallel.mesh import Mesh, meshes_made_once
 from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.apply import apply_tensor_parallel
@@ -74,7 +74,8 @@ def apply(
     if techniques.compile:
         compile_modules(model, plan, layout)
     # 6. Data parallel: last, because it shards what all the others have left of each parameter.
-    trained = apply_data_parallel(model, mesh, plan, precision, techniques)
+    with meshes_made_once():
+        trained = apply_data_parallel(model, mesh, plan, precision, techniques)
     check_tied(model, ties, f"the layout {layout}")
     keep_output_gathered(trained)
     return trained

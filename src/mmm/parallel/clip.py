@@ -8,7 +8,7 @@ Source: Pascanu et al., "On the difficulty of training recurrent neural networks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,33 @@ from mmm.parallel.local import sendable, to_local
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: DeviceMesh | None = None) -> Tensor:
+def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of this rank's local tensor of each gradient: scalars, float32 at least."""
+    norms: dict[int, Tensor] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    tensors = [to_local(gradient) for gradient in gradients]
+    for number, local in enumerate(tensors):
+        kinds.setdefault((local.device, local.dtype), []).append(number)
+    for (_, dtype), numbers in kinds.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms.update(zip(numbers, torch._foreach_norm([tensors[n] for n in numbers], 2, wide), strict=True))
+    return [norms[number] for number in range(len(tensors))]
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    stages: DeviceMesh | None = None,
+    norms: Sequence[Tensor] | None = None,
+) -> Tensor:
     """Scale all gradients, in place, so that their 2-norm taken together is at most `max_norm`. A collective.
 
     Args:
         parameters: of the model, as given by its ``parameters()``; those without gradient are skipped.
         max_norm: above 0; ``math.inf`` scales nothing and gives the norm.
         stages: the pp axis, whose ranks have other layers.
+        norms: `local_norms` of the gradients, where they are known already.
 
     Returns:
         The norm before scaling: a scalar, plain, float32 at least, the same on every rank.
@@ -35,11 +55,11 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: Device
         raise ValueError(f"max_norm {max_norm}: it must be above 0")
     gradients = [p.grad for p in parameters if p.grad is not None]
     by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
-    for gradient in gradients:
-        by_sharding.setdefault(_sharding(gradient), []).append(to_local(gradient))
+    for gradient, norm in zip(gradients, local_norms(gradients) if norms is None else norms, strict=True):
+        by_sharding.setdefault(_sharding(gradient), []).append(norm)
     total: Tensor | None = None
-    for sharding, tensors in by_sharding.items():
-        squares = _sum_of_squares(tensors)
+    for sharding, some in by_sharding.items():
+        squares = torch.stack(some).square().sum()
         if sharding is not None:
             mesh, axes = sharding
             for axis in axes:
@@ -54,9 +74,8 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, stages: Device
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device
     together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensors in by_sharding.values():
-        for local in tensors:
-            together.setdefault((local.device, local.dtype), []).append(local)
+    for local in map(to_local, gradients):
+        together.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), tensors in together.items():
         torch._foreach_mul_(tensors, scale.to(device, dtype))
     return norm
@@ -69,8 +88,3 @@ def _sharding(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     assert not any(placement.is_partial() for placement in gradient.placements), "backward leaves no partial sums"
     axes = (i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return gradient.device_mesh, tuple(i for i in axes if gradient.device_mesh.size(i) > 1)
-
-
-def _sum_of_squares(parts: list[Tensor]) -> Tensor:
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()

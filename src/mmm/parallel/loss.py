@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmm.models.weights import widest
 from mmm.parallel.local import to_local
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]  # (output, targets, count) → local loss
@@ -31,12 +32,5 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int) -> Tensor:
 
 
 def detached(loss: Tensor) -> Tensor:
-    """A scalar, plain or replicated over a mesh, without its graph and in float64, to add up on its device (MPS has no
-    float64: float32)."""
-    wide = torch.float32 if loss.device.type == "mps" else torch.float64
-    return to_local(loss.detach()).to(wide)
-
-
-def local_value(loss: Tensor) -> float:
-    """The value of a scalar, plain or replicated over a mesh."""
-    return float(to_local(loss.detach()))
+    """A scalar, plain or replicated over a mesh, without its graph and as `widest`, to add up on its device."""
+    return to_local(loss.detach()).to(widest(loss.device))

@@ -18,8 +18,11 @@ from __future__ import annotations
 import math
 import shlex
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,10 +119,14 @@ class Layout:
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
+    @property
+    def of_loss_ranks(self) -> slice:
+        """`loss_ranks`, of a table by rank."""
+        return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)
+
     def loss_ranks(self) -> list[int]:
         """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
-        places = (self.coordinates(rank) for rank in range(self.ranks))
-        return [rank for rank, at in enumerate(places) if at["tp"] == 0 and at["pp"] == self.pp - 1]
+        return list(range(self.ranks)[self.of_loss_ranks])
 
 
 def _line_that_fits(ranks: int) -> str:
@@ -139,12 +146,16 @@ class Mesh:
             experts are sharded as all other parameters are.
         one_device: MPS, on which PyTorch makes no groups and FSDP does not run: there is one rank, and its model stays
             as it is.
+        p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
+            receiver) on pp; those of this rank (`mmm.parallel.pipeline.p2p` says why). Gloo needs none.
     """
 
     layout: Layout
     device_mesh: DeviceMesh
     experts: DeviceMesh | None = None
     one_device: bool = False
+    p2p: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    _axes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
@@ -165,9 +176,10 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> DeviceMesh:
         """One axis; ``dp_shard_cp`` is dp_shard and cp as one: the ranks that FSDP shards parameters over."""
-        if axis == "dp_shard_cp":
-            return self.device_mesh["dp_shard", "cp"]._flatten(axis)  # made once, then the same again
-        return self.device_mesh[axis]
+        if axis not in self._axes:  # PyTorch makes a new mesh each time, and each has a list of all ranks
+            joined = axis == "dp_shard_cp"
+            self._axes[axis] = self.device_mesh["dp_shard", "cp"]._flatten(axis) if joined else self.device_mesh[axis]
+        return self._axes[axis]
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
@@ -183,27 +195,58 @@ class Mesh:
         return str(self.device_mesh)
 
 
-def build_mesh(layout: Layout, device_type: str, timeout: float = 600.0, experts: bool = False) -> Mesh:
+def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, experts: bool = False) -> Mesh:
     """The mesh of a fitted layout. A collective.
 
     Args:
-        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's.
+        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's. None: that
+            of the `process_group` around it.
         experts: whether the model has experts: under tp they need a mesh of their own also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
-    limit = timedelta(seconds=timeout)
+    default = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+    limit = default if timeout is None else timedelta(seconds=timeout)
     one_device = device_type == "mps"
     device_type = "cpu" if one_device else device_type
     with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
-        mesh = Mesh(layout, device_mesh, expert_mesh, one_device)
+        p2p = build_p2p_groups(layout) if layout.pp > 1 and device_type != "cpu" else {}
+        mesh = Mesh(layout, device_mesh, expert_mesh, one_device, p2p)
         groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
+        groups += p2p.values()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
         for group in groups:  # an axis of all ranks is the default group, which has been there before
             dist.distributed_c10d._set_pg_timeout(limit, group)
     return mesh
+
+
+@contextmanager
+def meshes_made_once() -> Iterator[None]:
+    """Inside, PyTorch makes the same mesh once. Each has a list of all ranks, 4 MB on 100,000, and FSDP makes two a
+    parameter: the one axis of HSDP's that it shards over, and its mesh joined with that of tp."""
+    originals = {name: vars(DeviceMesh)[name] for name in ("__getitem__", "_concatenate") if name in vars(DeviceMesh)}
+    made: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
+
+    def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+        def find(*given: Any) -> DeviceMesh:
+            parts = given[0] if isinstance(given[0], list) else given
+            key = tuple(id(part) if isinstance(part, DeviceMesh) else part for part in parts)
+            if key not in made:
+                made[key] = make(*given), parts  # which keeps the ids theirs
+            return made[key][0]
+
+        return find
+
+    try:
+        DeviceMesh.__getitem__ = once(DeviceMesh.__getitem__)  # type: ignore[method-assign]
+        if "_concatenate" in originals:  # PyTorch 2.8 has none
+            DeviceMesh._concatenate = staticmethod(once(DeviceMesh._concatenate))  # type: ignore
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(DeviceMesh, name, original)
 
 
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -213,6 +256,32 @@ def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "expert_dp": ranks.shape[2], "ep": layout.ep}
     names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "expert_dp")
     return DeviceMesh(device_type, ranks.reshape([sizes[axis] for axis in names]), mesh_dim_names=names)
+
+
+def neighbour_rounds(pp: int) -> list[list[tuple[int, int]]]:
+    """The pairs of neighbours on a ring of `pp` ≥ 2 ranks, in rounds: in each, a rank is in one pair at most."""
+    ring = [(at, (at + 1) % pp) for at in range(pp)][: 1 if pp == 2 else pp]
+    last = [ring.pop()] if pp % 2 else []  # the last of an odd number shares a rank with the first
+    return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
+
+
+def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """`Mesh.p2p` of a layout with pp, for any schedule: the last rank and the first are neighbours too. A collective.
+
+    A rank that is in no pair of a round is in a group by itself: PyTorch names a group by how many a rank has, and its
+    members have to agree.
+    """
+    lines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()  # the ranks of each pipeline
+    own = layout.coordinates(dist.get_rank())["pp"]
+    splits = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
+    found: dict[tuple[int, int], Any] = {}
+    for pairs in neighbour_rounds(layout.pp):
+        singles = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
+        members = [[line[at] for at in each] for line in lines for each in (*pairs, *singles)]
+        for back in (False, True):
+            group = dist.split_group(split_ranks=members) if splits else dist.new_subgroups_by_enumeration(members)[0]
+            found |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
+    return found
 
 
 def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:

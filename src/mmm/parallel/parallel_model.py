@@ -10,7 +10,7 @@ An example that teaches one technique calls these functions itself; what takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.experts import has_experts
-from mmm.models.weights import canonical_name
+from mmm.models.weights import canonical_name, widest
 from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.compile import CompileReport
@@ -132,9 +132,13 @@ class ParallelModel:
         for module in self.modules.values():
             module.train(mode)
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective."""
-        return clip_grad_norm(self.parameters(), max_norm, stages=self.mesh["pp"] if self.pipeline else None)
+    def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> Tensor:
+        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective.
+
+        Args:
+            norms: as for `clip_grad_norm`.
+        """
+        return clip_grad_norm(self.parameters(), max_norm, self.mesh["pp"] if self.pipeline else None, norms)
 
     def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
         """After a step of the optimizer: `mmm.parallel.balance_experts` on all stages. A collective.
@@ -205,11 +209,10 @@ class ParallelModel:
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
-            (measures,) float64, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
+            (measures,) `widest`, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
         """
         inputs, targets, positions = self._own_tokens(inputs, targets)
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        sums = torch.zeros(len(measures), dtype=wide, device=self.device)
+        sums = torch.zeros(len(measures), dtype=widest(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
             sums.add_(torch.stack([detached(measure(output, targets)) for measure in measures]))

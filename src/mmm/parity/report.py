@@ -7,21 +7,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from mmm.history import figures
-from mmm.history.dataset import plain_attrs, write_dataset
+from mmm.history.dataset import Columns, plain_attrs, write_dataset
 from mmm.history.record import cannot_write, write_atomically
 from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
 from mmm.parity.train import Curve
-
-if TYPE_CHECKING:
-    import xarray
 
 LOSS_LIMIT = {"fp64": 1e-9, "fp32": 1e-4}  # relative
 GRADIENT_LIMIT = {"fp64": 1e-8, "fp32": 1e-3}  # of the largest element of the parameter's gradient
@@ -184,9 +181,8 @@ def write_json(rows: Sequence[Comparison], folder: Path, name: str = JSON) -> Pa
     return folder / name
 
 
-def dataset(rows: Sequence[Comparison], training: Training, attrs: Mapping[str, Any]) -> xarray.Dataset:
+def dataset(rows: Sequence[Comparison], training: Training, attrs: Mapping[str, Any]) -> Columns:
     """The table and the curves: dimensions ``case`` and ``step``; each axis' size as a coordinate ``axis_<name>``."""
-    import xarray
 
     def curves(name: str) -> np.ndarray:
         return np.array([getattr(row, name) or [math.nan] * training.steps for row in rows])
@@ -194,7 +190,7 @@ def dataset(rows: Sequence[Comparison], training: Training, attrs: Mapping[str, 
     def column(name: str) -> np.ndarray:
         return np.array([math.nan if getattr(row, name) is None else getattr(row, name) for row in rows], dtype=float)
 
-    variables = {
+    variables: dict[str, tuple[Any, ...]] = {
         "loss": (("case", "step"), curves("losses"), {"long_name": "training loss"}),
         "reference_loss": (("case", "step"), curves("expected_losses"), {"long_name": "training loss on one device"}),
         "max_rel_loss_diff": ("case", column("max_rel_loss_diff"), {"long_name": "largest relative loss difference"}),
@@ -213,8 +209,8 @@ def dataset(rows: Sequence[Comparison], training: Training, attrs: Mapping[str, 
     coordinates: dict[str, Any] = {name: ("case", np.array([getattr(row, name) for row in rows])) for name in names}
     axes = dict.fromkeys(axis for row in rows for axis in row.axes)
     coordinates |= {f"axis_{axis}": ("case", np.array([row.axes.get(axis, 1) for row in rows])) for axis in axes}
-    coordinates["step"] = np.arange(1, training.steps + 1)
-    return xarray.Dataset(variables, coordinates, plain_attrs({**asdict(training), **attrs}))
+    coordinates["step"] = ("step", np.arange(1, training.steps + 1))
+    return Columns(variables, coordinates, plain_attrs({**asdict(training), **attrs}))
 
 
 def picture(rows: Sequence[Comparison], training: Training) -> Any:

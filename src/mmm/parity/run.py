@@ -15,7 +15,7 @@ from mmm.parity import models, reference
 from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
 from mmm.parity.report import ERRORS, Comparison, evaluate, failed
-from mmm.parity.train import Prepared, plan_problems, prepare, train
+from mmm.parity.train import PreparedCase, plan_problems, prepare, train
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
@@ -23,11 +23,11 @@ from mmm.testing import RanksFailed, fork_ranks
 
 def prepare_cases(
     cases: Sequence[ParityCase], training: Training
-) -> tuple[list[Prepared], list[tuple[ParityCase, str]]]:
+) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
     """The cases that go, and those that do not with the reason."""
     torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads, in them neither
     said: set[str] = set()
-    good: list[Prepared] = []
+    good: list[PreparedCase] = []
     refused: list[tuple[ParityCase, str]] = []
     for case in cases:
         try:
@@ -67,7 +67,7 @@ def count_devices(device_type: str) -> int:
 
 
 def compare(
-    ready: Sequence[Prepared], timeout: float, folder: Path, say: Callable[[str], None], device_type: str = "cpu"
+    ready: Sequence[PreparedCase], timeout: float, folder: Path, say: Callable[[str], None], device_type: str = "cpu"
 ) -> Iterator[Comparison]:
     """Train every case and hold it against the reference of its model and optimizer, which is trained once, on the CPU.
 
@@ -89,7 +89,7 @@ def compare(
 
 
 def _compare_one(
-    each: Prepared, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
+    each: PreparedCase, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
 ) -> Iterator[Comparison]:
     case, training = each.case, each.training
     good: dict[str, Reference] = {}
@@ -109,7 +109,7 @@ def _compare_one(
         yield evaluate(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
 
 
-def _reference(each: Prepared, optimizer: str, timeout: float) -> Reference | RanksFailed:
+def _reference(each: PreparedCase, optimizer: str, timeout: float) -> Reference | RanksFailed:
     def alone(rank: Rank) -> Reference:
         return reference.train(each.model.source, each.training, optimizer)
 

@@ -40,7 +40,7 @@ LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCase:
     """A case that has been checked, before any rank is started. experts: whether the model has any."""
 
     model: Model
@@ -70,7 +70,7 @@ class Curve:
     expected: float | None
 
 
-def prepare(model: Model, case: ParityCase, training: Training) -> Prepared:
+def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
     """Check that a model goes onto a layout; needs no process group.
 
     Raises:
@@ -102,7 +102,7 @@ def prepare(model: Model, case: ParityCase, training: Training) -> Prepared:
     with meta_parameters():
         module = model.source.parity_model()
     partition = partition_model(module, model.plan(), layout, techniques, meta)
-    return Prepared(model, case, training, layout, techniques, partition, has_experts(module))
+    return PreparedCase(model, case, training, layout, techniques, partition, has_experts(module))
 
 
 def plan_problems(model: Model) -> list[str]:
@@ -112,7 +112,7 @@ def plan_problems(model: Model) -> list[str]:
 
 
 def train(
-    rank: Rank, ready: Prepared, references: Mapping[str, Reference], timeout: float, device_type: str = "cpu"
+    rank: Rank, ready: PreparedCase, references: Mapping[str, Reference], timeout: float, device_type: str = "cpu"
 ) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
     device = choose_device(device_type, rank)
@@ -124,7 +124,7 @@ def train(
 
 
 def _train(
-    rank: Rank, ready: Prepared, mesh: Mesh, device: torch.device, optimizer: str, reference: Reference
+    rank: Rank, ready: PreparedCase, mesh: Mesh, device: torch.device, optimizer: str, reference: Reference
 ) -> Curve:
     began = time.perf_counter()
     model, training, layout = ready.model, ready.training, ready.layout
@@ -168,7 +168,7 @@ def _train(
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
 
 
-def least_traffic(ready: Prepared, parallel_model: ParallelModel, precision: Precision) -> float | None:
+def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision: Precision) -> float | None:
     """Bytes that this rank has to send a step; None where there is no formula.
 
     There is none for experts, whose tokens go where the router sends them, nor for layers whose forward is repeated.

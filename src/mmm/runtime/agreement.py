@@ -82,7 +82,7 @@ def check_devices(store: Store, rank: Rank, identity: str) -> None:
             devices = len({device for its_host, device in ranks if its_host == host})
             more = f" (so are others: {len(shared)} devices in all)" if len(shared) > 1 else ""
             raise DeviceError(
-                f"{_ranks(where)} on {host} are on one device{more}: start at most one rank a device (launch -n "
+                f"{name_ranks(where)} on {host} are on one device{more}: start at most one rank a device (launch -n "
                 f"{devices} …), show each rank its own (srun --gpus-per-task=1), or use --device cpu"
             )
         return ""
@@ -165,15 +165,16 @@ def _values(ranks: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
     """Each value, and where it is; the common ones first."""
     common = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
     shown = [
-        f"{value} on {_ranks(where)} ({_hosts([hosts[rank] for rank in where])})" for value, where in common[:SHOWN]
+        f"{value} on {name_ranks(where)} ({name_hosts([hosts[rank] for rank in where])})"
+        for value, where in common[:SHOWN]
     ]
     rest = [rank for _, where in common[SHOWN:] for rank in where]
     if rest:
-        shown.append(f"{len(common) - SHOWN} other values on {_ranks(sorted(rest))}")
+        shown.append(f"{len(common) - SHOWN} other values on {name_ranks(sorted(rest))}")
     return "; ".join(shown)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Such as ``rank 3`` or ``ranks 0-5, 8``, of ascending numbers."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -187,6 +188,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {text}" + (f", … ({len(ranks)} in all)" if len(runs) > SHOWN else "")
 
 
-def _hosts(hosts: Sequence[str]) -> str:
+def name_hosts(hosts: Sequence[str]) -> str:
     names = list(dict.fromkeys(hosts))
     return ", ".join(names[:SHOWN]) + (f", … ({len(names)} hosts)" if len(names) > SHOWN else "")

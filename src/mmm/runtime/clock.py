@@ -25,6 +25,7 @@ class StepClock:
     host's time, once the device has finished.
 
     Attributes:
+        step: the optimizer step that is under way, from 0; None before the first. Whoever makes the steps counts them.
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
     """
 
@@ -35,13 +36,14 @@ class StepClock:
         self._last: Any = None  # mark
         self._laps: list[tuple[str, Any, Any]] = []  # part and the marks around it: those not yet added up
         self._seconds: dict[str, float] = {}
+        self.step: int | None = None
         self.first_start: float | None = None
         self.first_end: float | None = None
 
     def start(self) -> None:
         if self.first_start is None:
             synchronize(self.device)
-            self.first_start = time()
+            self.first_start, self.step = time(), 0
         self._seconds, self._laps = dict.fromkeys(self.parts, 0.0), []
         self._last = self._mark()
 
@@ -62,6 +64,11 @@ class StepClock:
         """``dt`` and each part, in seconds, of the step since ``start()``. The host waits for the last mark."""
         self._add_up(len(self._laps))
         return {"dt": sum(self._seconds.values()), **self._seconds}
+
+    @property
+    def last_mark(self) -> object:
+        """Another object after each mark."""
+        return self._last
 
     def _mark(self) -> Any:
         if self._event is None:

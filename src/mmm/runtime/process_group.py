@@ -21,6 +21,9 @@ from mmm.runtime.agreement import check_devices, find_hosts
 from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import Rank
 
+# By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
+MARGIN = timedelta(seconds=20)
+
 
 @contextlib.contextmanager
 def process_group(
@@ -33,14 +36,14 @@ def process_group(
     and hide the error.
 
     Args:
-        timeout: seconds that a collective, or the start, may take.
+        timeout: seconds that a collective, or the start, may take; on accelerators `MARGIN` more.
         meet: called with a store that all ranks share, before any backend and device is set up: what it raises on every
             rank costs no waiting for ranks that another backend would never meet.
 
     Raises:
         LaunchError: rank 0 cannot listen on MASTER_PORT. DeviceError: two ranks have one device; on every rank.
     """
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout) + (MARGIN if device.type in ("cuda", "xpu") else timedelta())
     # Gloo connects each rank with every other, once a group: more sockets than 1,024, which many systems begin with.
     # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
     # from those that are still connecting: barrier, then destroy, on 16 ranks failed in 4 of 30 runs, and without in 0.
@@ -48,8 +51,9 @@ def process_group(
     options: dict = {"backend": backend_for(device), "timeout": limit}
     if device.type in ("cuda", "xpu"):
         options["device_id"] = device
-    with _meeting(rank):
-        store = rank.store or _store(rank, limit)
+        # Of sends that wait for each other: a pipeline's have groups of their own, but for shapes in its first step.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    with _meeting(rank, limit) as store:
         if meet is not None:
             meet(store)
         if "device_id" in options and rank.world_size > 1:
@@ -72,29 +76,23 @@ def locate(rank: Rank, timeout: float = 600.0) -> Rank:
     """
     if rank.local_rank is not None and rank.local_world_size is not None:
         return rank
-    with _meeting(rank):
-        store = _store(rank, timedelta(seconds=timeout))
+    with _meeting(rank, timedelta(seconds=timeout)) as store:
         hosts = find_hosts(store, rank)
     mates = [other for other, host in enumerate(hosts) if host == hosts[rank.rank]]
     local_rank = mates.index(rank.rank) if rank.local_rank is None else rank.local_rank
     return replace(rank, local_rank=local_rank, local_world_size=len(mates), store=store)
 
 
-def _store(rank: Rank, limit: timedelta) -> dist.Store:
-    if rank.source == "alone":
-        return dist.HashStore()
-    store, *_ = next(dist.rendezvous(f"tcp://{rank.address}:{rank.port}", rank.rank, rank.world_size, timeout=limit))
-    store.set_timeout(limit)
-    return store
-
-
 @contextlib.contextmanager
-def _meeting(rank: Rank) -> Iterator[None]:
-    """While ranks meet, a signal makes PyTorch print C++ frames and go on. launch kills who does not heed it."""
+def _meeting(rank: Rank, limit: timedelta) -> Iterator[dist.Store]:
+    """The store that all ranks share, while they meet.
+
+    Until they have met, a signal would make PyTorch print C++ frames and go on. launch kills who does not heed it.
+    """
     meets = rank.source != "alone" and MARKER_VARIABLE in os.environ
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if meets else ())
     try:
-        yield
+        yield rank.store or _make_store(rank, limit)
     except dist.DistNetworkError as error:
         if rank.is_main and "EADDRINUSE" in str(error):
             raise LaunchError(
@@ -106,6 +104,14 @@ def _meeting(rank: Rank) -> Iterator[None]:
         ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _make_store(rank: Rank, limit: timedelta) -> dist.Store:
+    if rank.source == "alone":
+        return dist.HashStore()
+    store, *_ = next(dist.rendezvous(f"tcp://{rank.address}:{rank.port}", rank.rank, rank.world_size, timeout=limit))
+    store.set_timeout(limit)
+    return store
 
 
 @contextlib.contextmanager
@@ -151,22 +157,28 @@ def bound_if_it_splits() -> Iterator[None]:
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def gather_floats(values: list[float] | Tensor, device: torch.device, columns: int | None = None) -> list[list[float]]:
-    """Every rank's `values` (the same number on each), by rank. A collective: all ranks call it.
-
-    Args:
-        values: (n,), if a tensor, on `device`. columns: how many of each rank's are wanted here; None for all.
-
-    Returns:
-        world_size lists.
-    """
+def gather_table(own: Tensor) -> Tensor:
+    """Every rank's `own`, (n,), by rank: (world_size, n), on the device. A collective: all ranks call it."""
     world = dist.get_world_size()
     if world == 1:
-        return [list(values) if isinstance(values, list) else values.tolist()]
-    own = torch.tensor(values, dtype=torch.float64, device=device) if isinstance(values, list) else values
+        return own[None]
     everyone = own.new_empty(world * len(own))
     all_gather(everyone, own)
-    return everyone.view(world, -1)[:, :columns].tolist()
+    return everyone.view(world, -1)
+
+
+def gather_floats(values: list[float] | Tensor, device: torch.device) -> list[list[float]]:
+    """Every rank's `values` (the same number on each), by rank: world_size lists. A collective: all ranks call it.
+
+    Args:
+        values: (n,), if a tensor, on `device`.
+    """
+    if isinstance(values, list):
+        if dist.get_world_size() == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64).view(torch.int64)  # some devices have no float64
+        return gather_table(own.to(device)).cpu().view(torch.float64).tolist()
+    return gather_table(values).tolist()
 
 
 def gather_objects(rank: Rank, local: Any) -> list[Any]:

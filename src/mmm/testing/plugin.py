@@ -34,7 +34,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def run_on_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """``run_on_ranks(function, n, *args, timeout=60)``: the results of ``function(rank, *args)`` on n ranks, by rank.
+    """``run_on_ranks(function, n, *args, timeout=300)``: the results of ``function(rank, *args)`` on n ranks, by rank.
 
     `mmm.testing.pool.RankPool.run` says what else there is to it.
     """

@@ -26,7 +26,7 @@ from mmm.runtime.ranks import Rank
 from mmm.testing.processes import Children
 from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks
 
-TIMEOUT = 300.0  # s that a call may take
+TIMEOUT = 300.0  # s that a call may take: on a busy machine, each thread of gloo waits long for a core
 LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
 RELEASE_EVERY = 10  # calls
 

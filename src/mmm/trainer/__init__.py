@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from mmm.trainer.options import BaseOptions, BatchOptions, RunOptions, parse
     from mmm.trainer.run import Run, start_run
     from mmm.trainer.save import save_model
+    from mmm.trainer.steps import build_model, evaluate, train_steps
 
 __all__ = [
     "BaseOptions",
     "BatchOptions",
     "Run",
     "RunOptions",
+    "build_model",
+    "evaluate",
     "make_optimizer",
     "parse",
     "run_main",
     "save_model",
     "start_run",
+    "train_steps",
     "whoami",
 ]
 
@@ -33,11 +37,14 @@ _PLACES = {
     "BatchOptions": "mmm.trainer.options",
     "Run": "mmm.trainer.run",
     "RunOptions": "mmm.trainer.options",
+    "build_model": "mmm.trainer.steps",
+    "evaluate": "mmm.trainer.steps",
     "make_optimizer": "mmm.trainer.optimizer",
     "parse": "mmm.trainer.options",
     "run_main": "mmm.trainer.flags",
     "save_model": "mmm.trainer.save",
     "start_run": "mmm.trainer.run",
+    "train_steps": "mmm.trainer.steps",
     "whoami": "mmm.runtime.ranks",
 }
 

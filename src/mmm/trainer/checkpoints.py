@@ -39,10 +39,11 @@ class Checkpoints:
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
             self.saver = Saver(folder[0] / CHECKPOINTS, group, keep, keep_every, run.note)
 
-    def load(self) -> tuple[int, int, Tensor | None]:
-        """The step to begin with; and of the row under way, the steps and this rank's loss. A collective."""
+    def load(self) -> tuple[int, int, float, Tensor | None]:
+        """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's
+        loss. A collective."""
         if (origin := self.run.origin) is None:
-            return 0, 0, None
+            return 0, 0, 0, None
         manifest, run = origin.manifest, self.run
         found = read_metadata(origin.path, manifest.files)
         load_tensors(
@@ -56,13 +57,17 @@ class Checkpoints:
         run.note(f"resumed from {origin.path} at step {manifest.step}{moved}")
         losses = state["losses"]
         if not losses:
-            return manifest.step, 0, None
+            return manifest.step, 0, 0, None
         if moved:  # of the losses that add up to the global loss
-            local = sum(losses[rank] for rank in state["loss_ranks"]) if run.rank.rank == run.loss_ranks[0] else 0.0
+            local = (
+                sum(losses[rank] for rank in state["loss_ranks"])
+                if run.rank.rank == run.layout.loss_ranks()[0]
+                else 0.0
+            )
         else:
             local = losses[run.rank.rank]
         wide = torch.float32 if run.device.type == "mps" else torch.float64  # as of `detached`
-        return manifest.step, state["since"], torch.tensor(local, dtype=wide, device=run.device)
+        return manifest.step, state["since"], state["counted"], torch.tensor(local, dtype=wide, device=run.device)
 
     def stop_asked(self) -> bool:
         """Whether a signal to stop has come to any rank. A collective; the host waits for the device."""
@@ -77,11 +82,11 @@ class Checkpoints:
         """Whether to save after this step."""
         return self.every is not None and ((step + 1) % self.every == 0 or last)
 
-    def save(self, done: int, since: int, local_loss: Tensor | None) -> None:
+    def save(self, done: int, since: int, counted: float | Tensor, local_loss: Tensor | None) -> None:
         """Begin to save. A collective.
 
         Args:
-            done: steps. since, local_loss: of the row under way.
+            done: steps. since, counted, local_loss: of the row under way; see `load`.
         """
         run = self.run
         assert self.saver is not None
@@ -92,8 +97,9 @@ class Checkpoints:
             "rows": 0 if run.record is None else len(run.record),
             "scaler": self.scaler.state_dict(),
             "since": since,
+            "counted": float(counted),
             "losses": losses,
-            "loss_ranks": run.loss_ranks if losses else [],
+            "loss_ranks": run.layout.loss_ranks() if losses else [],
         }
         about = {name: run.config.get(name) for name in ("layout", "command", "versions")} | {"layout": str(run.layout)}
         manifest = Manifest(done, run.identity, state, about, {})

@@ -1,5 +1,7 @@
 """What an example on text takes from the package besides its technique: flags, and a run around its steps."""
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,8 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.models.experts import has_experts
-from mmm.parallel import Mesh, apply, build_mesh, materialize
+from mmm.parallel import Mesh
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
@@ -17,34 +18,14 @@ from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, 
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.resolve import ResolvedPlan
 from mmm.trainer.run import Run, start_run
-from mmm.trainer.steps import text_steps
+from mmm.trainer.steps import on_mesh, text_steps
 from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
-
-__all__ = [
-    "SHARDED_SEQUENCE",
-    "ExpertOptions",
-    "FourAxesOptions",
-    "Preset",
-    "TextExampleOptions",
-    "check_own_kv_heads",
-    "make_optimizer",
-    "parallelize",
-    "parse",
-    "print_once",
-    "resolve",
-    "run_main",
-    "sharded_model",
-    "stage_table",
-    "start_run",
-    "text_steps",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextExampleOptions(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
     """Flags of an example that trains a Transformer on text: its sizes, and its run."""
 
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     compile: Unused[bool] = False
 
 
@@ -92,8 +73,4 @@ class FourAxesOptions(TextExampleOptions):
 
 def parallelize(run: Run, resolved: ResolvedPlan) -> Mesh:
     """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
-    mesh = build_mesh(resolved.layout, run.device.type, run.options.timeout, experts=has_experts(resolved.model))
-    apply(resolved.model, mesh, resolved.plan, run.precision, resolved.techniques)
-    materialize(resolved.model, run.device, run.options.seed)
-    run.log.info("%s\n%s", mesh, sharded_model(resolved.model), stacklevel=2)
-    return mesh
+    return on_mesh(run, resolved.model, resolved.plan, resolved.techniques)[0]

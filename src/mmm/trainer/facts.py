@@ -1,4 +1,4 @@
-"""What has to be equal on every rank of a run, for `mmm.runtime.agreement`."""
+"""What has to be equal on every rank of a run, for `mmm.runtime.agreement`; and what each says of itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import platform
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import mmm
 from mmm.parallel.mesh import Layout
 from mmm.runtime.device import Precision
+from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import Rank
 
 _ONE_ENVIRONMENT = "Use one environment, and the same files of the program, on all hosts."
@@ -60,6 +62,18 @@ def facts_of_run(
         if "Path" not in str(field.type):
             facts[f"--{field.name}"] = str(getattr(options, field.name))
     return facts
+
+
+def all_ranks(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
+    """What every rank says of itself, by rank, on rank 0. A collective."""
+    local = {
+        "rank": rank.rank,
+        "local_rank": rank.local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(device),
+    }
+    return [{**about, **layout.coordinates(about["rank"])} for about in gather_objects(rank, local)]
 
 
 def source_digest(folder: Path) -> str:

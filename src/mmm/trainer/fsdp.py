@@ -48,15 +48,12 @@ def train(config: Config) -> None:
         task = ImageTask(run, resolved, config.workers)
         run.log.info("%s: %d steps of %d images", resolved.data.name, resolved.steps, resolved.global_batch_size)
         decay = step_decay(task.steps_per_epoch, resolved.gamma)
-        options = Fit(steps=resolved.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True)
+        skip = config.on_nan == "skip"
+        options = Fit(steps=resolved.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True, skip=skip)
         fit(run, model, optimizer, task, options)
         if config.save_model:
             save_model(run, model)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

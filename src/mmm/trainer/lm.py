@@ -53,6 +53,7 @@ def train(config: Config) -> None:
             schedule=fitting_warmup_cosine(run, resolved.steps, config.warmup),
             eval_every=config.eval_every,
             balance_rate=config.balance(),
+            skip=config.on_nan == "skip",
         )
         fit(run, model, optimizer, task, options)
         if config.offload:
@@ -61,9 +62,5 @@ def train(config: Config) -> None:
             save_model(run, model)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

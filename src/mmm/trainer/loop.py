@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from mmm.parallel.clip import local_norms
 from mmm.parallel.expert.balance import BALANCE_RATE
-from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.checkpoints import Checkpoints
@@ -30,6 +32,7 @@ class Fit:
         eval_every: steps between two evaluations; 0 for the end alone. by_epoch: one row, and one evaluation, an epoch
             (and at the end), instead of a row a step.
         balance_rate: how far a step moves the biases of experts (`mmm.parallel.expert.apply.balance_experts`).
+        skip: a step with a loss or gradient that is not finite changes nothing; else it ends the run.
     """
 
     steps: int
@@ -38,6 +41,7 @@ class Fit:
     eval_every: int = 0
     by_epoch: bool = False
     balance_rate: float = BALANCE_RATE
+    skip: bool = False
 
 
 def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit) -> dict[str, float]:
@@ -52,13 +56,16 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
     checkpoints = Checkpoints(run, model, optimizer, scaler)
     clock, evaluated = run.clock, dict[str, float]()
+    named = list(model.named_parameters())
+    counted: float | Tensor  # steps in it
     local_loss: Tensor | None  # on the device
-    first, since, local_loss = checkpoints.load()
+    first, since, counted, local_loss = checkpoints.load()
     batches = task.all_batches(first)
     clock.start()
     steps = range(first, options.steps)
     for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else steps:
         model.train()
+        clock.step = step
         seed_step(run.options.seed, step, coordinate)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * options.schedule(step)
@@ -66,15 +73,26 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         clock.lap("dtd")
         # Laps dtf, dtb and, with pp, dtw.
         loss = model.step(batch.inputs, batch.targets, batch.count, scaler)
-        local_loss = loss if local_loss is None else local_loss + loss
         scaler.unscale_(optimizer)
+        at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
+        norms, skip = None, None
+        if options.skip or not scaler.is_enabled():  # else an overflow is the scaler's affair
+            norms, skip = _look(run, {**at, "iter": step}, loss, named, options.skip)
         if options.max_norm:
-            model.clip(options.max_norm)
-        scaler.step(optimizer)
+            model.clip(options.max_norm, norms)
+        if skip is None:
+            scaler.step(optimizer)
+        else:
+            scaler.step_unless(skip, optimizer)
         scaler.update()
         optimizer.zero_grad()
         stop = checkpoints.stop_asked()
         since, last = since + 1, step == options.steps - 1
+        if skip is not None and options.by_epoch:  # the mean is of the other steps
+            loss, counted = loss.where(skip == 0, 0), counted + (1 - skip)
+        else:
+            counted = counted + 1
+        local_loss = loss if local_loss is None else local_loss + loss
         end_of_epoch = (step + 1) % task.steps_per_epoch == 0
         evaluate_now = last or (
             end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
@@ -91,13 +109,12 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
                 model.train(False)
                 evaluated = task.evaluate(model)
                 more |= evaluated
-            at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
-            name = {"train_loss" if options.by_epoch else "loss": local_loss / since}
+            name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
             size = since * task.global_batch_size, since * task.tokens
             run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
-            local_loss, since = None, 0
+            local_loss, since, counted = None, 0, 0
         if save:
-            checkpoints.save(step + 1, since, local_loss)
+            checkpoints.save(step + 1, since, counted, local_loss)
         checkpoints.poll()
         if stop and not last:
             checkpoints.stop(step + 1)
@@ -107,3 +124,19 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
             clock.lap("dto")
     checkpoints.wait()
     return evaluated
+
+
+def _look(
+    run: Run, at: dict[str, int], loss: Tensor, named: list[tuple[str, Parameter]], skips: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """Keep on the device whether the loss and the gradients are finite, for the next row.
+
+    Returns:
+        `local_norms` of the gradients; and where steps are to be skipped `not_finite`, a collective.
+    """
+    gradients = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+    norms = local_norms([gradient for _, gradient in gradients])
+    together = torch.stack(norms) if norms else loss.new_zeros(1)
+    skip = not_finite(loss, together) if skips else None
+    run.losses.add_step(at, loss, together, [name for name, _ in gradients], skip)
+    return norms, skip

@@ -1,4 +1,4 @@
-"""Local losses on the device, from one row that is due to the next, and the first of them that is not finite."""
+"""Losses and norms of gradients on the device, from one row that is due to the next: where one was not finite."""
 
 from __future__ import annotations
 
@@ -6,36 +6,77 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmm.runtime.ranks import Rank
 
 
 class NotFinite(NamedTuple):
-    """Where the run was, what the global loss was there, and the ranks whose local losses made it so."""
+    """Where the run was, and the ranks on which something was not finite.
+
+    Attributes:
+        loss: the sum of those ranks' local losses; None where the losses were finite, and a gradient was not.
+        parameter: whose gradient it was on this rank, the first of several; "" on ranks that are not among `ranks`.
+    """
 
     at: Mapping[str, int]
-    loss: float
+    loss: float | None
     ranks: list[int]
+    parameter: str = ""
 
-    def text(self, hosts: Sequence[str]) -> str:
+    def text_on_all(self, rank: Rank, hosts: Sequence[str]) -> str:
+        """`text`, on every rank. A collective: the first of `ranks` has the parameter's name, rank 0 the hosts.
+
+        Args:
+            hosts: by rank, on rank 0.
+        """
+        text = [self.parameter]
+        if rank.world_size > 1 and self.loss is None:
+            dist.broadcast_object_list(text, self.ranks[0])
+        if rank.is_main:
+            text = [self.text(hosts, *text)]
+        if rank.world_size > 1:
+            dist.broadcast_object_list(text)
+        return text[0]
+
+    def text(self, hosts: Sequence[str], parameter: str) -> str:
         """
         Args:
-            hosts: by rank.
+            hosts: by rank. parameter: of the first of `ranks`, for a gradient.
         """
         places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:8])
         others = f" and {len(self.ranks) - 8} more" if len(self.ranks) > 8 else ""
         when = " ".join(f"{'step' if key == 'iter' else key} {value}" for key, value in self.at.items())
+        if self.loss is None:
+            return f"the gradient of {parameter} is not finite at {when}, on {places}{others}"
         return f"the loss is {self.loss} at {when}, from {places}{others}"
 
 
 class UnreadLosses:
-    """The local losses since the last row that was due. The host knows none of them, and waits for none."""
+    """What the steps since the last row that was due have left on the device. The host knows none of it, and waits for
+    none.
 
-    COLUMNS = 3
+    Attributes:
+        by_step: the loop adds each step itself, with norms; else a row adds its own loss.
+        in_a_row: steps that were skipped up to the last row that was due, without one between them that was not.
+    """
+
+    COLUMNS = 6
 
     def __init__(self) -> None:
+        self.by_step, self.in_a_row = False, 0
+        self._clear()
+
+    def _clear(self) -> None:
         self._at: list[Mapping[str, int]] = []
         self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        self._names: list[Sequence[str]] = []
+        self._skips: list[Tensor] = []
 
     def add(self, at: Mapping[str, int], loss: Tensor) -> None:
         """
@@ -45,24 +86,73 @@ class UnreadLosses:
         self._at.append(at)
         self._losses.append(loss)
 
-    def columns(self) -> Tensor:
-        """The last loss; the number of the first that is not finite, from 1, or 0; and its value: (3,)."""
-        losses = torch.stack(self._losses)
-        wrong = ~losses.isfinite()
-        first = wrong.int().argmax(0, keepdim=True)  # the first of several
-        return torch.cat((losses[-1:], torch.where(wrong.any(), first + 1, 0).to(losses), losses.gather(0, first)))
-
-    def read(self, columns: Mapping[int, Sequence[float]], total: float) -> NotFinite | None:
-        """Where the loss first was not finite, if anywhere; then the losses are forgotten.
+    def add_step(
+        self, at: Mapping[str, int], loss: Tensor, norms: Tensor, names: Sequence[str], skip: Tensor | None
+    ) -> None:
+        """`add`, with more.
 
         Args:
-            columns: of each rank with a part of the global loss. total: the last global loss.
+            norms: (gradients,) of this rank's gradients. names: of their parameters. skip: 1.0 on every rank where the
+                step is skipped, else 0.0; None where steps are not skipped.
         """
-        at, self._at, self._losses = self._at, [], []
-        numbers = {rank: int(number) for rank, (_, number, _) in columns.items() if number}
-        if numbers:
-            first = min(numbers.values())
-            wrong = [rank for rank, number in numbers.items() if number == first]
-            loss = total if first == len(at) else sum(columns[rank][2] for rank in wrong)
-            return NotFinite(at[first - 1], loss, wrong)
-        return None if math.isfinite(total) else NotFinite(at[-1], total, list(columns))  # their sum alone is not
+        self.by_step = True
+        self.add(at, loss)
+        self._norms.append(norms)
+        self._names.append(names)
+        if skip is not None:
+            self._skips.append(skip)
+
+    def columns(self, loss: Tensor) -> Tensor:
+        """(6,): the loss of the row; the number of the first step that is not finite, from 1, or 0; the loss there; 0
+        if it is the loss, else the number of the gradient; the steps skipped; those skipped without one between them
+        that was not, up to now.
+
+        Args:
+            loss: of the row, this rank's.
+        """
+        losses = torch.stack(self._losses)
+        by_loss = ~losses.isfinite()  # (steps,)
+        wrong, gradient = by_loss, torch.zeros_like(by_loss, dtype=torch.int64)
+        if self._norms:
+            by_gradient = ~pad_sequence(self._norms, batch_first=True).to(losses.device).isfinite()  # (steps, norms)
+            wrong = by_loss | by_gradient.any(1)
+            gradient = torch.where(by_loss, 0, by_gradient.int().argmax(1) + 1)
+        first = wrong.int().argmax(0, keepdim=True)  # the first of several
+        skips = torch.stack(self._skips) if self._skips else losses.new_zeros(1)
+        numbers = (
+            torch.where(wrong.any(), first + 1, 0),
+            losses.gather(0, first),
+            gradient.gather(0, first),
+            skips.sum(0, keepdim=True),
+            skips.flip(0).cumprod(0).sum(0, keepdim=True),
+        )
+        return torch.cat([loss.view(1), *(number.to(losses) for number in numbers)])
+
+    def read(
+        self, columns: np.ndarray, loss_ranks: slice, total: float, rank: int
+    ) -> tuple[NotFinite | None, int | None]:
+        """Where something first was not finite, if anywhere, and how many steps were skipped, None where none may be;
+        then all is forgotten.
+
+        Args:
+            columns: of every rank, (ranks, 6); there may be more. loss_ranks: those with a part of the global loss.
+            total: the row's loss. rank: this one.
+        """
+        at, names, skips = self._at, self._names, len(self._skips)
+        self._clear()
+        skipped, trailing = int(columns[0, 4]) if skips else None, int(columns[0, 5])
+        self.in_a_row = trailing if trailing < skips else self.in_a_row + trailing
+        number, gradient = columns[:, 1], columns[:, 3]
+        wrong = gradient > 0
+        wrong[loss_ranks] = True
+        wrong &= number > 0
+        if not wrong.any():  # the sum of the losses alone may be infinite
+            ranks = list(range(len(columns))[loss_ranks])
+            return (None if math.isfinite(total) else NotFinite(at[-1], total, ranks)), skipped
+        first = int(number[wrong].min())
+        (ranks_there,) = np.nonzero(wrong & (number == first))
+        by_loss = ranks_there[gradient[ranks_there] == 0]
+        if len(by_loss):
+            return NotFinite(at[first - 1], sum(columns[by_loss, 2].tolist()), by_loss.tolist()), skipped
+        parameter = names[first - 1][int(gradient[rank]) - 1] if rank in ranks_there else ""
+        return NotFinite(at[first - 1], None, ranks_there.tolist(), parameter), skipped

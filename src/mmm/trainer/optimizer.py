@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.parallel.local import to_local
+
 FUSED = {"cpu", "cuda", "xpu", "mps"}  # where PyTorch has AdamW as one kernel
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """PyTorch's AdamW, whose kernel gets the local tensors: it updates each element by itself, and DTensor would first
+    find out how the results are sharded, which takes a fifth of that of a small model's first step.
+
+    Parameters, gradients and state stay the DTensors that they are.
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *tensors)  # type: ignore[no-untyped-call]
+        for each in tensors:
+            each[:] = map(to_local, each)
+        return has_complex
 
 
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -25,4 +42,4 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> 
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr)
     kinds = {parameter.device.type for group in by_mesh.values() for parameter in group}
-    return torch.optim.AdamW(groups, lr=lr, fused=kinds <= FUSED or None)
+    return LocalAdamW(groups, lr=lr, fused=kinds <= FUSED or None)

@@ -24,6 +24,7 @@ from mmm.runtime.ranks import LONGEST, command_line
 from mmm.trainer.flags import FLAGS
 
 T = TypeVar("T")
+Options = TypeVar("Options", bound="BaseOptions")
 
 
 # A flag that a program inherits and has no use for: not in --help, and an error on the command line.
@@ -133,7 +134,7 @@ class BatchOptions(BaseOptions):
     """Samples a step, over all ranks: keep it the same to compare meshes."""
     seed: int = 0
     """Decides initial weights and the order of the data, on every mesh alike."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
 
 
@@ -214,8 +215,14 @@ class BreakOptions(BaseOptions):
 class LoopOptions(RunOptions):
     """Flags of the shared training loop, on top of every run's, whatever it trains."""
 
+    # fp16 takes the loss scale of the loop.
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"  # type: ignore[assignment]
+    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """Of a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave weights and
+    optimizer as they are, and go on."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
     checkpoint_every: int | None = None  # type: ignore[assignment]
@@ -260,13 +267,13 @@ class TrainingOptions(LoopOptions):
                 raise ConfigError(f"--{name} {getattr(self, name)}: it must not be negative")
 
 
-def parse(config: type[T], doc: str | None = None) -> T:
-    """The command line as a `config`. ``--help`` prints and leaves; so does a wrong flag, with the near miss and exit
-    code 2. Either is printed once for the run.
+def parse(config: type[Options], doc: str | None = None) -> Options:
+    """The command line as a `config`, checked. ``--help`` prints and leaves; so does a wrong flag, with the near miss
+    and exit code 2. Either is printed once for the run.
 
     Raises:
-        ConfigError: a flag whose value is empty, as of a shell's variable that is not set: a path would be the current
-            folder.
+        ConfigError: of `check`; or a flag whose value is empty, as of a shell's variable that is not set: a path would
+            be the current folder.
     """
     for before, value in pairwise(["", *sys.argv[1:]]):
         flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
@@ -278,4 +285,6 @@ def parse(config: type[T], doc: str | None = None) -> T:
         )
     program = shlex.join(command_line()[: -len(sys.argv[1:]) or None])
     with said_once():
-        return tyro.cli(config, prog=program, description=doc, use_underscores=True)
+        options = tyro.cli(config, prog=program, description=doc, use_underscores=True)
+    options.check()
+    return options

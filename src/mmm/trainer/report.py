@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from mmm.models.weights import canonical_name
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import to_local
+from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami
 
 RANKS_SHOWN = 32
@@ -65,7 +67,10 @@ def local_parameters(model: nn.Module) -> int:
 
 
 def sharded_model(model: nn.Module) -> str:
-    """A table of the parameters as this rank holds them; layers that are alike share a line."""
+    """A table of the parameters as this rank holds them; layers that are alike share a line. Empty where this rank logs
+    nothing."""
+    if not get_logger().isEnabledFor(logging.INFO):
+        return ""
     model = model.module if isinstance(model, Replicas) else model
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():

@@ -69,7 +69,7 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
     """
     given = None if options.outdir is None else Path(options.outdir).expanduser().absolute()
     saves, note = options.checkpoint_every is not None, None
-    own = [] if given is None else steps_of(given / CHECKPOINTS)
+    own = steps_of(given / CHECKPOINTS) if given is not None and (saves or options.resume is not None) else []
     again = this is not None and this.number > 0 and saves and given is not None
     auto = options.resume == AUTO or (again and bool(own or options.resume is None))
     found, goes_on = own, auto

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,13 +22,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmm import history
 from mmm.analysis.footprint import Footprint, check_fits
-from mmm.contract import LINE_VARIABLE
+from mmm.contract import LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import DeviceError, DivergedError
 from mmm.history.attempts import this_attempt
 from mmm.history.ending import RUNNING, Ending
@@ -39,12 +40,13 @@ from mmm.runtime import startup
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
+from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
-from mmm.runtime.process_group import gather_floats, gather_objects, locate, process_group
+from mmm.runtime.process_group import gather_floats, gather_objects, gather_table, locate, process_group
 from mmm.runtime.ranks import Rank, command_line, whoami
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer import resume
-from mmm.trainer.facts import ADVICE, facts_of_run
+from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
 from mmm.trainer.losses import NotFinite, UnreadLosses
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table
@@ -52,6 +54,17 @@ from mmm.trainer.resolve import Resolved
 from mmm.trainer.resume import Origin, RunFolder
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
+MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
+
+
+def on_host(table: Tensor) -> np.ndarray:
+    return table.cpu().numpy()
+
+
+def sums_in_order(table: np.ndarray) -> list[float]:
+    """Of each column, row after row: the same to the last bit wherever it is computed. Python's `sum` differs from 3.12
+    on, and NumPy's adds pairs."""
+    return table.cumsum(0, dtype=np.float64)[-1].tolist()
 
 
 @dataclasses.dataclass
@@ -79,6 +92,7 @@ class Run:
     notes: list[str] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     startup: startup.Times | None = None  # until it is on record
+    skip_noted: bool = False  # it has been said that a step was skipped
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
     origin: Origin | None = None
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -103,11 +117,6 @@ class Run:
     def losses(self) -> UnreadLosses:
         return UnreadLosses()
 
-    @cached_property
-    def loss_ranks(self) -> list[int]:
-        """`Layout.loss_ranks` of the layout, which takes a while on thousands of ranks."""
-        return self.layout.loss_ranks()
-
     def global_sum(self, local: float | Tensor) -> float:
         """The sum of a number over all data-parallel coordinates. A collective: every rank calls it."""
         (total,) = self.global_sums(detached(local).view(1) if isinstance(local, Tensor) else [local])
@@ -115,8 +124,12 @@ class Run:
 
     def global_sums(self, local: list[float] | Tensor) -> list[float]:
         """`global_sum` of several numbers, on the host or, (n,), on the device, at once."""
-        everyone = gather_floats(local, self.device)
-        return [sum(values) for values in zip(*(everyone[rank] for rank in self.loss_ranks), strict=True)]
+        by_rank = (
+            gather_table(local)
+            if isinstance(local, Tensor)
+            else torch.tensor(gather_floats(local, self.device), dtype=torch.float64)
+        )
+        return sums_in_order(on_host(by_rank[self.layout.of_loss_ranks]))
 
     def step(
         self, step: int, loss: Tensor, *, samples: int, tokens: int = 0, last: bool = False, **more: float
@@ -132,7 +145,8 @@ class Run:
             The global loss; None where no row is due: the host has not waited for it.
 
         Raises:
-            DivergedError: it is not finite, or was not since the last row; on every rank.
+            DivergedError: it is not finite, or was not since the last row, or a gradient that the shared loop looks at;
+                or too many steps in a row were skipped for it. On every rank.
         """
         due = bool(step % self.options.log_every == 0 or last or more)
         local_loss = {"loss": detached(loss)}
@@ -163,7 +177,8 @@ class Run:
         """
         self.record_startup()
         ((name, local),) = local_loss.items()
-        self.losses.add(at, local)
+        if not self.losses.by_step:
+            self.losses.add(at, local)
         if not due:
             return None
         seconds, numbers = self.clock.seconds(), dict[str, Any](more or {})
@@ -171,29 +186,37 @@ class Run:
         marks = torch.tensor([*seconds.values()], dtype=local.dtype)
         if self.device.type in ("cuda", "xpu"):
             marks = marks.pin_memory()  # else the host waits for the copy
-        columns = [self.losses.columns(), *(value.view(1).to(local) for value in tensors.values())]
+        columns = [self.losses.columns(local), *(value.view(1).to(local) for value in tensors.values())]
         own = torch.cat((*columns, marks.to(local.device, non_blocking=True)))
-        wanted = UnreadLosses.COLUMNS if self.record is None else None
-        by_rank = gather_floats(own, self.device, wanted)
-        losses = {rank: by_rank[rank][: UnreadLosses.COLUMNS] for rank in self.loss_ranks}
-        total = sum(loss for loss, *_ in losses.values())
+        by_rank = gather_table(own)
+        table = on_host(by_rank if self.record is not None else by_rank[:, : UnreadLosses.COLUMNS])
+        (total,) = sums_in_order(table[self.layout.of_loss_ranks, :1])
+        found, skipped = self.losses.read(table, self.layout.of_loss_ranks, total, self.rank.rank)
+        numbers |= {} if skipped is None else {"skipped": skipped}
         if self.record is not None:
-            values, first = by_rank[self.rank.rank], len(own) - len(seconds)
+            values, first = table[self.rank.rank].tolist(), len(own) - len(seconds)
             numbers |= dict(zip(tensors, values[UnreadLosses.COLUMNS :], strict=False))
-            per_rank = {part: [row[first + i] for row in by_rank] for i, part in enumerate(seconds)}
+            per_rank = {part: table[:, first + i] for i, part in enumerate(seconds)}
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
             line = self.record.update({**at, name: total, **seconds, **numbers, **rate}, per_rank)
             self.log.info(line, stacklevel=depth + 1)
-        if (found := self.losses.read(losses, total)) is not None:
-            raise DivergedError(self._diverged(found), on_every_rank=True)
+        if found is not None:
+            self._not_finite(found, skipped is not None)
         return total
 
-    def _diverged(self, found: NotFinite) -> str:
-        """What has happened, in words: rank 0 knows the hosts, and tells all. A collective."""
-        text = [found.text([about["host"] for about in self.ranks])] if self.rank.is_main else [""]
-        if self.rank.world_size > 1:
-            dist.broadcast_object_list(text)
-        return f"{text[0]}: lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
+    def _not_finite(self, found: NotFinite, skipped: bool) -> None:
+        """Say where something was not finite, once; end the run if nothing was skipped, or too much. A collective."""
+        many = self.losses.in_a_row if self.losses.in_a_row >= MOST_SKIPPED else 0
+        if skipped and self.skip_noted and not many:
+            return
+        text = found.text_on_all(self.rank, [about["host"] for about in self.ranks])
+        if skipped and not many:
+            self.skip_noted = True
+            self.note(f"{text}: all ranks have skipped the step; a row's `skipped` counts such steps")
+            return
+        after = f"{many} steps in a row were skipped, since the last row because " if many else ""
+        advice = f": lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
+        raise DivergedError(after + text + advice, on_every_rank=True)
 
     def record_startup(self) -> None:
         """Put every rank's start-up into the record, once, when the first step is over. A collective."""
@@ -205,18 +228,6 @@ class Run:
         if everyone := gather_objects(self.rank, (times.marks(), times.imports)):
             marks, imports = zip(*everyone, strict=True)
             self.describe(startup=startup.as_record(times.source, marks, imports))
-
-
-def _everyone(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
-    """What every rank says of itself, by rank, on rank 0."""
-    local = {
-        "rank": rank.rank,
-        "local_rank": rank.local_rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "device": str(device),
-    }
-    return [{**about, **layout.coordinates(about["rank"])} for about in gather_objects(rank, local)]
 
 
 @contextmanager
@@ -269,13 +280,15 @@ def start_run(
 
     torch.manual_seed(options.seed)
     times = startup.ready()
-    with process_group(rank, device, options.timeout, meet), ExitStack() as stack:
+    clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
+    watch = HangWatch(rank, options.timeout, clock)
+    with process_group(rank, device, options.timeout, meet), watch, ExitStack() as stack:
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
         outdir = prepared[0].outdir if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
-        ranks = _everyone(rank, device, layout)
+        ranks = all_ranks(rank, device, layout)
         times.group = time.time()
         config: dict[str, Any] = {
             "module": module,
@@ -286,6 +299,7 @@ def start_run(
             "precision": {"name": precision.name, "reason": precision.reason},
             "started_by": rank.source,
             "launch": os.environ.get(LINE_VARIABLE),
+            "site": json.loads(os.environ.get(SITE_VARIABLE, "null")),
             "attempt": attempt._asdict() if (attempt := this_attempt()) else None,
             "python": sys.executable,
             "versions": history.versions(),
@@ -296,7 +310,6 @@ def start_run(
         if data is not None:
             config["data"] = data
         wish = stack.enter_context(stop_signal()) if options.checkpoint_every is not None else StopSignal()
-        clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
         run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times, stop=wish)
         run.describe(**config)
         log.info(
@@ -321,11 +334,13 @@ def start_run(
                 run.note(note)
             resume.choose(run, prepared[0] if prepared else None, module, resolved)
         if outdir is None:
-            yield run
-            run.record_startup()  # of a program that has no steps
+            with watch:
+                yield run
+                run.record_startup()  # of a program that has no steps
         else:
             goes_on = resume.record_goes_on(prepared[0], run.origin, str(layout))
-            with history.History(outdir, ranks=ranks, flush_every=options.flush_every, resume=goes_on) as run.record:
+            record = history.History(outdir, ranks=ranks, flush_every=options.flush_every, resume=goes_on)
+            with record as run.record, watch:
                 yield run
                 run.record_startup()
             if len(run.record):

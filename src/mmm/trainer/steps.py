@@ -1,8 +1,10 @@
-"""The steps of an example's loop: fetching, timing, logging and evaluation around what the example shows.
+"""Around the steps of a loop: what a program with a model, data and a loop of its own takes from the package
+(docs/your-script.md), and on it the steps of the examples, on text and on images.
 
 ::
 
-    for step in text_steps(run, resolved, model, optimizer, local_loss):
+    model = build_model(run, UNet, PLAN)
+    for step in train_steps(run, loader, optimizer, 40, samples=64):
         loss = local_loss(step.batch)  # forward
         step.log(loss)
         loss.backward()
@@ -10,30 +12,65 @@
         optimizer.zero_grad()
 
 The batch has been fetched when the body begins (``dtd``); `Step.log` ends the forward (``dtf``), the optimizer's step
-the backward (``dtb``), and the end of the body the rest (``dto``). Then the step is evaluated where that is due, logged
-and recorded. The row is a collective: every rank goes through every step.
+the backward (``dtb``), and the end of the body the rest (``dto``). Then the step is logged and recorded. The row is a
+collective: every rank goes through every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
+from mmm.errors import DataError
 from mmm.models.cnn import CNN
+from mmm.models.experts import has_experts
+from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer
+from mmm.parallel import Mesh, Plan, Techniques, apply, build_mesh, materialize
 from mmm.parallel.loss import detached
 from mmm.runtime.seed import seed_step
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.progress import epochs_bar
+from mmm.trainer.report import sharded_model
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
 from mmm.trainer.tasks import ImageTask, evaluate_images
-from mmm.trainer.text import ValidationOptions, validate
+from mmm.trainer.text import ValidationOptions, validation_batches
 from mmm.trainer.vision import ResolvedCNN
+
+
+def build_model(run: Run, make: Callable[[], nn.Module], plan: Plan, **techniques: Any) -> nn.Module:
+    """The model that `make` makes, sharded on the run's layout, with the seed's initial weights. A collective.
+
+    No rank ever holds the full model: it is made with shapes alone, and then given memory for this rank's part.
+
+    Args:
+        techniques: fields of `mmm.parallel.Techniques`, such as ``data_parallel="ddp"``.
+
+    Returns:
+        What to call and optimize: the model, or for ddp, zero1 and zero2 a wrapper around it.
+
+    Raises:
+        UserError: what does not go together, as `mmm.parallel.apply`.
+    """
+    with meta_parameters():
+        model = make()
+    return on_mesh(run, model, plan, Techniques(**techniques))[1]
+
+
+def on_mesh(run: Run, model: nn.Module, plan: Plan, techniques: Techniques) -> tuple[Mesh, nn.Module]:
+    """The mesh, and on it what to train, with its initial weights; log it. A collective."""
+    mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
+    trained = apply(model, mesh, plan, run.precision, techniques)
+    materialize(trained, run.device, run.options.seed)
+    run.log.info("%s\n%s", mesh, sharded_model(trained), stacklevel=3)
+    return mesh, trained
 
 
 @dataclass
@@ -47,7 +84,7 @@ class Step:
 
     run: Run
     number: int
-    batch: Batch
+    batch: Any
     last: bool = False
     due: bool = True
     row: dict[str, float | Tensor] = field(default_factory=dict)
@@ -66,6 +103,74 @@ class Step:
         """
         self.run.clock.lap("dtf")
         self._losses.append(detached(loss))
+
+
+def train_steps(
+    run: Run,
+    batches: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    *,
+    samples: int,
+    tokens: int = 0,
+    at: Mapping[str, int] | None = None,
+    before_row: Callable[[Step], object] = lambda step: None,
+    depth: int = 2,
+) -> Iterator[Step]:
+    """The steps of a loop, fetched, timed, logged and recorded around its body.
+
+    Args:
+        batches: this rank's, one a step; `Step.batch` is one `on_device`.
+        samples, tokens: in the global batch. at: what a row says besides its step, such as ``{"stage": 1}``.
+        before_row: called between the body and the row.
+        depth: as of `Run.row`.
+
+    Raises:
+        DataError: there are fewer batches than steps.
+        DivergedError: a loss that is not finite, on every rank.
+    """
+    optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
+    source = iter(batches)
+    for number in range(steps):
+        run.clock.start()
+        run.clock.step = number
+        if (batch := next(source, None)) is None:
+            raise DataError(f"the data ended after {number} batches, and {steps} steps take one each")
+        last = number == steps - 1
+        step = Step(run, number, on_device(run, batch), last, due=last or number % run.options.log_every == 0)
+        run.clock.lap("dtd")
+        yield step
+        run.clock.lap("dto")
+        before_row(step)
+        run.row(
+            {**(at or {}), "iter": number},
+            {"loss": step.local_loss},
+            samples=samples,
+            tokens=tokens,
+            more=step.row,
+            due=step.due,
+            depth=depth,
+        )
+
+
+@torch.no_grad()
+def evaluate(run: Run, batches: Iterable[Any], local_loss: Callable[[Any], Tensor]) -> float:
+    """The mean over global batches of the loss. A collective.
+
+    Args:
+        batches: of this rank, each of which `local_loss` gets `on_device`, and gives this rank's part of the loss for.
+    """
+    losses = [detached(local_loss(on_device(run, batch))) for batch in batches]
+    return run.global_sum(sum(losses[1:], losses[0])) / len(losses)
+
+
+def on_device(run: Run, batch: Any) -> Any:
+    """A tensor, or those in a list, tuple or dict, on the run's device; floats in the dtype of the weights."""
+    if isinstance(batch, Tensor):
+        return batch.to(run.device, run.precision.storage if batch.is_floating_point() else None)
+    if isinstance(batch, dict):
+        return {name: on_device(run, part) for name, part in batch.items()}
+    return [on_device(run, part) for part in batch] if isinstance(batch, list | tuple) else batch
 
 
 def text_steps(
@@ -104,31 +209,29 @@ def text_steps(
             optimizer,
             lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
         )
-    optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
-    if not at:
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
-    for number in range(steps):
-        run.clock.start()
-        batch = resolved.local_batch(tokens, number, coordinate).to(run.device)
-        run.clock.lap("dtd")
-        last = number == steps - 1
-        step = Step(run, number, batch, last, due=last or number % options.log_every == 0)
-        yield step
-        run.clock.lap("dto")
-        if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(number, steps):
-            step.row["val_loss"] = validate(run, resolved, options.eval_batches, local_loss)
+
+    def before_row(step: Step) -> None:
+        if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(step.number, steps):
+            with loss_parallel():
+                batches = validation_batches(run, resolved, options.eval_batches)
+                step.row["val_loss"] = evaluate(run, batches, local_loss)
             step.due = True
-        run.row(
-            {**(at or {}), "iter": number},
-            {"loss": step.local_loss},
-            samples=global_batch,
-            tokens=batch.count,
-            more=step.row,
-            due=step.due,
-            depth=2,
-        )
         if one_device is not None:
             one_device.loss(run.global_sum(step.local_loss))
+
+    if not at:
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
+    yield from train_steps(
+        run,
+        (resolved.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
+        optimizer,
+        steps,
+        samples=global_batch,
+        tokens=global_batch * tokens.seq_length,
+        at=at,
+        before_row=before_row,
+        depth=3,
+    )
     if one_device is not None:
         one_device.report()
 
@@ -166,6 +269,7 @@ def image_steps(
             for group in optimizer.param_groups:
                 group["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
+        run.clock.step = number
         seed_step(run.options.seed, number, coordinate)  # for dropout
         batch = next(batches)
         if one_device is not None:

@@ -4,21 +4,19 @@ meet."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data import Batch, Corpus, RandomTokens, TextTokens, Tokens, read_text_files, standard_library
-from mmm.data.text import BYTES
+from mmm.data import Batch, RandomTokens, Tokens
+from mmm.data.datasets.shakespeare import shakespeare
+from mmm.data.sources import Sources, open_sources
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.parallel import batch_sizes
-from mmm.parallel.loss import detached
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions
@@ -122,36 +120,51 @@ class TextData:
 class TextOptions:
     """Flags of where tokens come from."""
 
-    dataset: Literal["text", "random"] = "text"
-    """text: the Python standard library's source, byte by byte (or --text). random: uniform tokens, to time."""
+    dataset: Literal["text", "shakespeare", "random"] = "text"
+    """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
+    once a host. random: uniform tokens, to time."""
     text: tuple[Path, ...] = ()
-    """Files to train on instead."""
+    """What to train on instead: files of text; or a folder of `mmm tokens`, nanoGPT's .bin, Megatron's .idx and .bin.
+    A mixture: each with a weight, as A:0.7 B:0.3."""
+    tokenizer: Path | None = None
+    """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
+    else bytes."""
     seq_length: int = 128
     """Tokens a sample."""
 
+    def sources(self) -> Sources:
+        """Where the tokens come from, opened once. Raises ConfigError, DataError: as of `load`."""
+        if (opened := vars(self).get("_sources")) is None:
+            if self.text and self.dataset != "text":
+                raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
+            text = (shakespeare(whoami()),) if self.dataset == "shakespeare" else self.text
+            opened = open_sources(text, None if self.tokenizer is None else str(self.tokenizer))
+            object.__setattr__(self, "_sources", opened)  # no field: no flag, and no part of the record
+        return opened
+
     def default_vocab(self) -> int | None:
-        """Vocabulary of the data: 256 bytes, or whatever the model has for random tokens."""
-        return BYTES if self.dataset == "text" else None
+        """Vocabulary of the data; None for random tokens, or files of tokens that do not say: the model's."""
+        return None if self.dataset == "random" else self.sources().vocab_size
 
     def load(self, vocab_size: int, seed: int) -> TextData:
         """The tokens.
 
         Raises:
-            ConfigError, DataError: flags that contradict each other; a text that is missing, empty or too short.
+            ConfigError, DataError: flags that contradict each other; a text that cannot be used.
         """
         if self.dataset == "random":
-            if self.text:
-                raise ConfigError("--text and --dataset random contradict each other: leave one out")
+            for flag, value in (("text", self.text), ("tokenizer", self.tokenizer)):
+                if value:
+                    raise ConfigError(f"--{flag} and --dataset random contradict each other: leave one out")
             train, validation = (RandomTokens(vocab_size, self.seq_length, each) for each in (seed, seed + 1))
             source = f"uniform random tokens below {vocab_size}"
             return TextData(train, validation, {"dataset": "random", "source": source})
-        if vocab_size < BYTES:
-            raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
-        corpus: Corpus = read_text_files(self.text) if self.text else standard_library()
+        sources = self.sources()
+        if vocab_size < (needed := sources.vocab_size or 0):
+            what = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
+            raise ConfigError(f"--vocab_size {vocab_size}: {what}; use at least {needed}")
         return TextData(
-            TextTokens(corpus.train, self.seq_length, seed),
-            TextTokens(corpus.validation, self.seq_length, seed, shuffle=False),
-            {"dataset": "text", **corpus.describe()},
+            *sources.tokens(self.seq_length, seed, vocab_size), {"dataset": self.dataset, **sources.describe()}
         )
 
 
@@ -240,17 +253,3 @@ def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[B
     validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
     for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
         yield resolved.local_batch(validation, step, coordinate).to(run.device)
-
-
-@torch.no_grad()
-def validate(run: Run, resolved: Resolved, batches: int, local_loss: Callable[[Batch], Tensor]) -> float:
-    """Mean loss over the first global batches of the validation text. A collective.
-
-    Args:
-        local_loss: of the samples of this rank's data-parallel coordinate: its part of the loss of a global batch.
-    """
-    losses = []
-    for batch in validation_batches(run, resolved, batches):
-        with loss_parallel():
-            losses.append(detached(local_loss(batch)))
-    return run.global_sum(sum(losses[1:], losses[0])) / len(losses)

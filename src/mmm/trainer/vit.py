@@ -119,16 +119,18 @@ def train(config: Config) -> None:
         images = data.train.samples
         run.log.info("%s, %d images: %d steps of %d", data.name, images, steps, resolved.global_batch_size)
         schedule = fitting_warmup_cosine(run, steps, config.warmup)
-        options = Fit(steps=steps, max_norm=config.max_norm, schedule=schedule, eval_every=config.eval_every)
+        options = Fit(
+            steps=steps,
+            max_norm=config.max_norm,
+            schedule=schedule,
+            eval_every=config.eval_every,
+            skip=config.on_nan == "skip",
+        )
         evaluated = fit(run, model, optimizer, task, options)
         run.log.info("test accuracy %.2f %% of %d images", evaluated["test_acc"], data.test.samples)
         if config.save_model:
             save_model(run, model)
 
 
-def main() -> None:
-    train(parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: train(parse(Config, __doc__)))

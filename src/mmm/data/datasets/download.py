@@ -1,8 +1,8 @@
 """Fetch a data set once, completely or not at all, however many processes ask for it.
 
-A file lock lets one process through at a time. It fetches into a temporary folder, checks every file's md5, and renames
-the folder in one step: a folder with the final name is complete, also where locks do not reach other hosts or a process
-is killed half-way. Neither torchvision's downloads nor pooch limit the wait for a server's
+A file lock lets one process through at a time. It fetches into a temporary folder, checks every file's hash, and
+renames the folder in one step: a folder with the final name is complete, also where locks do not reach other hosts or a
+process is killed half-way. Neither torchvision's downloads nor pooch limit the wait for a server's
 answer, which a compute node without a network needs, or share one failure among the ranks of a host.
 """
 
@@ -40,11 +40,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """A file to fetch: its name in the cache, its md5 in hexadecimal, and where it is offered, best first."""
+    """A file to fetch: its name in the cache, its hash in hexadecimal, where it is offered, best first, and the hash's
+    algorithm."""
 
     name: str
-    md5: str
+    digest: str
     urls: tuple[str, ...]
+    algorithm: str = "md5"
 
 
 def cache_folder() -> Path:
@@ -162,7 +164,7 @@ def _fetch(file: File, path: Path) -> None:
     """
     reasons, patience = [], ANSWER_SECONDS
     for url in file.urls:
-        digest, asked = hashlib.md5(usedforsecurity=False), time.monotonic()
+        digest, asked = hashlib.new(file.algorithm, usedforsecurity=False), time.monotonic()
         try:
             try:
                 answer = _open(url, patience)
@@ -174,9 +176,10 @@ def _fetch(file: File, path: Path) -> None:
                     out.write(chunk)
                 out.flush()
                 os.fsync(out.fileno())
-            if digest.hexdigest() == file.md5:
+            if digest.hexdigest() == file.digest:
                 return
-            reasons.append(f"{url}: {path.stat().st_size} bytes of md5 {digest.hexdigest()}, not {file.md5}")
+            found = f"{path.stat().st_size} bytes of {file.algorithm} {digest.hexdigest()}"
+            reasons.append(f"{url}: {found}, not {file.digest}")
         except _FETCH_ERRORS as error:
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 raise

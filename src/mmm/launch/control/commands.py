@@ -31,8 +31,8 @@ class RemoteAgent:
 def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message]:
     """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
     common: dict[str, Any] = {name: getattr(plan, name) for name in ("by", "device", "bind", "prefork", "threads")}
-    if plan.device == plan.site.device and plan.site.device_variable:
-        common["device_variable"], common["device_order"] = plan.site.device_variable, plan.site.device_order
+    if plan.device_order:
+        common["device_variable"], common["device_order"] = plan.site.device_variable, plan.device_order
     made: list[Message] = []
     there: dict[str, list[RemoteAgent]] = {}
     for agent in agents:

@@ -25,12 +25,14 @@ from mmm.launch.control.link import Link, Lost, Message
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import GRACE, Limits, RunControl
 from mmm.launch.control.stacks import Stack
+from mmm.launch.control.staging import Staging
 from mmm.launch.job import hosts, mpi
 from mmm.launch.job.cluster import ClusterPlan
 
 START_TIMEOUT = 300.0  # s until every process has connected
 LAST_WORDS = 3.0  # s beyond the grace that hosts have to say that their ranks are gone
 LAUNCHER_END = 1.5  # s that mpiexec or srun has to end once its processes have
+REMOVAL = 60.0  # s that hosts have to remove what --stage has copied
 LOCATE = 2.0  # s for the hosts to say where their ranks are
 LAUNCHER_LINGERS = 20.0  # s that it has after a run that went well: others of its processes may still write
 SPARE_FILES = 64
@@ -52,6 +54,7 @@ class Controller(RunControl):
         self.stacks: dict[int, Stack] = {}  # of a run that hangs
         self.silent: set[int] = set()  # agents that have not sent theirs
         self.locate_until: float | None = None
+        self.staging: Staging | None = None
         self.launcher: subprocess.Popen | None = None
         self.server: socket.socket | None = None
 
@@ -198,17 +201,29 @@ class Controller(RunControl):
         agent.index = index
         self.agents[index] = agent
         if len(self.agents) == self.plan.processes and self.exit_code is None:
-            self.go()
+            self.rendezvous_ends = None
+            if self.plan.stage is None:
+                self.go()
+            else:
+                self.staging = Staging(self.plan, [self.agents[i] for i in range(len(self.agents))], self.failures)
+                self.staging.begin()
         return True
 
+    def decide(self, now: float) -> None:
+        super().decide(now)
+        if self.staging is not None and self.under_way and (self.exit_code is not None or not self.failures):
+            self.staging.release(again=self.again and self.attempts_left > 0)
+
     def go(self) -> None:
-        """All are there: tell each what to run."""
-        self.rendezvous_ends, self.under_way = None, True
+        """All are ready: tell each what to run."""
+        self.under_way = True
         assert self.output is not None
         self.output.last = time.monotonic()
         agents = [self.agents[index] for index in range(len(self.agents))]
         for agent, message in zip(agents, start_commands(self.plan, agents), strict=True):
             agent.ranks = [int(rank["RANK"]) for rank in message["ranks"]]
+            if self.staging is not None:
+                message["stage"] = self.staging.told(agent)
             try:
                 agent.link.send({"go": message})
             except Lost as lost:
@@ -235,13 +250,19 @@ class Controller(RunControl):
             self.silent.discard(agent.index)
             if not self.silent and self.locate_until is not None:
                 self.locate_until = now
+        elif "stage" in message and self.staging is not None:
+            if self.staging.hear(agent, message["stage"]) and self.exit_code is None:
+                self.go()
         elif "bye" in message:
             agent.done = True
 
     def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
         if not self.under_way:
-            del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
+            if self.staging is not None:
+                self.staging.lost(agent, reason)
+            else:
+                del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
             return
         ranks = [rank for rank in agent.ranks if rank not in self.ended]
         which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
@@ -302,7 +323,8 @@ class Controller(RunControl):
     def kill(self) -> None:
         self.tell({"kill": True})
         self.kill_at = None
-        self.stop_launcher_at = time.monotonic() + (LAUNCHER_END if self.under_way else 0.0)
+        patience = LAUNCHER_END if self.under_way else 0.0
+        self.stop_launcher_at = time.monotonic() + (patience if self.staging is None else REMOVAL)
 
     def stop_launcher(self) -> None:
         """End mpiexec or srun, and what it has started on this host."""

@@ -33,7 +33,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.buffer = b""
-        self.early: list[Message] = []  # what came together with the one that `one` returned
+        self.early: list[Message] = []  # what came together with what `one` has returned
         connection.settimeout(SEND_TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -74,7 +74,9 @@ class Link:
             raise Lost("it sent what is no message") from None
 
     def one(self, timeout: float | None) -> Message:
-        """Wait for a message; others that came with it are in `early`. Raises `Lost`."""
+        """The first message in `early`, or else wait for one; others that come with it are put there. Raises `Lost`."""
+        if self.early:
+            return self.early.pop(0)
         self.socket.settimeout(timeout)
         try:
             while not (messages := self.read()):

@@ -30,8 +30,10 @@ def of_run(session: int, marker: str) -> list[int]:
     for name in names:
         if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                state, _ppid, _group, its_session = _stat(name)
-                if state not in "ZX" and (its_session == session or wanted in _environ(name)):
+                state, _, _, its_session, *_ = (PROC / name / "stat").read_text().rpartition(")")[2].split()
+                if state not in "ZX" and (
+                    int(its_session) == session or wanted in (PROC / name / "environ").read_bytes().split(b"\0")
+                ):
                     found.append(int(name))
     return found
 
@@ -59,12 +61,3 @@ def send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-
-
-def _stat(name: str) -> tuple[str, int, int, int]:
-    fields = (PROC / name / "stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[1]), int(fields[2]), int(fields[3])
-
-
-def _environ(name: str) -> list[bytes]:
-    return (PROC / name / "environ").read_bytes().split(b"\0")

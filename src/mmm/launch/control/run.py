@@ -36,6 +36,7 @@ class RunControl(ABC):
         self.grace: float | None = None  # s, of the signal that ends the ranks; None: GRACE
         self.interrupted_at = -REPEAT
         self.again = False  # a new start may help: no signal, no user's mistake
+        self.attempts_left = 0  # how often --retries may start it after this one
         self.ignored: set[int] = set()  # signals that this process was started to ignore
         self.signalled = False  # the signal before the job's end is out
         self.output: Output | None = None  # where launch copies what ranks print

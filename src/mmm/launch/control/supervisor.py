@@ -9,7 +9,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 
@@ -60,7 +59,7 @@ class Supervisor(RunControl):
         target = plan.target
         command = target.line()
         if target.is_python:
-            command = [sys.executable, *target.flags, "-m", wire.CHILD, *target.tail()]
+            command = [plan.python, *target.flags, "-m", wire.CHILD, *target.tail()]
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(
             *inherited, plan.ranks, plan.fork, command, os.getpid(), self.shielded, ignored=sorted(self.ignored)
@@ -70,7 +69,7 @@ class Supervisor(RunControl):
         if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
             self.verdict_fd = os.memfd_create("verdict")
             own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
-        server = [sys.executable, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
+        server = [plan.python, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
         self.output = Output(self.selector) if self.limits.timeout is not None else None
         out = (self.output.stdout, self.output.stderr) if self.output is not None else (None, None)
         self.fork_server = subprocess.Popen(

@@ -25,6 +25,7 @@ from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Link, Lost
 from mmm.launch.control.supervisor import Supervisor
 from mmm.launch.control.wire import CPUS_VARIABLE, PASSED_ON, Status
+from mmm.launch.host.stage import Stager
 from mmm.launch.job import binding, local
 from mmm.launch.job import target as targets
 from mmm.launch.job.local import LaunchPlan
@@ -42,8 +43,11 @@ class Entry(Supervisor):
 
     shielded = True
 
-    def __init__(self, plan: LaunchPlan, link: Link, launcher: str, inherit: tuple[int, ...]) -> None:
+    def __init__(
+        self, plan: LaunchPlan, link: Link, launcher: str, inherit: tuple[int, ...], stager: Stager | None
+    ) -> None:
         super().__init__(plan)
+        self.stager = stager
         self.launcher = launcher
         self.link: Link | None = link
         self.inherit = inherit
@@ -55,8 +59,8 @@ class Entry(Supervisor):
         super().start()
         assert self.link is not None
         self.selector.register(self.link, selectors.EVENT_READ)
-        for message in self.link.early:
-            self.on_command(message)
+        while self.link.early:
+            self.on_command(self.link.early.pop(0))
 
     def passed_fds(self) -> tuple[int, ...]:
         return self.inherit
@@ -139,6 +143,8 @@ class Entry(Supervisor):
         code = super().finish()
         self.tell_failures()
         self.tell({"bye": True})
+        if self.stager is not None:
+            self.stager.farewell(self.link)
         if self.lost:
             end_helper()
             return 1
@@ -164,12 +170,22 @@ def main() -> int:
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
     except UserError as error:
         hello |= {"error": f"{error} (on {hello['host']})"}
+    stager: Stager | None = None
+    command: links.Message = {}
     try:
         link = links.reach(entry["at"], entry["token"], hello)
         command = link.one(None)
+        while "stage" in command:
+            stager = stager or Stager(link, entry["token"])
+            if not stager.answer(command["stage"]):
+                return 1
+            command = link.one(None)
     except Lost as lost:
         say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
         return 1
+    finally:
+        if stager is not None and "go" not in command:
+            stager.farewell(None)
     if "go" not in command:
         return 1  # launch ends before anything has begun
     try:
@@ -179,12 +195,14 @@ def main() -> int:
         failure = Failure(number, 2, time.monotonic(), 0, Report(number, "user", str(error), 2, 0.0))
         link.send({"failure": commands.write_failure(failure, time.monotonic())})
         link.send({"bye": True})
+        if stager is not None:
+            stager.farewell(link)
         return 0
     if command["go"]["by"] == "host":  # an MPI in a rank would take itself for all of the host
         for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
             del os.environ[name]
         inherit = ()
-    return Entry(plan, link, entry["launcher"], inherit).run()
+    return Entry(plan, link, entry["launcher"], inherit, stager).run()
 
 
 def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int, int | None]:
@@ -233,7 +251,8 @@ def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
         fork, why = local.start_how(target, go["prefork"], go["device"])
     else:
         fork, why = False, "one process a rank: there is nothing to share an import with"
-    return LaunchPlan(target, shared, places, go["device"], fork, {"start": why})
+    plan = LaunchPlan(target, shared, places, go["device"], fork, {"start": why})
+    return local.from_copy(plan, **go["stage"]) if "stage" in go else plan
 
 
 def check_master_address(address: str, port: int, host: str) -> None:

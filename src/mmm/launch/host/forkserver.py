@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+import weakref
 from dataclasses import replace
 from typing import NoReturn
 
@@ -45,8 +46,10 @@ NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
     *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"),
 )
-# What a runtime keeps open once it has touched a device: CUDA's, also of Windows, and AMD's. Not the others of NVIDIA's
-# and AMD's drivers, which the libraries open by which PyTorch counts devices: a fork does not hurt those.
+# What a runtime keeps open once it has touched a device: CUDA's, also of Windows, and AMD's. NVML, by which PyTorch
+# counts NVIDIA's devices, opens /dev/nvidiactl and /dev/nvidia0, …, but no /dev/nvidia-uvm, which CUDA maps memory by;
+# what counts AMD's opens /dev/dri, but no /dev/kfd. A fork does not hurt those. /dev/dri says nothing of Intel's
+# devices either: there `_fork_is_bad` tells.
 DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
 OPEN_FILES = "/proc/self/fd"
 PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
@@ -110,6 +113,8 @@ def preload(target: Target, todo: Instructions) -> None:
         start_anew(todo, "*")
     timer.stop()
     contract.program.shared = timer.seconds
+    for finalizer in getattr(weakref.finalize, "_registry", ()):
+        finalizer.atexit = False  # of what all ranks share: PyTorch's take its operators down, one by one, in each rank
     gc.freeze()  # not collected first: that takes longer than what it would free
     gc.enable()
 
@@ -120,12 +125,8 @@ def start_anew(todo: Instructions, skip: str) -> NoReturn:
         os.set_inheritable(fd, True)
     skip = "*" if len(todo.skip) >= 3 else skip
     os.environ[FORK_SERVER_VARIABLE] = str(replace(todo, skip=[*todo.skip, skip]).write())
-    os.execv(sys.executable, [sys.executable, *_flags(), "-m", FORK_SERVER, *sys.argv[1:]])
-
-
-def _flags() -> list[str]:
-    words = sys.orig_argv[1:]
-    return words[: words.index("-m")]
+    flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
+    os.execv(sys.executable, [sys.executable, *flags, "-m", FORK_SERVER, *sys.argv[1:]])
 
 
 def _device_open() -> bool:

@@ -10,12 +10,13 @@ In this order, each stated in `ClusterPlan.why`:
     MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity
 """
 
+import json
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmm.contract import DEVICE_VARIABLE
+from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, binding, hosts, local, mpi, scheduler, sites, slurm, variables
 from mmm.launch.job.accelerators import Accelerators
@@ -23,6 +24,7 @@ from mmm.launch.job.mpi import Request
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
+from mmm.launch.job.staging import Stage
 from mmm.launch.job.target import Target
 
 NO_REASON = "nothing says more"
@@ -38,7 +40,9 @@ class ClusterPlan:
         hosts: those used, in order; ranks 0 … per_host − 1 are on the first. ranks: in all.
         by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
         bind: how launch binds ranks itself; None: it does not. binding: in words.
-        shared: variables for every rank. environ: what the launcher backend itself gets on top of launch's environment.
+        settings: the site's variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
+        shared: variables for every rank, `settings` too.
+        environ: what the launcher backend itself gets on top of launch's environment.
         threads: OMP_NUM_THREADS; None: computed on each host, from the cores its ranks have.
         why: name of a value → where it came from.
     """
@@ -55,11 +59,14 @@ class ClusterPlan:
     bind: str | None
     binding: str
     accelerators: str
+    settings: dict[str, str]
+    device_order: list[int]
     shared: dict[str, str]
     environ: dict[str, str]
     device: str | None
     threads: int | None
     prefork: bool
+    stage: Stage | None
     why: dict[str, str]
     notes: tuple[str, ...] = ()
 
@@ -105,7 +112,12 @@ def plan(
     if len(used) < len(listed):
         notes.append(f"{len(used)} of {len(listed)} hosts are used")
     bind, words, binding_words, why["cpu binding"] = _binding(options, site, launcher, per_host)
-    shared = variables.of_cluster(options, site, job, used, ranks, device, environ, build, why)
+    settings = variables.of_site(site, options, environ, why)
+    ordered = site.orders_devices(options.by, launcher, device) and site.device_variable not in options.env
+    order = site.device_order if ordered else []
+    shared = variables.of_cluster(options, site, job, used, ranks, device, environ, build, why) | settings
+    if site.name:
+        shared[SITE_VARIABLE] = json.dumps({"name": site.name, "set": settings, "device_order": order})
     threads, why["OMP_NUM_THREADS"] = variables.threads(options, job, environ)
 
     all_of_job = tuple(used) == tuple(job.hosts)
@@ -135,11 +147,14 @@ def plan(
         bind=bind,
         binding=binding_words,
         accelerators=_in_words(device, devices, why["accelerators"]),
+        settings=settings,
+        device_order=order,
         shared=shared,
         environ=dict(options.env),
         device=device,
         threads=threads,
         prefork=options.prefork,
+        stage=options.stage,
         why=why,
         notes=tuple(notes),
     )

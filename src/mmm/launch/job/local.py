@@ -6,12 +6,12 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmm.contract import DEVICE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, hosts, variables
+from mmm.launch.job import accelerators, hosts, staging, variables
 from mmm.launch.job.target import Target
 
 DEFAULT_CPU_RANKS = 4
@@ -29,6 +29,7 @@ class LaunchPlan:
     fork: bool
     why: dict[str, str]  # variable, "ranks" or "start" → where the value came from
     notes: tuple[str, ...] = ()  # said before the start
+    python: str = sys.executable  # by which Python ranks run
 
 
 def plan(
@@ -84,6 +85,16 @@ def plan(
     fork, why["start"] = start_how(target, prefork, device, build)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return LaunchPlan(target, shared, ranks, device, fork, why, tuple(notes))
+
+
+def from_copy(plan: LaunchPlan, source: str, copy: str) -> LaunchPlan:
+    """The plan with ranks that run from `copy`, a copy of the environment `source`."""
+    target, python = plan.target, staging.interpreter(source, copy) or plan.python
+    if not target.is_python:
+        first = python if target.command[0] == sys.executable else staging.mapped(target.command[0], source, copy)
+        target = replace(target, command=(first, *target.command[1:]))
+    changed = staging.environment({**os.environ, **plan.shared}, source, copy)
+    return replace(plan, target=target, python=python, shared=plan.shared | changed)
 
 
 def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from mmm.errors import LaunchError
-from mmm.launch.job import mpi, scheduler
+from mmm.launch.job import mpi, scheduler, staging
+from mmm.launch.job.staging import Stage
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 MAX_RANKS = 4096  # on one host
@@ -50,6 +51,7 @@ class LaunchOptions:
     env: dict[str, str] = field(default_factory=dict)
     device: str | None = None
     prefork: bool = True
+    stage: Stage | None = None
     attempt: int = 0
 
 
@@ -84,6 +86,13 @@ def parser() -> argparse.ArgumentParser:
         "--signal", metavar="NAME@S", help="send every rank signal NAME (USR1, TERM, …) S seconds before the job's end"
     )
     made.add_argument("--walltime", metavar="HH:MM:SS", help="when the job ends, from now on, for --signal")
+    made.add_argument(
+        "--stage",
+        metavar="PATH",
+        help="copy this environment (a folder, or a tar file) to every host; ranks run from it",
+    )
+    made.add_argument("--stage-to", metavar="DIR", help="where to on each host (default: its temporary folder)")
+    made.add_argument("--stage-keep", action="store_true", help="leave the copies there, for the next run")
     made.add_argument(
         "--grace",
         metavar="S",
@@ -164,6 +173,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         env=dict(_variable(text) for text in args.env),
         device=args.device,
         prefork=not args.no_prefork,
+        stage=staging.from_words(args.stage, args.stage_to, args.stage_keep),
     )
 
 

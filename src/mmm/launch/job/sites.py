@@ -25,11 +25,15 @@ class Site:
     Attributes:
         match: environment variable → regular expression; the site is recognised where one of them is found.
         mpi: "pals", "hydra" or "openmpi", for an mpiexec that does not say what it is.
-        device_variable, device_order: local rank i is shown only device `device_order[i]`, by that variable.
+        device_variable, device_order: local rank i is shown only device `device_order[i]`, by that variable, unless
+            srun gives each task its own device (`--gpu-bind`).
         bind: how launch binds ranks itself, with --ranks-by host. bind_args: what mpiexec is given for the same.
         srun, srun_by_host: further words for srun, one process a rank, or one a host.
         host_suffix: what makes a host's name an address on the fast network, for MASTER_ADDR.
-        env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them.
+        env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them. env_by_rank: further
+            ones, for ranks that the launcher backend has started itself: they need its MPI.
+        advice: what launch cannot do, a line each; said where ranks are on several hosts.
+        sources: field, or variable in `env`, → the page that its value is from; `source` where it is not named.
     """
 
     name: str
@@ -50,6 +54,27 @@ class Site:
     host_suffix: str = ""
     port: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    env_by_rank: dict[str, str] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def variables(self, by: str) -> dict[str, tuple[str, str]]:
+        """Variable → value and source, of ranks started by ("rank") the launcher backend or by ("host") launch."""
+        named = {"env": self.env} | ({"env_by_rank": self.env_by_rank} if by == "rank" else {})
+        return {
+            name: (value, self.source_of(name if name in self.sources else key))
+            for key, some in named.items()
+            for name, value in some.items()
+        }
+
+    def source_of(self, what: str) -> str:
+        """The site's name, and the page that field or variable `what` is from."""
+        return f"{self.name}: {self.sources.get(what, self.source)}".removesuffix(": ")
+
+    def orders_devices(self, by: str, launcher: str, device: str | None) -> bool:
+        """Whether launch shows each rank its device, because the launcher backend does not."""
+        by_srun = launcher == "srun" and by == "rank" and any(word.startswith("--gpu-bind") for word in self.srun)
+        return bool(self.device_variable) and device == self.device and not by_srun
 
     def fill(self, words: list[str], per_host: int) -> list[str]:
         """`words` with their `{…}` filled in."""
@@ -61,6 +86,9 @@ class Site:
 KINDS: dict[str, type] = {
     "match": dict,
     "env": dict,
+    "env_by_rank": dict,
+    "sources": dict,
+    "advice": list,
     "device_order": list,
     "bind_args": list,
     "srun": list,

@@ -4,7 +4,7 @@ import platform
 import shlex
 import sys
 
-from mmm.contract import DEVICE_VARIABLE
+from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
 from mmm.launch.job.cluster import ClusterPlan
 
 SHOWN_HOSTS = 8
@@ -47,11 +47,19 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
                 why["OMP_NUM_THREADS"],
             )
         )
-        told = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, "OMP_NUM_THREADS")
+        told = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, SITE_VARIABLE, "OMP_NUM_THREADS")
         rows += [(name, value, why.get(name, "launch")) for name, value in plan.shared.items() if name not in told]
-    if site.device_variable and plan.device == site.device:
-        order = ", ".join(map(str, site.device_order))
-        rows.append(("device order", f"{order} ({site.device_variable} of local rank 0, 1, …)", site.name))
+    elif plan.settings:
+        rows.append(("settings", " ".join(f"{name}={value}" for name, value in plan.settings.items()), ""))
+    if plan.device_order:
+        order = ", ".join(map(str, plan.device_order))
+        rows.append(
+            ("device order", f"{order} ({site.device_variable} of local rank 0, 1, …)", site.source_of("device_order"))
+        )
+    if plan.stage is not None:
+        rows.append(("stage", str(plan.stage), "--stage"))
+    if len(plan.hosts) > 1:
+        rows += [("advice", line, site.source_of("advice")) for line in site.advice]
     width = max(len(name) for name, _, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" + (f"   ({reason})" if explain else "") for name, value, reason in rows]
     return "\n".join([*lines, f"{'command':<{width}}{shlex.join(shown(plan.command))}"])

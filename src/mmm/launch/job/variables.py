@@ -55,16 +55,22 @@ def of_cluster(
     shared = {"WORLD_SIZE": str(ranks)}
     shared["MASTER_ADDR"], why["MASTER_ADDR"] = _address(environ, site, used)
     shared["MASTER_PORT"], why["MASTER_PORT"] = _port(environ, job, site, used, options.attempt)
-    for name, value in site.env.items():
-        if name in environ:
-            why[name] = "set in the environment"
-        else:
-            shared[name], why[name] = value, site.name
     if device:
         shared[DEVICE_VARIABLE] = device
     shared |= torch_variables(accelerators.torch_build() if build is None else build, environ)
     why |= dict.fromkeys(options.env, "--env")
     return shared | options.env
+
+
+def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str], why: dict[str, str]) -> dict[str, str]:
+    """The site's variables that the user has not set. Adds where they come from to `why`."""
+    found = {}
+    for name, (value, source) in site.variables(options.by).items():
+        if name in environ:
+            why[name] = "set in the environment"
+        elif name not in options.env:
+            found[name], why[name] = value, source
+    return found
 
 
 def _address(environ: Mapping[str, str], site: Site, used: list[str]) -> tuple[str, str]:

@@ -20,13 +20,10 @@ splits the same way.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.parallel.advice import Broken
 from mmm.parallel.context.ring import RingAttention
@@ -53,17 +50,6 @@ def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
         raise ValueError(f"{seq_length} tokens do not divide into 2 · cp = {2 * cp} chunks of the same length")
     chunks = everything.chunk(2 * cp)
     return torch.cat((chunks[coordinate], chunks[2 * cp - 1 - coordinate]))
-
-
-def shard_batch(batch: Batch, coordinate: int, cp: int) -> tuple[Batch, Tensor]:
-    """The tokens of a batch on a cp coordinate, of inputs and targets alike.
-
-    Returns:
-        That batch, (batch, seq / cp), whose count is still that of the global batch; and the positions of its tokens,
-        (seq / cp,) int64, for the model: ``model(batch.inputs, positions)``.
-    """
-    positions = positions_of(coordinate, cp, batch.inputs.shape[1]).to(batch.inputs.device)
-    return replace(batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions]), positions
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style: str) -> None:

@@ -27,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
+from mmm.models.weights import widest
 from mmm.parallel.data.fsdp import reshard, widen_gradients
 from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Mesh
+from mmm.parallel.pipeline.p2p import P2PStage, batched_by_group
 from mmm.parallel.pipeline.recorder import Action, Recorder
 from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.pipeline.strides import contiguous_between_stages
@@ -39,7 +41,7 @@ from mmm.parallel.pipeline.strides import contiguous_between_stages
 Lap = Callable[[str], None]
 
 
-class TimedStage(PipelineStage):
+class TimedStage(P2PStage):
     """PyTorch's stage, telling `lap` what the time was spent on: ``dtf``, ``dtb``, and between them ``dtw``."""
 
     lap: Lap
@@ -89,10 +91,9 @@ def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.
     """The local losses of a step's micro-batches, summed, on all stages alike: only the last has any. A collective.
 
     Returns:
-        Scalar, float64 (float32 on MPS).
+        Scalar, `widest`.
     """
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    loss = sum(map(detached, losses), torch.zeros((), dtype=dtype, device=device))
+    loss = sum(map(detached, losses), torch.zeros((), dtype=widest(device), device=device))
     dist.all_reduce(loss, group=group)
     return loss
 
@@ -138,10 +139,10 @@ class Pipeline:
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
             contiguous_between_stages(module, number == 0, number == count - 1)
             stage = TimedStage(module, number, count, device, group=self.group)
-            stage.lap = self._timed
+            stage.lap, stage.p2p = self._timed, Mesh.of(mesh).p2p
             self._wrapped.append(stage)
         kind = SCHEDULES[schedule]
-        make = getattr(schedules, f"Schedule{schedule}")
+        make = kind.own or getattr(schedules, f"Schedule{schedule}")
         stage_or_stages = self._wrapped[0] if kind.most == 1 else self._wrapped
         self.schedule = make(stage_or_stages, microbatches, loss_fn=self._timed_loss, scale_grads=False)
 
@@ -182,7 +183,7 @@ class Pipeline:
             unsplit: further arguments of each stage's forward, not split into micro-batches, such as ``positions``.
 
         Returns:
-            The coordinate's local loss, the same on all its stages: scalar, float64 (float32 on MPS).
+            The coordinate's local loss, the same on all its stages: scalar, `widest`.
         """
         self._training = True
         if self._recorder is not None:
@@ -205,7 +206,8 @@ class Pipeline:
         self._unsplit = unsplit
         losses: list[Tensor] = []
         given = (inputs,) if self.has_first else ()
-        run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False)
+        with batched_by_group():
+            run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False)
         loss = sum_over_stages(losses, self.device, self.group)
         self._timed("dtw")
         return loss

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.pipelining import schedules
@@ -32,6 +33,7 @@ class Schedule:
         v: stages lie on the ranks there and back, not round and round.
         splits: splits backward in two, which works neither with torch.compile nor with selective checkpointing.
         microbatches: the least number, and what it must be a multiple of, from the number of pp ranks.
+        own: the class, where it is not PyTorch's ``Schedule<NAME>``.
     """
 
     least: int = 1
@@ -39,6 +41,7 @@ class Schedule:
     v: bool = False
     splits: bool = False
     microbatches: Callable[[int], tuple[int, int]] = lambda pp: (1, 1)
+    own: Any = None
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -56,7 +59,7 @@ def find_schedule(name: str) -> Schedule:
     """Raises ConfigError where there is no such schedule, or PyTorch lacks it."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
-    if not hasattr(schedules, f"Schedule{name}"):
+    if not (SCHEDULES[name].own or hasattr(schedules, f"Schedule{name}")):
         text = f"schedule {name}: PyTorch {torch.__version__} lacks it; use 1F1B, or a newer PyTorch"
         raise ConfigError(text, fields=("schedule",))
     return SCHEDULES[name]

@@ -11,16 +11,32 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, find
+from mmm.parallel.ties import find_ties
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Shard `model` in place over the one-dimensional `mesh`; names of the plan that the model lacks are skipped.
 
     Module by module, because `parallelize_module` with a plan would shard a module with two names twice.
+
+    Raises:
+        LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike.
     """
+    tied = {name for tie in find_ties(model) for name in tie}  # `tie_again` refuses those
     for pattern, style in plan.tensor.items():
         for module in find(model, pattern):
             parallelize_module(module, mesh, style)
+    experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
+    without = [name for name in plain if name not in tied]
+    if without:
+        raise LayoutError(
+            f"tp {mesh.size()}: the plan's `tensor` has no style for {', '.join(without[:3])}"
+            f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name their modules there, as Replicated() "
+            f"where every rank computes the same"
+        )

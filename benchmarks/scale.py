@@ -1,0 +1,243 @@
+"""What a rank pays for the number of ranks: one rank's program on PyTorch's fake process group, on 1,024 to 102,400.
+
+    python benchmarks/scale.py [--ranks 1024 10240 102400] [--layout hsdp·tp8 …] [--png FILE] [--json FILE]
+
+For each layout and size, in a process of its own: the mesh, a Transformer parallelized over it, and steps of it
+(forward, backward, clipping, AdamW; with a row due and without) on tensors without elements. Nothing is sent;
+seconds are CPU seconds of PyTorch's and this package's own work. Exit code 1 where a step's Python memory grows by more
+than 5 % from the least to the most ranks.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import resource
+import sys
+import time
+import traceback
+import tracemalloc
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests/accelerator"))
+
+import torch  # noqa: E402
+from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+
+from mmm.models.meta import meta_parameters  # noqa: E402
+from mmm.models.transformer import Transformer, TransformerConfig  # noqa: E402
+from mmm.parallel import parallel_model  # noqa: E402
+from mmm.parallel.mesh import Layout, Mesh, build_mesh  # noqa: E402
+from mmm.parallel.partition import partition_model  # noqa: E402
+from mmm.parallel.plans.transformer import transformer_plan  # noqa: E402
+from mmm.parallel.techniques import Techniques  # noqa: E402
+from mmm.runtime.clock import StepClock  # noqa: E402
+from mmm.runtime.device import Precision  # noqa: E402
+from mmm.runtime.log import get_logger  # noqa: E402
+from mmm.runtime.ranks import Rank  # noqa: E402
+from mmm.trainer.optimizer import make_optimizer  # noqa: E402
+from mmm.trainer.options import RunOptions  # noqa: E402
+from mmm.trainer.run import Run  # noqa: E402
+
+LAYOUTS = {
+    "fsdp·tp8": lambda ranks: Layout(tp=8),
+    "hsdp·tp8": lambda ranks: Layout(dp_replicate=ranks // 64, dp_shard=8, tp=8),
+    "hsdp·cp2·tp4": lambda ranks: Layout(dp_replicate=ranks // 64, dp_shard=8, cp=2, tp=4),
+    "hsdp·ep8": lambda ranks: Layout(dp_replicate=ranks // 64, dp_shard=64, ep=8),
+}
+DEFAULT = ("hsdp·tp8", "hsdp·ep8")
+RANKS = (1024, 10240, 102400)
+ALLOWED = 1.05
+CPU, FP32 = torch.device("cpu"), Precision("fp32", torch.float32, torch.float32)
+REPEATS, TOKENS = 3, (8, 64)
+
+
+def resident() -> int:
+    """The most bytes that this process has had in memory."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def parallelize(mesh: Mesh, mode: FakeTensorMode) -> parallel_model.ParallelModel:
+    """A Transformer of 2 layers: on the meta device, as a run has it; its memory is fake."""
+    layout = mesh.layout
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 128}
+    with meta_parameters():
+        model = Transformer(TransformerConfig(**sizes, n_experts=8 if layout.ep > 1 else 0))
+    plan, techniques, tokens = transformer_plan(), Techniques(), torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+    partition = partition_model(model, plan, layout, techniques, tokens)
+    materialize = parallel_model.materialize
+
+    def fake(*given):
+        with mode:
+            materialize(*given)
+
+    parallel_model.materialize = fake
+    return parallel_model.ParallelModel(model, plan, mesh, FP32, techniques, partition, device=CPU, seed=0)
+
+
+class Record:
+    """Stands where rank 0 has a record. The other ranks have none."""
+
+    def update(self, row, per_rank):
+        return ""
+
+
+def measure(name: str, ranks: int) -> dict[str, float]:
+    """One rank's figures: CPU seconds, resident bytes, and the bytes that Python needs at the peak of a step."""
+    for method in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
+        outside_fake_mode(method)
+    FakeTensor.numpy = numpy_zeros
+    layout, found = LAYOUTS[name](ranks).fit(ranks), dict[str, float]()
+
+    def once(what, work):
+        before, began = resident(), time.process_time()
+        result = work()
+        found[what], found[f"{what} bytes"] = time.process_time() - began, resident() - before
+        return result
+
+    with process_group(ranks):
+        mesh = once("mesh", lambda: build_mesh(layout, "cpu", experts=layout.ep > 1))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model = once("model", lambda: parallelize(mesh, mode))
+        with mode, Count("cpu"):
+            optimizer, tokens = (
+                make_optimizer("adamw", model.parameters(), 1e-3),
+                torch.zeros(TOKENS, dtype=torch.int64),
+            )
+            clock, who = StepClock(CPU), Rank(0, ranks, 0, 1, "benchmark")
+            run = Run(RunOptions(), who, layout, CPU, FP32, clock, get_logger(), None, [])
+
+            def step(due: bool, record: Record | None = None) -> None:
+                run.record = record
+                clock.start()
+                loss = model.step(tokens, tokens, layout.dp * tokens.numel())
+                model.clip(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                model.balance_experts(measured=due)
+                clock.lap("dto")
+                run.row({"iter": 0}, {"loss": loss}, samples=1, due=due)
+
+            kinds = {"step": (False,), "step with row": (True,), "step with row on rank 0": (True, Record())}
+            for given in kinds.values():  # caches are filled, the optimizer has its state
+                step(*given)
+            for what, given in kinds.items():
+                found[what] = min(_cpu_seconds(step, *given) for _ in range(REPEATS))
+            tracemalloc.start()
+            for what, given in kinds.items():
+                step(*given)
+                gc.collect()
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
+                step(*given)
+                found[f"{what} bytes"] = tracemalloc.get_traced_memory()[1] - before
+    return found
+
+
+def _cpu_seconds(work, *given) -> float:
+    began = time.process_time()
+    work(*given)
+    return time.process_time() - began
+
+
+def in_a_process(name: str, ranks: int) -> dict:
+    """The figures of `measure`, in a process that is forked for it."""
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            row = {"layout": name, "ranks": ranks, **measure(name, ranks)}
+            os.write(writes, json.dumps(row).encode())  # fits into a pipe
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    if not answer:
+        sys.exit(f"{name} on {ranks} ranks failed")
+    return json.loads(answer)
+
+
+PANELS = (
+    ("a step, CPU seconds", ("step", "step with row", "step with row on rank 0"), 1),
+    ("a step, Python's MB at its peak", ("step bytes", "step with row bytes", "step with row on rank 0 bytes"), 1e6),
+    ("once: CPU seconds", ("mesh", "model"), 1),
+    ("once: MB of memory", ("mesh bytes", "model bytes"), 1e6),
+)
+
+
+def draw(rows: list[dict], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    for axis, (title, columns, unit) in zip(axes.flat, PANELS, strict=True):
+        for column, style in zip(columns, ("-o", "--s", ":^"), strict=False):
+            for number, layout in enumerate(layouts):
+                own = [row for row in rows if row["layout"] == layout]
+                label = f"{layout}: {column.removesuffix(' bytes')}"
+                axis.plot(
+                    [row["ranks"] for row in own],
+                    [row[column] / unit for row in own],
+                    style,
+                    color=f"C{number}",
+                    label=label,
+                )
+        axis.set(title=title, xscale="log", xlabel="ranks", ylim=(0, None))
+        axis.legend(fontsize=7)
+    figure.savefig(file, dpi=110)
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        f"{'layout':<14}{'ranks':>8}  mesh s     MB  model s     MB   step s    row s  row 0 s  step KB   row KB row 0"
+    ]
+    for row in rows:
+        once = f"{row['mesh']:>8.2f}{row['mesh bytes'] / 1e6:>7.1f}{row['model']:>9.2f}{row['model bytes'] / 1e6:>7.1f}"
+        step = "".join(f"{row[key]:>9.3f}" for key in PANELS[0][1])
+        used = "".join(f"{row[key] / 1e3:>9.0f}" for key in PANELS[1][1])
+        lines.append(f"{row['layout']:<14}{row['ranks']:>8,}{once}{step}{used}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=DEFAULT)
+    parser.add_argument("--png", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    get_logger().setLevel("ERROR")
+    torch.set_num_threads(1)  # processes are forked from here
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    rows = []
+    for layout in args.layout:
+        for ranks in args.ranks:
+            rows.append(in_a_process(layout, ranks))
+            print(table(rows[-1:]), flush=True)
+    print(f"\n{table(rows)}")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    if args.png:
+        draw(rows, args.png)
+    grown = 0.0
+    for layout in args.layout:
+        own = [row["step bytes"] for row in rows if row["layout"] == layout]
+        grown = max(grown, own[-1] / own[0])
+    print(f"a step's Python memory at {args.ranks[-1]:,} ranks is at most {grown:.3f} of that at {args.ranks[0]:,}")
+    return int(grown > ALLOWED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""``mmm tokens FILES… -o DIR``: prepare a file of tokens, in parallel; called again, it goes on where it was killed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from mmm.errors import ConfigError
+
+EPILOG = """\
+DIR then is a text of every program: launch python3 -m mmm.trainer.lm --text DIR
+It has tokens.bin (unsigned integers without a header), documents.bin (where each document ends), the tokenizer's file
+and manifest.json. Until all is done, it is called DIR.part.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Prepare the folder and say what is in it. Returns 0. Raises UserError for what cannot be read or does not fit."""
+    parser = argparse.ArgumentParser(
+        prog="mmm tokens", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", type=Path, help="text; each file is a document")
+    parser.add_argument("-o", "--outdir", required=True, metavar="DIR", type=Path, help="the folder to make")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="bytes|chars|PATH",
+        help="bytes (the default), the characters of the files, a tokenizer.json, or a SentencePiece .model",
+    )
+    parser.add_argument(
+        "--train-bpe", "--train_bpe", metavar="N", type=int, help="train a byte-level BPE of N tokens on the files"
+    )
+    parser.add_argument(
+        "--separator",
+        default="",
+        metavar="TEXT",
+        help=r"what stands between the documents of a file; \n is a line's end",
+    )
+    parser.add_argument(
+        "--eos", metavar="TOKEN", help="token to put at the end of each document; with --train-bpe <|endoftext|>"
+    )
+    parser.add_argument("--processes", metavar="N", type=int, help="default: one a core that this process may use")
+    args = parser.parse_args(argv)
+    if args.train_bpe is not None and args.tokenizer is not None:
+        raise ConfigError("--train-bpe and --tokenizer contradict each other: leave one out")
+    if args.train_bpe is not None and args.eos is not None:
+        raise ConfigError("--train-bpe and --eos contradict each other: a trained tokenizer has <|endoftext|>")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = cores if args.processes is None else args.processes
+    if processes < 1:
+        raise ConfigError(f"--processes {processes}: it must be at least 1")
+
+    from mmm.data.prepare import Preparation, prepare  # imports torch
+
+    separator = args.separator.replace("\\n", "\n")
+    tokenizer = args.tokenizer or "bytes"
+    wanted = Preparation(tuple(args.files), args.outdir, tokenizer, args.train_bpe, separator, args.eos)
+    began = time.monotonic()
+    about = prepare(wanted, processes, lambda line: print(line, file=sys.stderr))
+    kind, size = about["tokenizer"]["kind"], about["tokenizer"]["vocab_size"]
+    print(
+        f"{args.outdir}: {about['tokens']} tokens ({kind}, vocabulary {size}), {about['documents']} documents, "
+        f"{about['bytes']} bytes of text; {time.monotonic() - began:.1f} s with {processes} processes"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

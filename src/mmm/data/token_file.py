@@ -1,0 +1,200 @@
+"""Tokens on disk, of three kinds, read as they are.
+
+*A folder of* ``mmm tokens``: ``tokens.bin``, little-endian unsigned integers without a header; ``documents.bin``,
+int64, the number of tokens before the end of each document; the tokenizer's file; ``manifest.json``, written last.
+
+*nanoGPT's* ``.bin``: uint16 without a header. Beside ``train.bin``, ``val.bin`` is the validation text.
+Source: github.com/karpathy/nanoGPT, data/shakespeare/prepare.py.
+
+*Megatron's* ``.bin`` with ``.idx`` (``MMapIndexedDataset``): the tokens without a header, and an index, little-endian:
+
+    bytes  0 …  8    "MMIDIDX\\0\\0"
+           9 … 16    uint64: version, 1
+               17    uint8: type of a token, 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16
+          18 … 25    uint64: sequences S
+          26 … 33    uint64: D, one more than there are documents
+    then             int32[S]: tokens of each sequence
+                     int64[S]: byte of the .bin where each sequence begins; one follows the other
+                     int64[D]: the first sequence of each document, and S
+
+Source: github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmm.data.text import Corpus
+from mmm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mmm.errors import DataError
+
+TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
+FORMAT = 1  # of the manifest
+_MEGATRON_MAGIC, _MEGATRON_VERSION = b"MMIDIDX\0\0", 1
+_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_ENDS = 1 << 20  # bytes of each end of a file that its fingerprint reads
+
+
+class TokenFile:
+    """A file of tokens, or a part of it: its length, and slices. Nothing of it stays in memory.
+
+    Args:
+        path: without a header. dtype: of a token. begin, end: in tokens; None for the file's end.
+
+    Raises:
+        DataError: the file cannot be read, or does not end with a full token.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, begin: int = 0, end: int | None = None) -> None:
+        self.path, self.dtype, self.begin = path, np.dtype(dtype), begin
+        try:
+            self._file = path.open("rb", buffering=0)
+            size = os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from None
+        if size % self.dtype.itemsize:
+            raise DataError(f"{path} is truncated: {size} bytes are no number of tokens of {self.dtype.itemsize} bytes")
+        self.end = size // self.dtype.itemsize if end is None else end
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """A copy of these tokens. They alone are mapped, and just while they are copied: a mapping of the full file
+        would keep every page that was ever read in this process's memory. The system reads their pages, no others."""
+        begin, end, _ = part.indices(len(self))
+        if end <= begin:
+            return np.empty(0, self.dtype)
+        first, length = (self.begin + begin) * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
+        skipped = first % mmap.ALLOCATIONGRANULARITY
+        map_options: Any = {"access": mmap.ACCESS_READ, "offset": first - skipped}
+        with mmap.mmap(self._file.fileno(), skipped + length, **map_options) as mapped:
+            if hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead, …
+                mapped.madvise(mmap.MADV_WILLNEED)  # and all pages at once
+            return np.frombuffer(mapped, self.dtype, end - begin, skipped).copy()
+
+    def split(self) -> tuple[TokenFile, TokenFile]:
+        """For training, and the last tenth for validation, as of a text."""
+        middle = self.end - max(len(self) // 10, 1)
+        return (
+            TokenFile(self.path, self.dtype, self.begin, middle),
+            TokenFile(self.path, self.dtype, middle, self.end),
+        )
+
+
+def open_tokens(path: Path) -> Corpus | None:
+    """What is at `path`: a folder of ``mmm tokens``, a ``.bin``, an ``.idx`` or what they have in common; None if it is
+    none of these, so that it is text.
+
+    Raises:
+        DataError: it is broken, unfinished, or of another version.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    index = path.with_name(path.name + ".idx") if not path.exists() else path.with_suffix(".idx")
+    if path.suffix in (".bin", ".idx") or not path.exists():
+        if index.is_file():
+            return _open_megatron(index)
+        if path.suffix == ".bin":
+            return _open_nanogpt(path)
+    return None
+
+
+def _open_folder(folder: Path) -> Corpus:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise DataError(f"{folder} has format {manifest['format']} of mmm tokens, and this mmm reads {FORMAT}")
+        tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
+        about, documents, digest = manifest["tokenizer"], int(manifest["documents"]), str(manifest["sha256"])
+        wanted = int(manifest["tokens"])
+        kind, file = about["kind"], about["file"]
+    except OSError as error:
+        raise DataError(f"--text {folder}: no folder of mmm tokens: {MANIFEST}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{folder / MANIFEST} is no manifest of mmm tokens ({type(error).__name__}: {error})") from None
+    if len(tokens) != wanted:
+        raise DataError(f"{folder / TOKENS} is truncated: it has {len(tokens)} tokens, not {wanted}")
+    tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
+    if tokenizer.kind != kind or tokenizer.sha256 != about["sha256"]:
+        raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
+    return _corpus(
+        tokens, str(folder), digest, tokenizer, lambda: np.memmap(folder / DOCUMENTS, "<i8", "r", shape=(documents,))
+    )
+
+
+def _open_nanogpt(path: Path) -> Corpus:
+    dtype = np.dtype("<u2")
+    tokens, other = TokenFile(path, dtype), path.with_name("val.bin")
+    if path.name == "train.bin" and other.is_file():
+        held_out = TokenFile(other, dtype)
+        digest = hashlib.sha256(f"{_fingerprint(path)} {_fingerprint(other)}".encode()).hexdigest()
+        return Corpus(tokens, held_out, f"{path}, {other}", 2, digest, "tokens")
+    return _corpus(tokens, str(path), _fingerprint(path))
+
+
+def _open_megatron(index: Path) -> Corpus:
+    try:
+        with index.open("rb") as file:
+            head = file.read(34)
+        size = index.stat().st_size
+    except OSError as error:
+        raise DataError(f"{index}: {error.strerror or error}") from None
+    if len(head) < 34 or not head.startswith(_MEGATRON_MAGIC):
+        raise DataError(f"{index} is no index of Megatron's MMapIndexedDataset: it does not begin with MMIDIDX")
+    version, code, sequences, documents = struct.unpack("<QBQQ", head[9:])
+    if version != _MEGATRON_VERSION:
+        raise DataError(f"{index} has version {version} of Megatron's index, and this mmm reads {_MEGATRON_VERSION}")
+    if code not in _MEGATRON_TYPES:
+        raise DataError(f"{index} has tokens of type {code}, which is no integer type of Megatron's index")
+    if (wanted := 34 + 12 * sequences + 8 * documents) > size:
+        raise DataError(f"{index} is truncated: {size} bytes, and {sequences} sequences need {wanted}")
+    tokens = TokenFile(index.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]))
+    if not sequences or not len(tokens):
+        raise DataError(f"{index} has no sequences")
+    width, pointers = tokens.dtype.itemsize, np.memmap(index, "<i8", "r", 34 + 4 * sequences, (sequences,))
+    last = np.memmap(index, "<i4", "r", 34 + 4 * (sequences - 1), (1,))
+    total = int(pointers[-1]) // width + int(last[0])
+    if total != len(tokens):
+        raise DataError(f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or another's")
+
+    def ends() -> np.ndarray:
+        first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))[1:]
+        return np.append(pointers, total * width)[first] // width
+
+    digest = hashlib.sha256(f"{_fingerprint(index)} {_fingerprint(tokens.path)}".encode()).hexdigest()
+    return _corpus(tokens, str(tokens.path), digest, None, ends)
+
+
+def _corpus(
+    tokens: TokenFile,
+    source: str,
+    digest: str,
+    tokenizer: Tokenizer | None = None,
+    documents: Callable[[], np.ndarray] | None = None,
+) -> Corpus:
+    if len(tokens) < 2:
+        raise DataError(f"--text {source} has {len(tokens)} tokens: it needs 2 at least")
+    return Corpus(*tokens.split(), source, 1, digest, "tokens", tokenizer, documents)
+
+
+def _fingerprint(path: Path) -> str:
+    """sha256 of a file's size and its first and last MiB: it may have terabytes, and every rank asks at the start."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(b"%d\n" % size + file.read(_ENDS))
+        file.seek(max(size - _ENDS, 0))
+        digest.update(file.read(_ENDS))
+    return digest.hexdigest()

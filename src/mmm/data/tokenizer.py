@@ -1,0 +1,252 @@
+"""Text to tokens and back: bytes, characters, Hugging Face ``tokenizers`` files, SentencePiece models."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmm.errors import ConfigError, DataError
+
+BYTES = 256  # the vocabulary: one token a byte
+
+
+class Tokenizer(ABC):
+    """Tokens 0 … vocab_size - 1.
+
+    Attributes:
+        kind: bytes, chars, tokenizers or sentencepiece. vocab_size: tokens.
+        content, file: what to keep beside tokens to decode them again, and its name; both empty for bytes.
+        splittable: a text may be split between any two characters and encodes to the same tokens.
+    """
+
+    kind: str
+    vocab_size: int
+    content = b""
+    file = ""
+    splittable = False
+
+    @abstractmethod
+    def encode(self, text: bytes) -> np.ndarray:
+        """The tokens of a UTF-8 text, (tokens,), of an unsigned type; no special tokens are added.
+
+        Raises:
+            DataError: the text is no UTF-8, or has a character that the vocabulary lacks.
+        """
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; a byte that is no UTF-8 becomes U+FFFD."""
+
+    def token(self, name: str) -> int:
+        """The number of a special token, such as ``<|endoftext|>``.
+
+        Raises:
+            ConfigError: the vocabulary has no such token.
+        """
+        raise ConfigError(f"the tokenizer {self.kind} has no token {name!r}")
+
+    @property
+    def sha256(self) -> str:
+        """Of what decides the tokens: equal for equal tokenizers."""
+        return hashlib.sha256(self.kind.encode() + b"\0" + self.content).hexdigest()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that every token fits in."""
+        return np.min_scalar_type(self.vocab_size - 1).newbyteorder("<")
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.vocab_size} tokens"
+
+
+class ByteTokenizer(Tokenizer):
+    """A byte is a token: every text can be encoded."""
+
+    kind, vocab_size, splittable = "bytes", BYTES, True
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+class CharTokenizer(Tokenizer):
+    """A Unicode character is a token; the vocabulary is a list of characters, by code point."""
+
+    kind, file, splittable = "chars", "tokenizer.json", True
+
+    def __init__(self, chars: str) -> None:
+        if not chars:
+            raise DataError("a vocabulary of characters is empty: the text has none")
+        self.chars, self.vocab_size = chars, len(chars)
+        self.content = json.dumps({"kind": self.kind, "chars": chars}).encode()
+        codes = _codes(chars)
+        self._table = np.full(int(codes.max()) + 1, -1, np.int32)  # code point -> token
+        self._table[codes] = np.arange(len(chars))
+
+    @classmethod
+    def of(cls, texts: Iterable[bytes]) -> CharTokenizer:
+        """All characters of these texts."""
+        seen: set[int] = set()
+        for text in texts:
+            seen |= characters(text)
+        return cls("".join(map(chr, sorted(seen))))
+
+    def encode(self, text: bytes) -> np.ndarray:
+        codes = _codes(_unicode(text))
+        tokens = self._table[np.minimum(codes, len(self._table) - 1)]
+        unknown = (tokens < 0) | (codes >= len(self._table))
+        if unknown.any():
+            place = int(unknown.argmax())
+            raise DataError(f"character {chr(codes[place])!r} is not among the {self.vocab_size} of the vocabulary")
+        return tokens.astype(self.dtype)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.chars[token] for token in tokens)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``."""
+
+    kind, file = "tokenizers", "tokenizer.json"
+
+    def __init__(self, content: bytes, name: object) -> None:
+        package = _optional("tokenizers", name)
+        self.content = content
+        try:
+            self._tokenizer = package.Tokenizer.from_buffer(content)
+        except Exception as error:  # the package raises nothing narrower
+            raise DataError(f"--tokenizer {name} is no tokenizer of the package tokenizers: {error}") from None
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode(_unicode(text), add_special_tokens=False).ids, self.dtype)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def token(self, name: str) -> int:
+        found = self._tokenizer.token_to_id(name)
+        return super().token(name) if found is None else found
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model."""
+
+    kind, file = "sentencepiece", "tokenizer.model"
+
+    def __init__(self, content: bytes, name: object) -> None:
+        package = _optional("sentencepiece", name)
+        self.content, self._processor = content, package.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+        except RuntimeError:
+            raise DataError(f"--tokenizer {name} ({len(content)} bytes) is no SentencePiece model") from None
+        self.vocab_size = self._processor.GetPieceSize()
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.asarray(self._processor.EncodeAsIds(_unicode(text)), self.dtype)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._processor.DecodeIds([int(token) for token in tokens])
+
+    def token(self, name: str) -> int:
+        found = self._processor.PieceToId(name)
+        return found if self._processor.IdToPiece(found) == name else super().token(name)
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """``bytes``, or a file: a SentencePiece ``.model``, or a JSON of ``tokenizers`` or of characters.
+
+    Raises:
+        DataError: the file cannot be read, is none of these, or needs a package that is not installed.
+    """
+    if str(name) == ByteTokenizer.kind:
+        return ByteTokenizer()
+    path = Path(name)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"--tokenizer {name}: {error.strerror or error}; give bytes, chars or a file") from None
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(content, name)
+    try:
+        about = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"--tokenizer {name} is no JSON: {error}; a SentencePiece model is named .model") from None
+    if isinstance(about, dict) and about.get("kind") == CharTokenizer.kind:
+        return CharTokenizer(about["chars"])
+    return HuggingFaceTokenizer(content, name)
+
+
+def train_bpe(paths: Sequence[Path], vocab_size: int, eos: str) -> bytes:
+    """The ``tokenizer.json`` of a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), for every text.
+
+    Args:
+        paths: files of text, read line by line. vocab_size: tokens, the 256 bytes and `eos` among them.
+
+    Raises:
+        ConfigError: a vocabulary too small for these. DataError: the package is not installed.
+    """
+    if vocab_size <= BYTES:
+        raise ConfigError(f"--train-bpe {vocab_size}: it must be more than {BYTES}, for every byte and {eos}")
+    package = _optional("tokenizers", f"by --train-bpe {vocab_size}")
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eos],
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(path) for path in paths], trainer)
+    return tokenizer.to_str().encode()
+
+
+def check_text(text: bytes, name: object) -> bytes:
+    """The text itself.
+
+    Raises:
+        DataError: it is empty, or binary: it has a NUL byte.
+    """
+    if not text:
+        raise DataError(f"{name}: the file is empty")
+    if (place := text.find(b"\0")) >= 0:
+        raise DataError(f"{name} is binary: byte {place} is NUL; give text, or a file of tokens (.bin, .idx)")
+    return text
+
+
+def characters(text: bytes) -> set[int]:
+    """The code points that a UTF-8 text has."""
+    seen = np.zeros(0x110000, bool)
+    seen[_codes(_unicode(text))] = True
+    return set(seen.nonzero()[0].tolist())
+
+
+def _codes(text: str) -> np.ndarray:
+    """Code points, (characters,) uint32."""
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _unicode(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"the text is not UTF-8: {error.reason} at byte {error.start}; use --tokenizer bytes") from None
+
+
+def _optional(package: str, name: object) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        wanted = f"--tokenizer {name} needs the package {package}"
+        raise DataError(f"{wanted}, which is not installed: pip install 'mmm[{package}]'") from None

@@ -1,0 +1,188 @@
+"""Preparing tokens: the same in any number of processes, after any kill; documents and their ends; what is refused."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import mmm.data.prepare as module
+from mmm.data.prepare import Preparation, prepare
+from mmm.data.token_file import open_tokens
+from mmm.data.tokenizer import CharTokenizer
+from mmm.errors import ConfigError, DataError
+
+FORK = multiprocessing.get_context("fork")
+WORDS = [f"Word {i} é 😀 of the text\n" for i in range(400)]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Three files, and pieces of at least 1000 bytes: about a dozen."""
+    monkeypatch.setattr(module, "PIECE", 1000)
+    paths = tuple(tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
+    for path, words in zip(paths, (WORDS[:200], WORDS[200:201], WORDS[201:]), strict=True):
+        path.write_text("".join(words))
+    return paths
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_tokens_and_documents(files, tmp_path, tokenizer):
+    flags = {"bpe": 300} if tokenizer == "bpe" else {"tokenizer": tokenizer}
+    about = prepare(Preparation(files, tmp_path / "out", **flags), 2)
+    corpus = open_tokens(tmp_path / "out")
+    tokens = np.concatenate([corpus.train[:], corpus.validation[:]])
+    begins = [0, *corpus.documents()]
+    documents = [corpus.tokenizer.decode(tokens[begin:end].tolist()) for begin, end in pairwise(begins)]
+    end = "<|endoftext|>" if tokenizer == "bpe" else ""
+    assert documents == [path.read_text() + end for path in files]
+    assert about["bytes"] == sum(path.stat().st_size for path in files)
+    assert about["tokens"] == begins[-1] == len(tokens)
+    assert corpus.sha256 == about["sha256"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"tokenizer": "chars"}, {"separator": "\n"}], ids=str)
+def test_any_number_of_processes(files, tmp_path, flags):
+    results = []
+    for processes in (1, 3):
+        prepare(Preparation(files, tmp_path / str(processes), **flags), processes)
+        about = json.loads((tmp_path / str(processes) / "manifest.json").read_text())
+        results.append((content(tmp_path / str(processes)), about))
+    assert results[0] == results[1]
+
+
+def test_documents_with_a_separator(files, tmp_path):
+    files[0].write_text("<s>one<s><s>" + "two" * 700 + "<s>three")
+    about = prepare(Preparation(files[:1], tmp_path / "out", separator="<s>", eos=None), 1)
+    corpus = open_tokens(tmp_path / "out")
+    assert corpus.documents().tolist() == [3, 2103, 2108]
+    assert about["documents"] == 3
+    assert bytes(np.concatenate([corpus.train[:], corpus.validation[:]])) == b"one" + b"two" * 700 + b"three"
+
+
+class Stopped(Exception):
+    pass
+
+
+def _prepare_and_die(wanted, lines, at):
+    def say(line):
+        lines.append(line)
+        if len(lines) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare(wanted, 2, say)
+
+
+@pytest.mark.parametrize("flags", [{}, {"tokenizer": "chars"}, {"bpe": 300}], ids=str)
+def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
+    wanted = Preparation(files, tmp_path / "killed", **flags)
+    killed = FORK.Process(target=_prepare_and_die, args=(wanted, [], 2))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    assert not wanted.folder.exists()
+    with pytest.raises(DataError):
+        open_tokens(wanted.folder.with_name("killed.part"))
+    part = wanted.folder.with_name("killed.part")
+    with (part / "tokens.bin").open("ab") as torn, (part / "progress.jsonl").open("ab") as line:
+        torn.write(b"half a piece")
+        line.write(b'{"tokens": 99')
+    said, about, train = [], None, module.train_bpe
+    monkeypatch.setattr(module, "train_bpe", None)  # it has been trained
+
+    def stopping(line):
+        said.append(line)
+        if len(said) == 2:
+            raise Stopped
+
+    while about is None:
+        try:
+            about = prepare(wanted, 2, stopping)
+        except DataError as error:  # its processes hold the lock until they have seen that it ended
+            if "another process is preparing" not in str(error):
+                raise
+            time.sleep(0.02)
+        except Stopped:
+            pass
+    assert said[0].startswith("going on after 2 pieces")
+    assert said[2].startswith("going on after 3 pieces")
+    monkeypatch.setattr(module, "train_bpe", train)
+    assert not part.exists()
+    other = prepare(Preparation(files, tmp_path / "straight", **flags), 2)
+    assert about == other
+    assert content(wanted.folder) == content(tmp_path / "straight")
+
+
+def test_called_again(files, tmp_path):
+    wanted, said = Preparation(files, tmp_path / "out"), []
+    first = prepare(wanted, 1)
+    assert prepare(wanted, 1, said.append) == first
+    assert said == [f"{tmp_path / 'out'} is complete already"]
+    for other in (Preparation(files[:2], tmp_path / "out"), Preparation(files, tmp_path / "out", "chars")):
+        with pytest.raises(DataError, match="was prepared from other files or with other flags"):
+            prepare(other, 1)
+    files[0].write_text("new")
+    with pytest.raises(DataError, match="was prepared from other files or with other flags"):
+        prepare(wanted, 1)
+
+
+def test_two_at_once(files, tmp_path):
+    wanted = Preparation(files, tmp_path / "out")
+    found = []
+
+    def say(_):
+        if not found:
+            with pytest.raises(DataError, match="another process is preparing") as caught:
+                prepare(wanted, 1)
+            found.append(caught)
+
+    prepare(wanted, 1, say)
+    assert found
+
+
+def test_part_of_another(files, tmp_path):
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "progress.jsonl").write_text('{"key": "other"}\n')
+    with pytest.raises(DataError, match=r"out.part is a preparation of other files"):
+        prepare(Preparation(files, tmp_path / "out"), 1)
+
+
+@pytest.mark.parametrize(
+    ("write", "flags", "words"),
+    [
+        (lambda path: path.unlink(), {}, "No such file"),
+        (lambda path: path.write_bytes(b""), {}, "c.txt: the file is empty"),
+        (lambda path: path.write_bytes(b"a\0"), {}, "c.txt is binary: byte 1 is NUL"),
+        (lambda path: path.write_bytes(b"a" * 10 + b"\xff"), {"tokenizer": "chars"}, "not UTF-8"),
+        (lambda path: (path.unlink(), path.mkdir()), {}, "c.txt is no file"),
+        (lambda path: None, {"tokenizer": "gone.json"}, "gone.json: No such file"),
+    ],
+)
+def test_what_is_refused(files, tmp_path, write, flags, words):
+    write(files[2])
+    with pytest.raises(DataError) as caught:
+        prepare(Preparation(files, tmp_path / "out", **flags), 2)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_characters_that_a_tokenizer_lacks(files, tmp_path):
+    (tmp_path / "few.json").write_bytes(CharTokenizer("abc").content)
+    with pytest.raises(DataError, match=r"a.txt, bytes 0 to \d+: character 'W' is not among the 3"):
+        prepare(Preparation(files, tmp_path / "out", str(tmp_path / "few.json")), 2)
+    with pytest.raises(ConfigError, match="the tokenizer bytes has no token 'end'"):
+        prepare(Preparation(files, tmp_path / "eos", eos="end"), 1)
+
+
+def test_a_folder_that_is_in_the_way(files, tmp_path):
+    with pytest.raises(DataError, match="is there, and is no folder of mmm tokens"):
+        prepare(Preparation(files, tmp_path), 1)

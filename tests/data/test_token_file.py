@@ -1,0 +1,189 @@
+"""Token files: of mmm tokens, of nanoGPT, of Megatron; opened at once, read in small parts; and broken ones."""
+
+import json
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmm.data import FileTokens
+from mmm.data.token_file import TokenFile, open_tokens
+from mmm.data.tokenizer import ByteTokenizer
+from mmm.errors import DataError
+
+TOKENS = np.arange(1000, 2000)
+
+
+def folder_of(folder, tokens, documents, dtype="<u2", count=None, **changes):
+    folder.mkdir()
+    np.asarray(tokens, dtype).tofile(folder / "tokens.bin")
+    np.asarray(documents, "<i8").tofile(folder / "documents.bin")
+    manifest = {
+        "format": 1,
+        "dtype": dtype,
+        "tokens": count or len(tokens),
+        "documents": len(documents),
+        "tokenizer": {"kind": "bytes", "file": "", "sha256": ByteTokenizer().sha256, "vocab_size": 256},
+        "sha256": "0" * 64,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+    return folder
+
+
+def megatron(prefix, sequences, documents, code=8, dtype="<u2", magic=b"MMIDIDX\0\0", version=1):
+    """As _IndexWriter of Megatron-LM writes it."""
+    np.concatenate(sequences).astype(dtype).tofile(prefix.with_suffix(".bin"))
+    lengths = np.array([len(each) for each in sequences], "<i4")
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
+    head = magic + struct.pack("<QBQQ", version, code, len(sequences), len(documents))
+    index = prefix.with_suffix(".idx")
+    index.write_bytes(head + lengths.tobytes() + pointers.tobytes() + np.array(documents, "<i8").tobytes())
+    return index
+
+
+def all_tokens(corpus):
+    return np.concatenate([corpus.train[:], corpus.validation[:]])
+
+
+def test_a_file_of_tokens_is_as_an_array(tmp_path):
+    TOKENS.astype("<u2").tofile(tmp_path / "tokens")
+    for begin, end in ((0, None), (100, 900)):
+        file, array = TokenFile(tmp_path / "tokens", np.dtype("<u2"), begin, end), TOKENS[begin:end]
+        for part in (slice(None), slice(3, 17), slice(5, 5), slice(790, 5000), slice(-7, None)):
+            assert np.array_equal(file[part], array[part])
+        assert len(file) == len(array)
+
+
+def test_nanogpt(tmp_path):
+    TOKENS.astype("<u2").tofile(tmp_path / "data.bin")
+    corpus = open_tokens(tmp_path / "data.bin")
+    assert np.array_equal(all_tokens(corpus), TOKENS)
+    assert (len(corpus.train), len(corpus.validation), corpus.tokenizer, corpus.documents) == (900, 100, None, None)
+    assert corpus.describe()["tokenizer"] == "unknown"
+
+
+def test_nanogpt_with_its_validation_text(tmp_path):
+    TOKENS.astype("<u2").tofile(tmp_path / "train.bin")
+    TOKENS[:50].astype("<u2").tofile(tmp_path / "val.bin")
+    corpus = open_tokens(tmp_path / "train.bin")
+    assert np.array_equal(corpus.train[:], TOKENS)
+    assert np.array_equal(corpus.validation[:], TOKENS[:50])
+    before = corpus.sha256
+    TOKENS[50:100].astype("<u2").tofile(tmp_path / "val.bin")
+    assert open_tokens(tmp_path / "train.bin").sha256 != before
+    assert np.array_equal(all_tokens(open_tokens(tmp_path / "val.bin")), TOKENS[50:100])
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (8, "<u2"), (4, "<i4"), (5, "<i8")])
+def test_megatron(tmp_path, code, dtype):
+    tokens = TOKENS % 256 if dtype == "u1" else TOKENS
+    sequences = [tokens[:10], tokens[10:400], tokens[400:401], tokens[401:]]
+    index = megatron(tmp_path / "some_document", sequences, [0, 2, 3, 4], code, dtype)
+    for path in (index, index.with_suffix(".bin"), tmp_path / "some_document"):
+        corpus = open_tokens(path)
+        assert np.array_equal(all_tokens(corpus), tokens)
+        assert corpus.documents().tolist() == [400, 401, 1000]
+    digest = corpus.sha256
+    megatron(tmp_path / "some_document", sequences, [0, 4], code, dtype)
+    assert open_tokens(index).sha256 != digest
+
+
+def test_a_folder(tmp_path):
+    corpus = open_tokens(folder_of(tmp_path / "dir", TOKENS % 256, [10, 1000], "|u1"))
+    assert np.array_equal(all_tokens(corpus), TOKENS % 256)
+    assert (corpus.documents().tolist(), corpus.sha256) == ([10, 1000], "0" * 64)
+    assert corpus.tokenizer.kind == "bytes"
+
+
+def test_text_is_none(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    assert open_tokens(tmp_path / "text.txt") is None
+    assert open_tokens(tmp_path / "missing") is None
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_thousand_million_tokens(tmp_path):
+    """Opened in under a second; what is read does not stay in memory, nor does an order."""
+    count = 10**9
+    folder = folder_of(tmp_path / "dir", TOKENS, [count], count=count)
+    with (folder / "tokens.bin").open("r+b") as file:
+        file.truncate(2 * count)
+        file.seek(count)
+        np.full(64, 7, "<u2").tofile(file)
+    began = time.process_time()
+    corpus = open_tokens(folder)
+    tokens = FileTokens(corpus.train, 64, seed=0)
+    tokens.batch(0, 8, 0, 8)
+    assert time.process_time() - began < 1
+    assert tokens.samples == (count * 9 // 10 - 1) // 64
+    before = resident()
+    for step in range(1, 100):
+        tokens.batch(step, 8, 0, 8)
+    assert resident() - before < 1 << 20
+    assert 7 in FileTokens(corpus.train, 64, 0, shuffle=False).sample(0, count // 2 // 64)
+
+
+def broken(tmp_path, name):
+    path = tmp_path / name
+    if name == "odd.bin":
+        path.write_bytes(b"abc")
+    elif name == "empty.bin":
+        path.touch()
+    elif name == "unfinished":
+        path.mkdir()
+    elif name == "json":
+        (folder_of(path, TOKENS, [1000]) / "manifest.json").write_text("{")
+    elif name == "other":
+        (folder_of(path, TOKENS, [1000]) / "manifest.json").write_text("[]")
+    elif name == "newer":
+        folder_of(path, TOKENS, [1000], format=2)
+    elif name == "short":
+        (folder_of(path, TOKENS, [1000]) / "tokens.bin").write_bytes(b"ab")
+    elif name == "changed":
+        about = {"kind": "bytes", "file": "", "sha256": "1"}
+        folder_of(path, TOKENS, [1000], tokenizer=about)
+    elif name == "text.idx":
+        path.write_text("text " * 10)
+    elif name == "v2.idx":
+        megatron(path, [TOKENS], [0, 1], version=2)
+    elif name == "float.idx":
+        megatron(path, [TOKENS], [0, 1], code=7)
+    elif name == "cut.idx":
+        megatron(path, [TOKENS], [0, 1]).write_bytes(path.read_bytes()[:40])
+    elif name == "binless.idx":
+        megatron(path, [TOKENS], [0, 1]).with_suffix(".bin").unlink()
+    elif name == "shorter.idx":
+        megatron(path, [TOKENS], [0, 1]).with_suffix(".bin").write_bytes(b"ab")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing.bin", "No such file"),
+        ("odd.bin", "odd.bin is truncated: 3 bytes are no number of tokens of 2 bytes"),
+        ("empty.bin", "has 0 tokens"),
+        ("unfinished", "no folder of mmm tokens: manifest.json: No such file"),
+        ("json", "manifest.json is no manifest of mmm tokens"),
+        ("other", "manifest.json is no manifest of mmm tokens"),
+        ("newer", "has format 2 of mmm tokens, and this mmm reads 1"),
+        ("short", "tokens.bin is truncated: it has 1 tokens, not 1000"),
+        ("changed", "is not the tokenizer that made"),
+        ("text.idx", "does not begin with MMIDIDX"),
+        ("v2.idx", "has version 2 of Megatron's index, and this mmm reads 1"),
+        ("float.idx", "tokens of type 7, which is no integer type"),
+        ("cut.idx", "is truncated: 40 bytes, and 1 sequences need 62"),
+        ("binless.idx", "binless.bin: No such file"),
+        ("shorter.idx", "has 1 tokens, and its index 1000: it is truncated, or another's"),
+    ],
+)
+def test_what_is_broken(tmp_path, name, words):
+    with pytest.raises(DataError) as caught:
+        open_tokens(broken(tmp_path, name))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

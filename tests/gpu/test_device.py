@@ -1,0 +1,153 @@
+"""A real accelerator: numbers, memory, speed, and what the host waits for. `make test-gpu`; docs/install.md.
+
+Without one nothing is checked: a skip that can be seen, or a failure where MMM_GPU_TESTS=required is set.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmm.analysis.footprint import footprint_of
+from mmm.models.meta import meta_parameters
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel.data.fsdp import ignore_views
+from mmm.parallel.mesh import Layout, build_mesh
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.techniques import Techniques
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import Precision, choose_device, choose_precision
+from mmm.runtime.log import get_logger
+from mmm.runtime.process_group import process_group
+from mmm.runtime.ranks import Rank
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import RunOptions
+from mmm.trainer.run import Run
+
+pytestmark = pytest.mark.gpu
+STRICT = os.environ.get("MMM_GPU_TESTS") == "required"
+ALONE = Rank(0, 1, 0, 1, "alone")
+FP32 = Precision("fp32", torch.float32, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def kind():
+    """cuda (also ROCm's) or xpu."""
+    there = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
+    if not there:
+        (pytest.fail if STRICT else pytest.skip)("no accelerator: nothing was checked")
+    return there[0]
+
+
+class Training:
+    """A Transformer, its optimizer and a run without a record, on one device."""
+
+    def __init__(self, kind, config, tokens, precision=None):
+        self.device = choose_device(kind, ALONE)
+        precision = precision or choose_precision("auto", self.device)
+        layout, plan, techniques = Layout().fit(1), transformer_plan(), Techniques()
+        with meta_parameters():
+            model = Transformer(config)
+        partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
+        (self.least,) = footprint_of(model, "adamw", techniques).elements(layout)
+        clock = StepClock(self.device)
+        self.run = Run(RunOptions(), ALONE, layout, self.device, precision, clock, get_logger(), None, [])
+        mesh = build_mesh(layout, kind)
+        self.model = ParallelModel(
+            model, plan, mesh, precision, techniques, partition, device=self.device, seed=0, lap=clock.lap
+        )
+        self.optimizer = make_optimizer("adamw", self.model.parameters(), 1e-3)
+        self.tokens = torch.randint(config.vocab_size, tokens, generator=torch.Generator().manual_seed(0)).to(
+            self.device
+        )
+
+    def step(self, due=False):
+        """Returns the loss where a row is due. Gradients are left."""
+        self.optimizer.zero_grad()
+        self.run.clock.start()
+        self.run.clock.lap("dtd")
+        loss = self.model.step(self.tokens, self.tokens, self.tokens.numel())
+        self.model.clip(1.0)
+        self.optimizer.step()
+        self.run.clock.lap("dto")
+        return self.run.row({"iter": 0}, {"loss": loss}, samples=len(self.tokens), due=due)
+
+
+@pytest.fixture
+def training(kind):
+    with process_group(ALONE, choose_device(kind, ALONE), 60.0), ignore_views():
+        yield lambda *given, **named: Training(kind, *given, **named)
+
+
+@pytest.mark.timeout(3600)
+def test_every_layout_of_as_many_ranks_as_there_are_devices(kind, tmp_path):
+    words = [sys.executable, "-m", "mmm.parity", "--device", kind, "--outdir", tmp_path / "parity", "--no-plots"]
+    assert subprocess.run(words, check=False).returncode == 0
+
+
+def test_memory_is_what_was_predicted(training, kind, capfd):
+    """Parameters, gradients and optimizer state; with 64 tokens, activations and gathered layers add little."""
+    memory = getattr(torch, kind)
+    before = memory.memory_allocated()
+    config = TransformerConfig(dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, vocab_size=256, ffn_dim=2816)
+    trained = training(config, (1, 64), FP32)
+    trained.step()
+    memory.reset_peak_memory_stats()
+    trained.step()
+    memory.synchronize()
+    predicted = 4 * trained.least
+    held, peak = memory.memory_allocated() - before, memory.max_memory_allocated() - before
+    with capfd.disabled():
+        print(
+            f"\nmemory: predicted {predicted / 1e9:.3f} GB, after a step {held / 1e9:.3f} GB ({held / predicted:.3f}), "
+            f"peak {peak / 1e9:.3f} GB ({peak / predicted:.3f})"
+        )
+    assert 0.99 < held / predicted < 1.05
+    assert 1.0 < peak / predicted < 1.3
+
+
+def test_speed(training, kind, capfd):
+    config = TransformerConfig(dim=1024, n_layers=8, n_heads=16, n_kv_heads=16, vocab_size=8192, ffn_dim=2816)
+    trained, synchronize = training(config, (8, 1024)), getattr(torch, kind).synchronize
+    first, *_ = losses = [trained.step(due=True) for _ in range(5)]
+    synchronize()
+    began, steps = time.perf_counter(), 20
+    for _ in range(steps):
+        trained.step()
+    synchronize()
+    seconds = (time.perf_counter() - began) / steps
+    name = getattr(torch, kind).get_device_name()
+    with capfd.disabled():
+        print(
+            f"\nspeed: {trained.tokens.numel() / seconds:,.0f} tokens/s on {name}, {trained.run.precision.name}, "
+            f"torch {torch.__version__}: {sum(p.numel() for p in trained.model.parameters()) / 1e6:.0f} M parameters, "
+            f"8 sequences of 1,024 tokens"
+        )
+    assert losses[-1] < first
+
+
+def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "accelerator")
+    device = pytest.importorskip("device")
+    config = TransformerConfig(dim=256, n_layers=4, n_heads=8, n_kv_heads=8, vocab_size=256, ffn_dim=512)
+    trained, module = training(config, (4, 128)), getattr(torch, kind)
+    trained.step(due=True)
+    synchronize = module.synchronize
+    monkeypatch.setattr(module, "synchronize", lambda *given: (device.COUNTS.add("synchronizations"), synchronize()))
+    counted = {}
+    for due in (False, True):
+        device.COUNTS.clear()
+        with device.Count(kind):
+            trained.step(due)
+        counted[due] = {name: device.COUNTS.of[name] for name in ("synchronizations", "reads")}
+    with capfd.disabled():
+        print(f"\nthe host waits for: {counted[False]} in a step without a row, {counted[True]} in one with")
+    assert counted[False] == {"synchronizations": 0, "reads": 0}
+    assert counted[True]["reads"] == 1
+    assert counted[True]["synchronizations"] <= 1

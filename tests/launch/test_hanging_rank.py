@@ -1,0 +1,87 @@
+"""A rank that does not come to a collective, by the program's own timeout: one message, and every process ends."""
+
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from mmm.testing import free_port
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from mmm.runtime.clock import StepClock
+from mmm.runtime.hang import HangWatch
+from mmm.runtime.process_group import process_group
+from mmm.runtime.ranks import whoami
+rank, cpu, limit = whoami(), torch.device("cpu"), float(sys.argv[3])
+clock = StepClock(cpu, ("dtf", "dto"))
+def all_batches(step):
+    if step == 3 and rank.rank == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGSTOP) if sys.argv[2] == "stops" else time.sleep(1000)
+with process_group(rank, cpu, limit), HangWatch(rank, limit, clock):
+    for step in range(5):
+        clock.start()
+        clock.step = step
+        all_batches(step)
+        clock.lap("dtf")
+        dist.all_reduce(torch.ones(4, 3))
+        clock.lap("dto")
+"""
+HOST = socket.gethostname()
+
+
+def run(launcher, words, *started_by, ranks=3):
+    """The program, under launch or with nothing but its variables: output, and the exit codes."""
+    launcher.write("t.py", PROGRAM)
+    if started_by:
+        done = launcher.run("-n", str(ranks), "--device", "cpu", "python3", "t.py", *words)
+        return done.stderr, [done.returncode]
+    places = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "t.py", *words],
+            cwd=launcher.folder,
+            env=launcher.environment(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), **places),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        stopped = int(words[0]) if words[1] == "stops" else -1
+        said = ["" if rank == stopped else each.communicate(timeout=200)[1] for rank, each in enumerate(processes)]
+        return "".join(said), [each.poll() for each in processes]
+    finally:
+        for each in processes:
+            if each.poll() is None:
+                each.send_signal(signal.SIGKILL)
+                each.communicate()
+
+
+def test_under_launch(launcher):
+    text, codes = run(launcher, ["0", "sleeps", "4"], "launch")
+    assert text.startswith(f"hang: rank 0 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-2, ")
+    assert f"  rank 0 ({HOST}): step 3, data, at " in text
+    assert f"  ranks 1-2 ({HOST}): step 3, waiting in all_reduce (number 4 of the world" in text
+    assert len(text.splitlines()) == 3
+    assert codes == [1]
+
+
+def test_without_launch_every_process_ends(launcher):
+    text, codes = run(launcher, ["1", "sleeps", "4"], ranks=2)
+    assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")
+    assert len(text.splitlines()) == 3
+    assert codes == [1, 1]
+
+
+@pytest.mark.long
+def test_a_process_that_is_stopped(launcher):
+    text, codes = run(launcher, ["1", "stops", "4"])
+    assert f"  rank 1 ({HOST}): no answer: it is stopped or gone" in text
+    assert codes == [1, None, 1]
+    text, codes = run(launcher, ["0", "stops", "4"], ranks=2)
+    assert f"hang: rank 1 on {HOST} waited for 4 s (--timeout) in all_reduce (number 4 of the world" in text
+    assert codes == [None, 1]

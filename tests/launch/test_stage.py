@@ -1,0 +1,366 @@
+"""`launch --stage`: several agents on this machine stand for hosts, each with a temporary folder of its own."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import mmm
+from mmm.errors import LaunchError
+from mmm.launch.control.controller import REMOVAL
+from mmm.launch.control.link import Link
+from mmm.launch.host import copies, stage
+from mmm.launch.host.copies import Copy
+from mmm.launch.job import staging
+from mmm.launch.job.staging import Stage
+
+MPIEXEC = f"""#!{sys.executable}
+import os, subprocess, sys
+words = sys.argv[1:]
+if words == ["--version"]: sys.exit(print("HYDRA build details:"))
+count, each = (int(words[words.index(name) + 1]) for name in ("-n", "-ppn"))
+command = words[words.index(next(w for w in words if w.endswith("python"))):]
+def rank(number):
+    host = f"h{{number // each}}"
+    place = {{"PMI_RANK": str(number), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(number % each)}}
+    return os.environ | place | {{"SLURMD_NODENAME": host, "TMPDIR": os.path.abspath(host)}}
+codes = [p.wait() for p in [subprocess.Popen(command, env=rank(number)) for number in range(count)]]
+sys.exit(max(codes))
+"""
+WHERE = "import mmm, os, sys; print(os.environ['RANK'], sys.prefix, mmm.__file__, os.environ['MMM_STAGED'])"
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory):
+    """A virtual environment with mmm in it, and with nothing else."""
+    folder = tmp_path_factory.mktemp("stage") / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    shutil.copytree(Path(mmm.__file__).parent, packages / "mmm", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+class Hosts:
+    """Hosts h0, h1, …: folders of those names under the launcher's."""
+
+    def __init__(self, launcher, pristine, count):
+        self.launcher, self.count = launcher, count
+        self.env = launcher.folder / "env"
+        shutil.copytree(pristine, self.env, symlinks=True)
+        launcher.write("mpiexec", MPIEXEC).chmod(0o755)
+        for number in range(count):
+            (launcher.folder / f"h{number}").mkdir()
+
+    def words(self, *words, by="host", each=1, source="env"):
+        names = ",".join(f"h{number}" for number in range(self.count))
+        cluster = ["--scheduler", "none", "--hosts", names, "-ppn", str(each), "--mpiexec", "./mpiexec"]
+        return [*cluster, "--ranks-by", by, "--device", "cpu", "--stage", source, *words]
+
+    def variables(self):
+        return {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def start(self, *words, **how):
+        return self.launcher.start(*self.words(*words, **how), **self.variables())
+
+    def run(self, *words, **how):
+        return self.launcher.run(*self.words(*words, **how), **self.variables())
+
+    def left(self):
+        """What lies in the hosts' temporary folders of launch's."""
+        return sorted(str(p.relative_to(self.launcher.folder)) for p in self.launcher.folder.glob("h*/mmm-stage-*/*"))
+
+
+@pytest.fixture
+def hosts(launcher, pristine):
+    return lambda count: Hosts(launcher, pristine, count)
+
+
+@pytest.mark.parametrize(("by", "each"), [("host", 1), ("rank", 2)])
+def test_each_host_runs_from_its_own_copy(hosts, by, each):
+    """Five hosts: the third and fourth get theirs from the second."""
+    made = hosts(5)
+    done = made.run("python3", "-c", WHERE, by=by, each=each)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.split() for line in done.stdout.splitlines())
+    assert len(lines) == 5 * each
+    for rank, prefix, package, staged in lines:
+        assert Path(prefix).parents[1] == made.launcher.folder / f"h{int(rank) // each}"
+        assert package.startswith(prefix + "/lib/")
+        assert staged == prefix
+    assert "env is on 5 hosts (" in done.stderr
+    assert "stage           " in done.stderr
+    assert made.left() == []
+    assert made.launcher.gone(within=2)
+
+
+def test_a_copy_is_used_again_and_a_changed_source_is_copied_anew(hosts):
+    made = hosts(2)
+
+    def run(*words):
+        done = made.run(*words, "python3", "-c", "import thing; print(thing.VALUE)")
+        assert done.returncode == 0, done.stderr
+        return set(done.stdout.split()), {name: os.stat(made.launcher.folder / name).st_ino for name in made.left()}
+
+    thing = next(made.env.glob("lib/python*/site-packages")) / "thing.py"
+    thing.write_text("VALUE = 'one'")
+    value, first = run("--stage-keep")
+    assert value == {"one"}
+    assert len(first) == 2
+    assert run("--stage-keep") == ({"one"}, first)
+    thing.write_text("VALUE = 'two'")  # as long as the other
+    value, second = run("--stage-keep")
+    assert value == {"two"}
+    assert len(second) == 4
+    lost = made.launcher.folder / next(name for name in second.keys() - first if name.startswith("h1"))
+    next(lost.glob("lib/python*/site-packages/thing.py")).unlink()
+    value, third = run("--stage-keep")
+    assert value == {"two"}
+    assert [name for name in third if third[name] != second[name]] == [str(lost.relative_to(made.launcher.folder))]
+    assert run()[1].keys() == first.keys()  # the last run has removed its own
+
+
+def test_on_this_host_alone(launcher, pristine):
+    """Scripts that installers have written name the copy, and the copy's programs come first."""
+    env = launcher.folder / "env"
+    shutil.copytree(pristine, env, symlinks=True)
+    (env / "bin/tool").write_text(f"#!{env}/bin/python\nimport sys; print(sys.prefix)\n")
+    (env / "bin/tool").chmod(0o755)
+    next(env.glob("lib/python*/site-packages")).joinpath("own.pth").write_text(f"{env}/more\n")
+    (launcher.folder / "t").mkdir()
+    variables = {"TMPDIR": str(launcher.folder / "t"), "PATH": f"{env}/bin:{os.environ['PATH']}"}
+    done = launcher.run("-n", "2", "--stage", "env", "tool", **variables)
+    assert done.returncode == 0, done.stderr
+    assert [Path(line).parents[1] for line in done.stdout.split()] == [launcher.folder / "t"] * 2
+    assert list((launcher.folder / "t").iterdir()) == []
+    code = "import os, shutil, sys; print(shutil.which('tool'), *[p for p in sys.path if p.endswith('more')])"
+    (env / "more").mkdir()
+    done = launcher.run("-n", "1", "--stage", "env", "--stage-keep", "python3", "-c", code, **variables)
+    assert done.returncode == 0, done.stderr
+    tool, more = done.stdout.split()
+    assert Path(tool).parent.parent == Path(more).parent
+    assert Path(more).parents[2] == launcher.folder / "t"
+    failed = launcher.run("-n", "1", "--stage", "env", "python3", "-c", "raise SystemExit(3)", **variables)
+    assert failed.returncode == 3
+    assert list((launcher.folder / "t").iterdir()) == []
+
+
+@pytest.mark.parametrize("top", ["env", "."])
+def test_an_archive(hosts, top):
+    made = hosts(3)
+    with tarfile.open(made.launcher.folder / "env.tar.gz", "w:gz") as tar:
+        tar.add(made.env, arcname=top)
+    shutil.rmtree(made.env)
+    done = made.run("python3", "-c", WHERE, source="env.tar.gz")
+    assert done.returncode == 0, done.stderr
+    assert {Path(line.split()[1]).parents[1].name for line in done.stdout.splitlines()} == {"h0", "h1", "h2"}
+    assert made.left() == []
+
+
+def test_an_archive_that_is_cut_short(hosts):
+    made = hosts(3)
+    with tarfile.open(made.launcher.folder / "env.tar", "w") as tar:
+        tar.add(made.env, arcname=".")
+    whole = (made.launcher.folder / "env.tar").read_bytes()
+    (made.launcher.folder / "env.tar").write_bytes(whole[: len(whole) // 2])
+    done = made.run("python3", "-c", WHERE, source="env.tar")
+    assert done.returncode == 1
+    assert f"launch: --stage {made.launcher.folder}/env.tar: h" in done.stderr
+    assert "unexpected end of data" in done.stderr
+    assert done.stderr.count("launch: ") == 1
+    assert made.left() == []
+
+
+def test_a_host_without_room(hosts):
+    made = hosts(4)
+    (made.launcher.folder / "h2" / f"mmm-stage-{os.getuid()}").write_text("not a folder")
+    done = made.run("python3", "-c", WHERE)
+    assert done.returncode == 1
+    assert f": h2: File exists: {made.launcher.folder}/h2/mmm-stage-{os.getuid()}\n" in done.stderr
+    assert done.stderr.count("launch: ") == 1
+    assert made.left() == []
+    assert done.stdout == ""
+
+
+def test_an_environment_without_mmm(hosts):
+    made = hosts(2)
+    shutil.rmtree(next(made.env.glob("lib/python*/site-packages/mmm")))
+    done = made.run("python3", "-c", WHERE)
+    assert done.returncode == 1
+    assert "the copied Python cannot start ranks (ModuleNotFoundError: No module named 'mmm')" in done.stderr
+    assert made.left() == []
+
+
+def large(made):
+    """Makes the copy take a second or two."""
+    with (made.env / "large").open("wb") as file:
+        file.truncate(400_000_000)
+
+
+def until_copying(made, host):
+    deadline = time.monotonic() + 60
+    while not list((made.launcher.folder / host).glob("mmm-stage-*/.env-*/bin")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def of_host(launcher, name):
+    found = []
+    for pid in launcher.alive():
+        with contextlib.suppress(OSError):
+            if f"SLURMD_NODENAME={name}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_a_host_dies_while_it_copies(hosts):
+    made = hosts(5)
+    large(made)
+    process = made.start("python3", "-c", WHERE)
+    until_copying(made, "h1")
+    for pid in of_host(made.launcher, "h1"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    said = [line for line in err.splitlines() if line.startswith("launch: ")]
+    assert said == [
+        f"launch: lost h1 while {made.env} was copied to it: the connection to launch broke (its end was closed)"
+    ]
+    assert made.launcher.gone(within=5)
+    assert not [name for name in made.left() if not name.startswith("h1/")]
+    (made.env / "large").unlink()
+    assert made.run("python3", "-c", WHERE).returncode == 0
+    assert made.left() == []  # also what the killed one has left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_launch_is_told_to_end_while_hosts_copy(hosts, number):
+    made = hosts(3)
+    large(made)
+    process = made.start("python3", "-c", WHERE)
+    until_copying(made, "h2")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "")
+    assert made.launcher.gone(within=5)
+    assert made.left() == []
+
+
+def test_launch_is_killed_while_hosts_copy(hosts):
+    made = hosts(3)
+    large(made)
+    process = made.start("python3", "-c", WHERE)
+    until_copying(made, "h2")
+    process.kill()
+    process.communicate(timeout=20)
+    assert made.launcher.gone(within=10)
+    assert made.left() == []
+
+
+def test_attempts_use_the_same_copies(hosts):
+    made = hosts(2)
+    code = "import os, sys; print(os.stat(os.environ['MMM_STAGED']).st_ino); sys.exit(os.environ['MMM_ATTEMPT'] < '2')"
+    done = made.run("--retries", "2", "python3", "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.split())) == 2
+    assert made.left() == []
+    began = time.monotonic()
+    last = made.run("--retries", "1", "python3", "-c", "raise SystemExit(5)")
+    assert last.returncode == 5
+    assert time.monotonic() - began < REMOVAL  # the hosts were told, and did not wait until they were ended
+    assert made.left() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--stage", "none"], "--stage none: there is no such folder or archive"),
+        (["--stage", "file"], "--stage file: it has to be a folder, or a tar archive"),
+        (["--stage-to", "/tmp"], "--stage-to: there is no --stage PATH"),
+        (["--stage-keep"], "--stage-keep: there is no --stage PATH"),
+        (["--stage", ".", "--stage-to", "here"], "--stage-to here: give a whole path"),
+    ],
+)
+def test_options_that_are_wrong(launcher, words, says):
+    launcher.write("file", "no archive")
+    done = launcher.run(*words, "python3", "-c", "1")
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_too_little_room(tmp_path, monkeypatch):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "f").write_bytes(b"x" * 10_000_000)
+    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 2_000_000))
+    with pytest.raises(LaunchError, match=r"10 MB are needed in .*, and 2 MB are free \(--stage-to\)"):
+        copy.make_room()
+
+
+def test_nobody_removes_a_copy_that_another_run_uses(tmp_path):
+    (tmp_path / "s").mkdir()
+    found = Stage(str(tmp_path / "s"), str(tmp_path / "t"))
+    with stage.on_this_host(found) as first:
+        with stage.on_this_host(found) as second:
+            assert first == second
+        assert os.path.isdir(first)
+    assert not os.path.exists(first)
+
+
+def transferred(token, spoil):
+    """What a host gets that `spoil` stands on the way to: frames, which it may change."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    sender = stage.Signer("secret")
+    frames = [sender.frame(piece) for piece in (b"a" * 1000, b"b" * 1000, b"")]
+
+    def send():
+        theirs.sendall(b"".join(spoil(frames)))
+        theirs.close()
+
+    threading.Thread(target=send).start()
+    return list(stage._frames(Link(ours), stage.Signer(token)))
+
+
+def test_frames_are_signed():
+    assert transferred("secret", lambda f: f) == [b"a" * 1000, b"b" * 1000]
+    for token, spoil in (
+        ("guessed", lambda f: f),
+        ("secret", lambda f: [f[0][:-1] + b"x", *f[1:]]),
+        ("secret", lambda f: [f[1], f[0], f[2]]),  # in another order
+    ):
+        with pytest.raises(LaunchError, match=r"what 127.0.0.1 sent is not of this run, or was changed on its way"):
+            transferred(token, spoil)
+    with pytest.raises(EOFError, match=r"the connection to 127.0.0.1 broke"):
+        transferred("secret", lambda f: f[:2])  # without its end
+
+
+def test_who_does_not_know_the_token_gets_nothing():
+    stager = stage.Stager(None, "secret")
+    port = stager.listen()
+    served = []
+    thread = threading.Thread(target=lambda: served.extend(stager.accept(1)))
+    thread.start()
+    stranger = stage._reach([["127.0.0.1", port]], "guessed")
+    stranger.socket.settimeout(10)
+    assert stranger.socket.recv(1) == b""
+    known = stage._reach([["127.0.0.1", port]], "secret")
+    thread.join(10)
+    served[0].socket.sendall(b"x")
+    assert known.socket.recv(1) == b"x"
+
+
+def test_variables_that_name_the_source():
+    environ = {"PATH": "/x/env/bin:/usr/bin", "PYTHONPATH": "/x/env/lib:/x/environment", "HOME": "/x/env"}
+    changed = staging.environment(environ, "/x/env", "/tmp/c")
+    assert changed == {"MMM_STAGED": "/tmp/c", "PATH": "/tmp/c/bin:/usr/bin", "PYTHONPATH": "/tmp/c/lib:/x/environment"}

@@ -1,0 +1,176 @@
+"""A gradient or a loss that is not finite on one rank: every rank of any layout stops, or skips the step."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from mmm.errors import DivergedError
+from mmm.models.experts import MixtureOfExperts
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, build_mesh
+from mmm.parallel.local import to_local
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.techniques import Techniques
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import Precision
+from mmm.runtime.log import get_logger
+from mmm.trainer.loop import Fit, fit
+from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.options import RunOptions
+from mmm.trainer.resolve import Resolved, resolve_plan
+from mmm.trainer.run import Run
+from mmm.trainer.tasks import TokenTask
+from mmm.trainer.text import TextData
+from support import reference as texts
+
+CPU = torch.device("cpu")
+DENSE = TransformerConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
+EXPERTS = TransformerConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=8)
+STEPS, BAD, WHO = 3, 1, 1  # the step and the rank
+
+
+class Rows(list):
+    """Stands where a record stands."""
+
+    def update(self, row, per_rank):
+        self.append(row)
+        return ""
+
+
+def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by_epoch=False, steps=STEPS):
+    """A run in float64: what it raises, its weights, optimizer's state and biases, its rows and notes.
+
+    Args:
+        mode: stop, skip, or "leave out": nothing is planted, and the step of the optimizer is not done.
+        planted: gradient, loss, or nothing; always: gradients from `BAD` on.
+    """
+    experts = layout.ep > 1
+    precision = Precision("fp64", torch.float64, torch.float64)
+    with torch.device("meta"):
+        whole = Transformer(EXPERTS if experts else DENSE)
+        sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
+    options, data = RunOptions(lr=0.01), TextData(texts.tokens(), texts.tokens(), {})
+    sizes = EXPERTS if experts else DENSE
+    own = Resolved(options=options, layout=layout, sizes=sizes, model=whole, sample=sample, data=data, steps=steps)
+    object.__setattr__(options, "techniques", lambda: Techniques(data_parallel=kind.split("+")[0], offload="+" in kind))
+    resolved = resolve_plan(own, transformer_plan(), texts.SEQ)
+    clock = StepClock(CPU)
+    mesh = build_mesh(layout, "cpu", 30, experts=experts)
+    model = ParallelModel(
+        whole,
+        resolved.plan,
+        mesh,
+        precision,
+        resolved.techniques,
+        resolved.partition,
+        device=CPU,
+        seed=0,
+    )
+    if optimizer == "not fused":
+        made = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    else:
+        made = make_optimizer(optimizer, model.parameters(), 0.01)
+    counter, forward, balance, update = itertools.count(), model.step, model.balance_experts, made.step
+    at = {}
+
+    def step(*given):
+        at["step"] = number = next(counter)
+        loss = forward(*given)
+        if rank.rank == WHO and (number == BAD or (planted == "always" and number > BAD)):
+            if planted == "loss":
+                return torch.full_like(loss, math.inf)
+            if planted != "nothing":
+                grads = [p.grad for p in model.parameters() if p.grad is not None and to_local(p.grad).numel()]
+                to_local(grads[-1]).view(-1)[-1] = math.nan
+        return loss
+
+    model.step = step
+    if mode == "leave out":
+        made.step = lambda: None if at["step"] == BAD else update()
+        model.balance_experts = lambda rate, due: balance(0.0 if at["step"] == BAD else rate, due)
+    hosts, rows = [{"host": f"node{each}"} for each in range(rank.world_size)], Rows()
+    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, hosts, rows)
+    task = TokenTask(run, resolved, eval_batches=1)
+    if by_epoch:
+        task.steps_per_epoch = 2
+    choices = Fit(steps=steps, max_norm=max_norm, by_epoch=by_epoch, balance_rate=0.125, skip=mode == "skip")
+    said = []
+    try:
+        fit(run, model, made, task, choices)
+    except DivergedError as error:
+        said = [str(error)] * error.on_every_rank
+    modules = [each for part in model.modules.values() for each in part.modules()]
+    numbers = [to_local(p).detach().clone() for p in model.parameters()]
+    numbers += [to_local(value).clone() for of_one in made.state.values() for value in of_one.values()]
+    numbers += [each.expert_bias for each in modules if isinstance(each, MixtureOfExperts)]
+    return "".join(said), numbers, list(rows), run.notes
+
+
+LAYOUTS = [
+    (Layout(dp_shard=4), "fsdp"),
+    (Layout(dp_shard=2, tp=2), "fsdp"),
+    (Layout(pp=2, dp_shard=2), "fsdp"),
+    (Layout(dp_shard=2), "zero1"),
+    (Layout(dp_shard=2), "zero2+offload"),
+    (Layout(dp_shard=2, ep=2), "fsdp"),
+    (Layout(dp_shard=2), "ddp"),
+    pytest.param(Layout(dp_shard=2, cp=2), "fsdp", marks=pytest.mark.long),
+    pytest.param(Layout(dp_shard=4, ep=2), "fsdp", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
+def test_a_step_is_skipped_on_every_rank(run_on_ranks, layout, kind):
+    """The weights, the optimizer's state and the biases are bit for bit those of a run that leaves the step out."""
+    got = run_on_ranks(train, layout.ranks, layout, kind, "skip", "gradient")
+    expected = run_on_ranks(train, layout.ranks, layout, kind, "leave out", "nothing")
+    for (said, numbers, rows, notes), (_, others, others_rows, _) in zip(got, expected, strict=True):
+        assert said == ""
+        assert all(torch.equal(one, other) for one, other in zip(numbers, others, strict=True))
+        assert [row["loss"] for row in rows] == [row["loss"] for row in others_rows]
+        assert [row["skipped"] for row in rows] == [0, 1, 0]
+        (note,) = notes
+        assert note.startswith("the gradient of ")
+        assert f" is not finite at step {BAD}, on rank {WHO} on node{WHO}: all ranks have skipped the step" in note
+    assert len({note for *_, (note,) in got}) == 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "not fused"])
+@pytest.mark.parametrize("planted", ["loss", "gradient"])
+def test_an_infinite_loss_and_other_optimizers(run_on_ranks, optimizer, planted):
+    case = (Layout(dp_shard=2), "fsdp")
+    got = run_on_ranks(train, 2, *case, "skip", planted, optimizer, 0.0)
+    expected = run_on_ranks(train, 2, *case, "leave out", "nothing", optimizer, 0.0)
+    for (_, numbers, rows, _), (_, others, _, _) in zip(got, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(numbers, others, strict=True))
+        assert math.isfinite(rows[BAD]["loss"]) is (planted == "gradient")
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize(("layout", "kind"), [LAYOUTS[0], LAYOUTS[2]], ids=str)
+def test_otherwise_the_run_ends_and_says_where(run_on_ranks, layout, kind, max_norm):
+    for said, *_ in run_on_ranks(train, layout.ranks, layout, kind, "stop", "gradient", "adamw", max_norm):
+        assert said.startswith("the gradient of ")
+        assert said.endswith(f".weight is not finite at step {BAD}, on rank {WHO} on node{WHO}: lower --lr (0.01)")
+
+
+def test_an_epoch_with_a_step_that_is_skipped(run_on_ranks):
+    """One row for the steps 0 and 1: its loss is that of step 0."""
+    ((_, _, rows, _), _) = run_on_ranks(train, 2, Layout(dp_shard=2), "fsdp", "skip", "loss", "adamw", 1.0, True)
+    ((_, _, steps, _), _) = run_on_ranks(train, 2, Layout(dp_shard=2), "fsdp", "skip", "loss", "adamw", 1.0)
+    assert [row["skipped"] for row in rows] == [1, 0]
+    assert rows[0]["train_loss"] == steps[0]["loss"]
+    ((said, *_), _) = run_on_ranks(train, 2, Layout(dp_shard=2), "fsdp", "stop", "loss", "adamw", 1.0, True)
+    assert said.startswith("the loss is inf at epoch 1 step 1, from rank 1 on node1: lower --lr")
+
+
+def test_too_many_in_a_row(run_on_ranks):
+    for said, _, rows, notes in run_on_ranks(
+        train, 2, Layout(dp_shard=2), "fsdp", "skip", "always", "sgd", 1.0, False, 40
+    ):
+        assert said.startswith("20 steps in a row were skipped, since the last row because the gradient of ")
+        assert len(rows) == BAD + 20
+        assert len(notes) == 1
