@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import runpy
 import shutil
 from pathlib import Path
@@ -27,7 +28,7 @@ ROWS = 5  # over 2 or 4 ranks: uneven, and for 4 the last has none
 
 def values():
     torch.manual_seed(1)
-    return {"a.weight": torch.randn(ROWS, 3, dtype=torch.float64), "b": torch.randn(2, 6, dtype=torch.float64)}
+    return {"a.weight": torch.randn(ROWS, 3, dtype=torch.float64), "b": torch.randn(2, 6000, dtype=torch.float64)}
 
 
 def model(ranks, step=False):
@@ -58,13 +59,17 @@ def saver_of(folder, said, keep=2, keep_every=None):
     return Saver(folder, dist.new_group(backend="gloo"), keep, keep_every, said.append)
 
 
-def save(rank, folder, steps=(1,), keep=2, keep_every=None, break_rank=None):
+def save(rank, folder, steps=(1,), keep=2, keep_every=None, break_rank=None, full_rank=None):
     parameters, buffers, optimizer = model(rank.world_size, step=True)
     said = []
     saver = saver_of(folder, said, keep, keep_every)
     before = full(rank, parameters, buffers, optimizer)
-    broken = patch("mmm.checkpoint.storage.file_sum", read_back if rank.rank == break_rank else file_sum)
+    wrong = read_back if rank.rank == break_rank else file_sum
+    broken = patch("mmm.checkpoint.storage.file_sum", wrong)
     broken.start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank.rank == full_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     for step in steps:
         saver.save(training_state(parameters, buffers, optimizer), Manifest(step, {"dim": 3}, {}, {}, {}))
         for parameter in parameters.values():  # the loop goes on: what is saved is what was
@@ -77,6 +82,7 @@ def save(rank, folder, steps=(1,), keep=2, keep_every=None, break_rank=None):
                     parameter.sub_(1.0)
     done = saver.wait()
     broken.stop()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return done, said, before
 
 
@@ -155,6 +161,13 @@ def test_what_every_rank_gets_does_not_grow_with_the_ranks(run_on_ranks, tmp_pat
     two, four = (run_on_ranks(broadcast_sizes, ranks, tmp_path / str(ranks))[0] for ranks in (2, 4))
     assert two == four
     assert len(two) == 1
+
+
+def test_a_file_that_does_not_fit(run_on_ranks, tmp_path):
+    """The reason is the system's, also where PyTorch's writer says another."""
+    for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, None, 1):
+        assert (done, said) == (False, ["no checkpoint of step 2: [Errno 27] File too large"])
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_a_kill_leaves_is_no_checkpoint(saved, tmp_path):

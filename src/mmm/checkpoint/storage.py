@@ -48,11 +48,16 @@ class _HashedFile(io.BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self.digest, self.size = hashlib.sha256(), 0
+        self.error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
         self.digest.update(data)
         self.size += memoryview(data).nbytes
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:  # such as a full disk, of which PyTorch's writer would say "unexpected pos"
+            self.error = error
+            raise
 
 
 class _HashedFiles(filesystem.FileSystem):
@@ -68,7 +73,10 @@ class _HashedFiles(filesystem.FileSystem):
                 yield stream
             return
         with _HashedFile(Path(path)) as file:
-            yield file
+            try:
+                yield file
+            except RuntimeError as error:
+                raise file.error or error from None
         written = FileSum(file.size, file.digest.hexdigest())
         if file_sum(Path(path)) != written:
             raise CheckpointError(
