@@ -30,6 +30,7 @@ def of_many():
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_a_steps_python_memory_does_not_grow_with_the_ranks(tmp_path):
     rows = tmp_path / "rows.json"
     words = [sys.executable, BENCHMARK, "--ranks", str(FEW), str(MANY), "--layout", "hsdp·tp8", "--json", rows]
@@ -38,7 +39,7 @@ def test_a_steps_python_memory_does_not_grow_with_the_ranks(tmp_path):
     few, many = json.loads(rows.read_text())
     for kind in ("step", "step with row"):
         assert many[f"{kind} bytes"] < 1.05 * few[f"{kind} bytes"]
-    kind, table = "step with row on rank 0 bytes", 8 * 8 * MANY  # of numbers alone: a rank's losses and seconds
+    kind, table = "step with row on rank 0 bytes", 11 * 8 * MANY  # of 11 numbers a rank: losses and seconds
     assert many[kind] < 1.05 * few[kind] + table
 
 
