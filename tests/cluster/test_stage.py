@@ -11,7 +11,9 @@ import pytest
 
 import mmm
 
-WHERE = "import os, socket, sys, mmm; print(socket.gethostname(), os.environ['RANK'], sys.prefix, mmm.__file__)"
+# One write a line: lines of several ranks do not mix.
+WHERE = """import os, socket, sys, mmm
+sys.stdout.write(' '.join([socket.gethostname(), os.environ['RANK'], sys.prefix, mmm.__file__]) + '\\n')"""
 
 
 @pytest.fixture(params=["mpich", "openmpi"])

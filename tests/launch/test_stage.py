@@ -36,7 +36,9 @@ def rank(number):
 codes = [p.wait() for p in [subprocess.Popen(command, env=rank(number)) for number in range(count)]]
 sys.exit(max(codes))
 """
-WHERE = "import mmm, os, sys; print(os.environ['RANK'], sys.prefix, mmm.__file__, os.environ['MMM_STAGED'])"
+# One write a line: lines of several ranks do not mix.
+WHERE = """import mmm, os, sys
+sys.stdout.write(' '.join([os.environ['RANK'], sys.prefix, mmm.__file__, os.environ['MMM_STAGED']]) + '\\n')"""
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +108,7 @@ def test_a_copy_is_used_again_and_a_changed_source_is_copied_anew(hosts):
     made = hosts(2)
 
     def run(*words):
-        done = made.run(*words, "python3", "-c", "import thing; print(thing.VALUE)")
+        done = made.run(*words, "python3", "-c", "import sys, thing; sys.stdout.write(f'{thing.VALUE}\\n')")
         assert done.returncode == 0, done.stderr
         return set(done.stdout.split()), {name: os.stat(made.launcher.folder / name).st_ino for name in made.left()}
 
@@ -132,7 +134,7 @@ def test_on_this_host_alone(launcher, pristine):
     """Scripts that installers have written name the copy, and the copy's programs come first."""
     env = launcher.folder / "env"
     shutil.copytree(pristine, env, symlinks=True)
-    (env / "bin/tool").write_text(f"#!{env}/bin/python\nimport sys; print(sys.prefix)\n")
+    (env / "bin/tool").write_text(f"#!{env}/bin/python\nimport sys; sys.stdout.write(sys.prefix + chr(10))\n")
     (env / "bin/tool").chmod(0o755)
     next(env.glob("lib/python*/site-packages")).joinpath("own.pth").write_text(f"{env}/more\n")
     (launcher.folder / "t").mkdir()
@@ -268,7 +270,9 @@ def test_launch_is_killed_while_hosts_copy(hosts):
 
 def test_attempts_use_the_same_copies(hosts):
     made = hosts(2)
-    code = "import os, sys; print(os.stat(os.environ['MMM_STAGED']).st_ino); sys.exit(os.environ['MMM_ATTEMPT'] < '2')"
+    code = """import os, sys
+sys.stdout.write(f"{os.stat(os.environ['MMM_STAGED']).st_ino}\\n")
+sys.exit(os.environ['MMM_ATTEMPT'] < '2')"""
     done = made.run("--retries", "2", "python3", "-c", code)
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.split())) == 2
