@@ -67,10 +67,13 @@ def same_bits(one, two, steps=STEPS, name="loss"):
 LAYOUTS = [
     pytest.param(1, {}, id="one device"),
     pytest.param(4, {}, id="dp4"),
-    pytest.param(4, {"tpsize": 2, "microbatches": 2, "dtype": "fp32"}, id="dp2·tp2, accumulated"),
+    pytest.param(
+        4, {"tpsize": 2, "microbatches": 2, "dtype": "fp32"}, id="dp2·tp2, accumulated", marks=pytest.mark.long
+    ),
+    pytest.param(2, {"tpsize": 2}, id="tp2"),
     pytest.param(4, {"pp": 2}, id="pp2·dp2"),
-    pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD"),
-    pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2"),
+    pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
+    pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16"),
     pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts"),
     pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
@@ -104,7 +107,7 @@ def test_the_record_is_one(run_on_ranks, tmp_path, text):
     assert f"resumed from {two}/checkpoints/step-10 at step 10" in notes
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), (2, "ddp")])
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), pytest.param(2, "ddp", marks=pytest.mark.long)])
 def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, parallel):
     flags = {**DIGITS, "parallel": parallel, "optimizer": "sgd" if ranks == 2 else "adamw"}
     one, two = begin(run_on_ranks, FSDP, ranks, flags, tmp_path)
@@ -124,7 +127,7 @@ def test_vit(run_on_ranks, tmp_path):
 ELSEWHERE = [
     pytest.param(1, {}, id="one device"),
     pytest.param(2, {"tpsize": 2}, id="tp2"),
-    pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2"),
+    pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2"),
     pytest.param(2, {"parallel": "zero1", "microbatches": 2}, id="zero1", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
