@@ -4,15 +4,19 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import mmm.history
 from mmm.history.resume import marks_of
+from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.resuming import curve, tensors
 
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 RUN = "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu"
 STEPS = [
     "--eval_every",
@@ -56,3 +60,14 @@ def test_retries_go_on(launcher, number):
     (mark,) = marks_of(mmm.history.load(two))
     assert mark["step"] >= 40
     assert not list(Path(two).glob("attempt-*"))
+
+
+@pytest.mark.long
+def test_random_kills(tmp_path):
+    """A few of what `benchmarks/kills.py` does by the hundred."""
+    words = [sys.executable, BENCHMARK, "--kills", "4", "--seed", "0", "--json", tmp_path / "found.json"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["wrong"] == []
+    assert found["kills"] > 0

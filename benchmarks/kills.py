@@ -1,0 +1,169 @@
+"""A training that is killed again and again, and goes on: is what it leaves always whole, and its curve the same?
+
+    python benchmarks/kills.py [--kills 200] [--seed 0] [--layouts "" "--tpsize 2" "--pp 2"] [--json FILE]
+
+A language model is trained once in one go, and once more with `kill -9` at random moments: of a rank, of all, of
+launch, also while ranks start and while a checkpoint is written. Each start goes on with ``--resume auto``, on the next
+of the layouts. After each kill nothing may be left running; every checkpoint that has its name has to be whole; and the
+newest may not be older than before. In the end the losses have to be those of the run in one go: bit for bit where
+there is one layout, to 1e-9 where there are several; every step is in the record once.
+
+Printed for each kill: when, what, the step reached, the newest checkpoint. Exit code 1 if anything does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mmm.checkpoint.manifest import broken_file, read_manifest, steps_of
+from mmm.errors import RecordError
+from mmm.history import load
+
+EVERY = 4  # steps between two checkpoints
+STEPS_A_KILL = 8  # of the whole run: so many kills find it still running
+GONE = 20.0  # s within which nothing is left of a run that was killed
+TRAINER = (
+    "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
+    f"--eval_every 0 --no-plots --flush_every 1 --checkpoint_every {EVERY} --resume auto"
+)
+
+
+def start(ranks: int, steps: int, outdir: Path, layout: str) -> subprocess.Popen:
+    words = ["-n", str(ranks), "--device", "cpu", "python3", *TRAINER.split(), *shlex.split(layout)]
+    command = [sys.executable, "-m", "mmm.launch", *words, "--max_iters", str(steps), "--outdir", str(outdir)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"MMM_KILLS": outdir.name},
+    )
+
+
+def processes(outdir: Path) -> list[int]:
+    """All that were started for the run, by a variable of their environment."""
+    mark, found = f"MMM_KILLS={outdir.name}\0".encode(), []
+    for path in Path("/proc").iterdir():
+        try:
+            if path.name.isdigit() and mark in (path / "environ").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def kill(process: subprocess.Popen, what: str, outdir: Path, chance: random.Random) -> None:
+    pids = {"launch": [process.pid], "all": processes(outdir)}.get(what)
+    if pids is None:  # a rank, or one of launch's own processes that stand between
+        others = [pid for pid in processes(outdir) if pid != process.pid]
+        pids = [chance.choice(others)] if others else [process.pid]
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def rows(outdir: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and losses of the record."""
+    data = load(outdir)
+    return data["iter"].values, data["loss"].values
+
+
+def problems(outdir: Path, newest: int) -> tuple[int, list[str]]:
+    """The newest checkpoint's step, and what is wrong with what a kill has left."""
+    found, wrong = steps_of(outdir / "checkpoints"), []
+    for path in found:
+        manifest = read_manifest(path)
+        if (broken := broken_file(path, manifest.files)) is not None:
+            wrong.append(broken)
+    step = int(found[0].name.removeprefix("step-")) if found else 0
+    if step < newest:
+        wrong.append(f"the newest checkpoint is of step {step}, and there was one of step {newest}")
+    return step, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layouts", nargs="+", default=[""], help="flags of the trainer, in turn")
+    parser.add_argument("--longest", type=float, default=9.0, help="seconds until a kill, at most")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    chance, steps, wrong, lost = random.Random(given.seed), STEPS_A_KILL * given.kills, [], []
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+        began = time.monotonic()
+        run = start(given.ranks, steps, whole, given.layouts[0])
+        _, err = run.communicate()
+        if run.returncode:
+            print(err)
+            return 1
+        print(f"{given.ranks} ranks, {steps} steps in {time.monotonic() - began:.1f} s; seed {given.seed}", flush=True)
+        newest, done = 0, 0
+        while done < given.kills:
+            run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)])
+            after, what = chance.uniform(0.5, given.longest), chance.choice(("rank", "rank", "all", "launch"))
+            try:
+                run.wait(after)
+            except subprocess.TimeoutExpired:
+                kill(run, what, killed, chance)
+                err = run.communicate()[1]
+            else:
+                err = run.communicate()[1]
+                if run.returncode:
+                    wrong.append(f"it ended by itself: {err}")
+                break
+            deadline = time.monotonic() + GONE
+            while (left := processes(killed)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if left:
+                wrong.append(f"{len(left)} processes are left after {GONE:g} s")
+            done += 1
+            newest, bad = problems(killed, newest)
+            wrong += bad
+            try:
+                reached = int(rows(killed)[0][-1]) + 1
+            except (RecordError, IndexError):
+                reached = 0
+            lost.append(reached - newest)
+            print(
+                f"{done:4d} {what:6} after {after:4.1f} s: step {reached}, checkpoint {newest} {' '.join(bad)}",
+                flush=True,
+            )
+        run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)])
+        _, err = run.communicate()
+        if run.returncode and "no step is left" not in err:
+            wrong.append(f"the last start failed: {err}")
+        (numbers, expected), (found_numbers, found) = rows(whole), rows(killed)
+        if found_numbers.tolist() != numbers.tolist():
+            wrong.append(f"the record has {len(found_numbers)} rows, and the run has {len(numbers)} steps")
+        else:
+            far = float(np.max(np.abs(found - expected) / np.abs(expected)))
+            print(f"largest relative difference of a loss: {far:.1e}")
+            if far > (1e-9 if len(given.layouts) > 1 else 0):
+                wrong.append(f"the curves differ by {far:.1e}")
+    result = {"kills": done, "steps": steps, "most_steps_lost": max(lost, default=0), "every": EVERY, "wrong": wrong}
+    print(f"{done} kills; at most {result['most_steps_lost']} steps were lost, with a checkpoint every {EVERY}")
+    print("\n".join(wrong) if wrong else "nothing was wrong")
+    if given.json:
+        given.json.write_text(json.dumps(result))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
