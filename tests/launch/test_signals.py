@@ -40,6 +40,34 @@ runpy.run_module("mmm.launch", run_name="__main__", alter_sys=True)
 """
 
 
+FINALIZER = """
+import os, time
+class Slow:
+    def __del__(self):
+        open("ready-" + os.environ["RANK"], "w").close()
+        time.sleep(90)
+try:
+    Slow()
+    time.sleep(90)
+finally:
+    open("cleaned-" + os.environ["RANK"], "w").close()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_a_finalizer_is_not_lost(launcher, how, number):
+    """Python prints what is raised there, and goes on."""
+    launcher.write("t.py", FINALIZER)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py", clocks=PATIENT)
+    launcher.wait_for("ready-0", "ready-1")
+    began = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (128 + number, f"launch: {number.name}: ending 2 ranks\n")
+    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
+    assert time.monotonic() - began < SOON
+
+
 def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
     """While launch imports, starts the fork server, forks, and its ranks begin: no traceback, nothing left.
 

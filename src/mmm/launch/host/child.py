@@ -19,7 +19,7 @@ import time
 import traceback
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mmm import contract
 from mmm.contract import ENDING, USER_ERROR_EXIT
@@ -52,6 +52,7 @@ def prepare() -> None:
             signal.signal(number, handler)
     if hasattr(os, "memfd_create"):  # Linux: launch asks a run that hangs where it is
         faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
+    _repeat_lost_signals()
     lifeline.tie_forks()
     # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
     nested = threading.local()
@@ -159,6 +160,26 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise Terminated(128 + number)
+
+
+def _repeat_lost_signals() -> None:
+    """What a signal raises inside a finalizer, Python prints and forgets: then the signal comes once more."""
+    others = sys.unraisablehook
+
+    def repeat(lost: Any) -> None:
+        if isinstance(lost.exc_value, Terminated) and isinstance(lost.exc_value.code, int):
+            number = lost.exc_value.code - 128
+            signal.signal(number, _terminate)
+        elif isinstance(lost.exc_value, KeyboardInterrupt):
+            number = signal.SIGINT
+        else:
+            others(lost)
+            return
+        again = threading.Timer(0.01, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = repeat
 
 
 def _default_signals(mask: set[int]) -> None:
