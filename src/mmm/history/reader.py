@@ -39,7 +39,12 @@ def load(outdir: Path | str) -> "xarray.Dataset":
         RecordError: no such folder, no record in it, or a file of it is damaged.
     """
     folder = _existing(outdir)
-    found, _ = _load(folder, _ending_by_journal(folder))
+    return dataset_of(folder, _ending_by_journal(folder))
+
+
+def dataset_of(folder: Path, ending: Ending | None) -> "xarray.Dataset":
+    """`load`, of a folder that exists, with that ending; None: the one it has."""
+    found, _ = _load(folder, ending)
     return found.dataset() if isinstance(found, Columns) else found
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mmm.errors import RecordError
 from mmm.history.alive import why_going_on
 from mmm.history.attempts import Attempt, attempt_of
-from mmm.history.dataset import Columns, to_columns, to_rows, write_dataset
+from mmm.history.dataset import to_columns, to_rows, write_dataset
 from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_config
 from mmm.history.journal import Header
-from mmm.history.reader import _load, _startup, _still_writing, _writer
+from mmm.history.reader import _startup, _still_writing, _writer, dataset_of
 from mmm.history.record import DATASET, JOURNAL
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def reopen(folder: Path, resume: Resume, header: Header) -> Header:
     marks: list[Any] = []
     ranks = header.ranks
     if any((folder / name).exists() for name in (DATASET, JOURNAL)):
-        found, _ = _load(folder, Ending(KILLED))
-        earlier = found.dataset() if isinstance(found, Columns) else found
+        earlier = dataset_of(folder, Ending(KILLED))
         rows = [row for row in to_rows(earlier) if row.draw < resume.rows]
         marks = [mark for mark in marks_of(earlier) if mark["draw"] <= resume.rows]
         attrs["started"] = earlier.attrs.get("started", attrs.get("started"))

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
 from mmm.checkpoint.storage import read_metadata
 from mmm.contract import SAVED_EXIT
+from mmm.models.weights import widest
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.process_group import gather_floats
@@ -58,16 +59,14 @@ class Checkpoints:
         losses = state["losses"]
         if not losses:
             return manifest.step, 0, 0, None
-        if moved:  # of the losses that add up to the global loss
-            local = (
-                sum(losses[rank] for rank in state["loss_ranks"])
-                if run.rank.rank == run.layout.loss_ranks()[0]
-                else 0.0
-            )
-        else:
+        if not moved:
             local = losses[run.rank.rank]
-        wide = torch.float32 if run.device.type == "mps" else torch.float64  # as of `detached`
-        return manifest.step, state["since"], state["counted"], torch.tensor(local, dtype=wide, device=run.device)
+        elif run.rank.rank == run.layout.loss_ranks()[0]:  # the losses that add up to the global loss
+            local = sum(losses[rank] for rank in state["loss_ranks"])
+        else:
+            local = 0.0
+        local_loss = torch.tensor(local, dtype=widest(run.device), device=run.device)
+        return manifest.step, state["since"], state["counted"], local_loss
 
     def stop_asked(self) -> bool:
         """Whether a signal to stop has come to any rank. A collective; the host waits for the device."""
