@@ -33,6 +33,7 @@ from mmm.history import load
 
 EVERY = 4  # steps between two checkpoints
 STEPS_A_KILL = 8  # of the whole run: so many kills find it still running
+SHARE = 0.6  # of the run in one go, after which no kill comes: there has to be a run to kill
 GONE = 20.0  # s within which nothing is left of a run that was killed
 TRAINER = (
     "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
@@ -101,7 +102,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", nargs="+", default=[""], help="flags of the trainer, in turn")
-    parser.add_argument("--longest", type=float, default=9.0, help="seconds until a kill, at most")
+    parser.add_argument("--longest", type=float, default=9.0, help="seconds until a kill, at most (a fast run: less)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     chance, steps, wrong, lost = random.Random(given.seed), STEPS_A_KILL * given.kills, [], []
@@ -113,11 +114,13 @@ def main() -> int:
         if run.returncode:
             print(err)
             return 1
-        print(f"{given.ranks} ranks, {steps} steps in {time.monotonic() - began:.1f} s; seed {given.seed}", flush=True)
+        seconds = time.monotonic() - began
+        longest = min(given.longest, SHARE * seconds)
+        print(f"{given.ranks} ranks, {steps} steps in {seconds:.1f} s; seed {given.seed}", flush=True)
         newest, done = 0, 0
         while done < given.kills:
             run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)])
-            after, what = chance.uniform(0.5, given.longest), chance.choice(("rank", "rank", "all", "launch"))
+            after, what = chance.uniform(min(0.5, longest), longest), chance.choice(("rank", "rank", "all", "launch"))
             try:
                 run.wait(after)
             except subprocess.TimeoutExpired:
