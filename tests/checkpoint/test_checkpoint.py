@@ -228,6 +228,8 @@ def test_damage_of_the_manifest(copy):
 
 def test_differences():
     manifest = Manifest(1, {"dim": 64, "data": "a", "heads": 4}, {}, {}, {})
+    assert manifest.differences({**manifest.identity, "tied": False, "scaling": None}) == []  # an earlier mmm's
+    assert manifest.differences({**manifest.identity, "tied": True}) == ["tied none there, True here"]
     assert manifest.differences({"dim": 128, "data": "a"}) == ["dim 64 there, 128 here", "heads 4 there, none here"]
 
 

@@ -1,6 +1,7 @@
 """The Transformer by itself: sizes, shapes, positions, data types, and stages that hold a part of it."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,18 @@ def test_stages_one_after_the_other_are_the_whole(model):
     assert torch.equal(last(first(tokens())), model(tokens()))
     names = {name for name, _ in model.named_parameters()}
     assert {n for s in (first, last) for n, _ in s.named_parameters()} == names
+
+
+def test_a_tied_output_is_the_embedding():
+    config = replace(SMALL, tie_word_embeddings=True)
+    tied, untied = Transformer(config).double(), Transformer(SMALL).double()
+    assert tied.output.weight is tied.tok_embeddings.weight
+    assert weights.parameter_count(untied) - weights.parameter_count(tied) == SMALL.vocab_size * SMALL.dim
+    weights.initialize(tied, 0)
+    untied.load_state_dict(tied.state_dict())
+    assert torch.equal(tied(tokens()), untied(tokens()))
+    wide = Transformer(replace(config, dim=4096, n_layers=1))  # drawn as an output: at most 1 / sqrt(dim)
+    assert wide.init_rule("tok_embeddings.weight").scale == 4096**-0.5
 
 
 @pytest.mark.parametrize(

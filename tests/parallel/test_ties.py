@@ -7,15 +7,19 @@ from functools import lru_cache
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.models import weights
+from mmm.models.experts import has_experts
+from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
@@ -35,9 +39,9 @@ STEPS, RATE, MAX_NORM = 2, 0.3, 0.05
 
 
 @lru_cache
-def plain():
+def plain(make=gpt.parity_model):
     """Losses, gradients of the first step, norms before clipping, and the state at the end, by plain PyTorch."""
-    model = gpt.parity_model().double()
+    model = make().double()
     weights.initialize(model, 0)
     losses, norms, first = [], [], {}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -54,20 +58,20 @@ def plain():
     return losses, first, norms, model.state_dict()
 
 
-def train(rank, layout, techniques, gradients, tied=True):
+def train(rank, layout, techniques, gradients, tied=TIE, make=gpt.parity_model, make_plan=gpt_plan):
     with meta_parameters():
-        model = gpt.parity_model()
-    plan, techniques = gpt_plan(), Techniques(**techniques)
+        model = make()
+    plan, techniques = make_plan(), Techniques(**techniques)
     inputs, _ = batch(gpt, Training(), 0)
     partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
-    mesh = build_mesh(layout, "cpu")
+    mesh = build_mesh(layout, "cpu", experts=has_experts(model))
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
-    (module,) = made.modules.values()
+    module = next(iter(made.modules.values()))
     inner = module.module if isinstance(module, Replicas) else module
     losses, norms, differences = [], [], {}
     optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
     for step in range(STEPS):
-        assert not tied or find_ties(inner) == [TIE]
+        assert not tied or find_ties(inner) == [tied]
         inputs, targets = batch(gpt, Training(), step)
         size = len(inputs) // layout.dp
         at = slice(layout.dp_coordinate(rank.rank) * size, (layout.dp_coordinate(rank.rank) + 1) * size)
@@ -77,6 +81,7 @@ def train(rank, layout, techniques, gradients, tied=True):
         norms.append(float(made.clip(MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
+        made.balance_experts(0.0)
         shares = gather_floats([loss.item()], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     state = dict(full_tensors(made.modules.values()))
@@ -128,7 +133,7 @@ def untied(rank, gradients):
     module = importlib.import_module("mmm.parallel.materialize")
     original, module.tie_again = module.tie_again, lambda *given: None
     try:
-        return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=False)[1]
+        return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=())[1]
     finally:
         module.tie_again = original
 
@@ -136,6 +141,79 @@ def untied(rank, gradients):
 def test_a_planted_bug_is_caught(run_on_ranks):
     for differences in run_on_ranks(untied, 2, plain()[1]):
         assert differences["tokens.weight"] > 1e-3
+
+
+# ---- the Transformer, also over stages
+
+LLAMA = TransformerConfig(
+    dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=97, tie_word_embeddings=True
+)
+
+
+def dense():
+    return Transformer(LLAMA)
+
+
+def experts():
+    return Transformer(replace(LLAMA, n_experts=4, expert_dim=24))
+
+
+PP2 = Layout(pp=2, dp_shard=1)
+STAGES = [
+    (dense, DP2, {}),
+    (dense, PP2, {}),
+    (dense, PP2, {"schedule": "ZBVZeroBubble", "loss_chunks": 2}),  # rank 0 has both of its stages
+    (dense, Layout(pp=2, dp_shard=2), {"schedule": "Interleaved1F1B"}),
+    (experts, Layout(dp_shard=2, ep=2), {}),
+]
+STAGES_LONG = [
+    (dense, Layout(pp=2, dp_replicate=2, dp_shard=1), {}),
+    (dense, Layout(pp=2, dp_shard=1, tp=2), {}),
+    (dense, Layout(pp=4, dp_shard=1), {"microbatches": 4}),
+    (dense, Layout(pp=2, dp_shard=1), {"offload": True, "checkpointing": "full"}),
+    (dense, Layout(dp_shard=1, cp=2), {}),
+    (experts, Layout(pp=2, dp_shard=2, ep=2), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "techniques"),
+    [*STAGES, *(pytest.param(*case, marks=pytest.mark.long) for case in STAGES_LONG)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_one_weight_of_the_transformer(run_on_ranks, make, layout, techniques):
+    losses, gradients, norms, expected = plain(make)
+    tied = ("tok_embeddings.weight", "output.weight") if layout.pp == 1 else ()
+    found, seen = {}, set()
+    given = (layout, techniques, gradients, tied, make, transformer_plan)
+    for got in run_on_ranks(train, layout.ranks, *given, timeout=PATIENCE):
+        assert got[0] == pytest.approx(losses, rel=1e-9)
+        assert max(got[1].values()) <= 1e-8, max(got[1], key=got[1].get)
+        assert got[2] == pytest.approx(norms, rel=1e-9)  # counted once, whatever stages have it
+        assert set(got[4]) <= set(gradients)
+        seen |= set(got[4])
+        found |= got[3]
+    assert seen == set(gradients)
+    assert found.keys() == expected.keys()
+    assert torch.equal(found["output.weight"], found["tok_embeddings.weight"])
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name].to(tensor.dtype), tensor, rtol=1e-9, atol=1e-12), name
+
+
+def not_summed(rank, gradients, schedule):
+    """A planted bug: each stage updates a weight of its own."""
+    module = importlib.import_module("mmm.parallel.ties")
+    original, module.StageTies.sum_gradients = module.StageTies.sum_gradients, lambda self: None
+    try:
+        return train(rank, PP2, {"schedule": schedule}, gradients, (), dense, transformer_plan)[1]
+    finally:
+        module.StageTies.sum_gradients = original
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_planted_bug_over_stages_is_caught(run_on_ranks, schedule):
+    found = run_on_ranks(not_summed, 2, plain(dense)[1], schedule)
+    assert max(each.get("tok_embeddings.weight", 0) for each in found) > 1e-3
 
 
 # ---- other ties
@@ -196,16 +274,20 @@ def test_a_module_in_two_places_and_a_weight_of_the_root(run_on_ranks, layout):
 # ---- what is refused
 
 
-def test_a_tie_over_stages_is_refused():
-    with meta_parameters():
-        model = gpt.parity_model()
-    inputs = torch.zeros(4, 32, dtype=torch.int64, device="meta")
-    with pytest.raises(
-        LayoutError,
-        match=r"tokens\.weight and head\.weight are one tied weight, and the pipeline has "
-        r"them in stages 0 and 1, on other ranks: use pp 1",
-    ):
-        partition_model(model, gpt_plan(), Layout(pp=2, dp_shard=1), Techniques(), inputs)
+def unlike_stages(rank):
+    plan = transformer_plan()
+    plan = replace(plan, tensor=plan.tensor | {"output": RowwiseParallel(input_layouts=Replicate())})
+    try:
+        train(rank, Layout(pp=2, dp_shard=1, tp=2), {}, {}, make=dense, make_plan=lambda: plan)
+    except LayoutError as error:
+        return str(error)
+
+
+def test_a_tie_whose_stages_have_other_shards_is_refused(run_on_ranks):
+    for message in run_on_ranks(unlike_stages, 4):
+        assert "tok_embeddings.weight and output.weight are one tied weight, and the pipeline has stage 0 " in message
+        assert "stage 1 output.weight as" in message
+        assert "or untie them" in message
 
 
 def unlike(rank, styles):

@@ -95,6 +95,20 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
         torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_tied_weight_is_one_in_the_saved_model(run_on_ranks, tmp_path, schedule):
+    tied = {"tie_word_embeddings": True}
+    lm.train(lm.Config(**SMALL, **tied, device="cpu", outdir=tmp_path / "one"))
+    run_on_ranks(run, 2, tmp_path / "many", {**tied, "pp": 2, "schedule": schedule})
+    one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
+    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
+    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
+    weights = saved(tmp_path / "many", **tied).state_dict()
+    assert weights["output.weight"].data_ptr() == weights["tok_embeddings.weight"].data_ptr()
+    for name, kept in saved(tmp_path / "one", **tied).state_dict().items():
+        torch.testing.assert_close(weights[name], kept, rtol=1e-8, atol=1e-10)
+
+
 EXPERTS = {"n_experts": 4, "balance_rate": 0.05}
 
 

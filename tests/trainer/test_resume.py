@@ -74,6 +74,7 @@ LAYOUTS = [
     pytest.param(4, {"pp": 2}, id="pp2·dp2"),
     pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
     pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
+    pytest.param(2, {"pp": 2, "schedule": "ZBVZeroBubble", "tie_word_embeddings": True}, id="pp2, tied"),
     pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16"),
     pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts"),
     pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
@@ -161,6 +162,18 @@ def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
         if "bias" in name:
             assert torch.equal(tensor, expected[name])
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9)
+
+
+def test_a_tied_weight_on_another_layout(run_on_ranks, tmp_path, text):
+    """From one parameter to two stages of one rank, and back to one."""
+    flags = {**TEXT, "text": text, "tie_word_embeddings": True, "checkpoint_every": 5}
+    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path)
+    assert "output.weight" not in tensors(two / "checkpoints/step-10")
+    v = {**flags, "pp": 2, "schedule": "ZBVZeroBubble", "outdir": two, "resume": Path("auto")}
+    assert run_on_ranks(train, 2, LM, v, 17, timeout=120) == ["ended"] * 2
+    assert "output.weight" not in tensors(two / "checkpoints/step-15")
+    assert go_on(run_on_ranks, LM, 1, flags, two) == [""]
+    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
 
 
 # --- what is refused, in one line -------------------------------------------------------------------------------------

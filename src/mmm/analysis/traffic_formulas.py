@@ -14,7 +14,8 @@ Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one r
           ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers
           CNN          2 c (features + classes) batch
     pp                 A / (tp of the Transformer) for each boundary of stages that it faces another rank across, once
-                       forward from below it, once backward from above it; and 2 c · 8 for the loss
+                       forward from below it, once backward from above it; and 2 c · 8 for the loss; and its shard of
+                       the gradient of a weight that a stage on another rank has as well
     cp    ring         L (2 (n-1) K + n K'')           K  its keys and values, K'' their gradients, at least float32
           ulysses      2 L c (Q + K + O)               Q, O its queries and outputs; K repeated until n divides heads
 
@@ -50,6 +51,7 @@ from mmm.parallel.partition import Partition
 from mmm.parallel.pipeline.stages import take_stage
 from mmm.parallel.plan import Plan, matches
 from mmm.parallel.techniques import Techniques
+from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
 
 LOSS = 8  # bytes of a pipeline's loss
@@ -88,6 +90,13 @@ def expected_traffic(
         faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
         sent = _activations(next(iter(own.values())), *sizes)
         found["pp"] = faced * sent + factor("all_reduce", layout.pp) * LOSS
+        for tie in stage_ties(model, partition.names()):
+            local = tie.keys() & own.keys()
+            for n in local:
+                named = zip(own[n].named_parameters(), local_shapes(own[n], plan, layout.tp), strict=True)
+                rows, *others = next(shape for (name, _), shape in named if name == tie[n])
+                rows = -(-rows // (layout.dp_shard * layout.cp))
+                found["pp"] += (len(tie) - len(local)) * rows * math.prod(others) * _size(precision.storage)
     return {axis: sent for axis, sent in found.items() if sent}
 
 

@@ -57,10 +57,14 @@ class Manifest:
         write_atomically(folder / MANIFEST, text.encode())
 
     def differences(self, identity: Mapping[str, Any]) -> list[str]:
-        """Such as ``dim 64 there, 128 here``."""
+        """Such as ``dim 64 there, 128 here``. What an earlier mmm did not know was off: that is no difference."""
         both = dict.fromkeys([*self.identity, *identity])
-        pairs = [(name, self.identity.get(name, "none"), identity.get(name, "none")) for name in both]
-        return [f"{name} {there} there, {given} here" for name, there, given in pairs if there != given]
+        pairs = [(name, self.identity.get(name), identity.get(name)) for name in both]
+        return [
+            f"{name} {'none' if there is None else there} there, {'none' if given is None else given} here"
+            for name, there, given in pairs
+            if there != given and (there or given)
+        ]
 
 
 def read_manifest(folder: Path) -> Manifest:

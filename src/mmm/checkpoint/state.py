@@ -6,7 +6,7 @@ it was saved on, and DCP reads of it what another one needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,13 @@ def load_tensors(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
+    repeated: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
     """Load into a model, in place, and into an optimizer that has made no step. A collective.
 
     Args:
         found: of `mmm.checkpoint.storage.read_metadata`. parameters, buffers: as for `training_state`.
+        repeated: further parameters under a name of `parameters`, to be equal to that one, as their states.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
@@ -80,10 +82,13 @@ def load_tensors(
         first = next(iter(error.failures.values()))[0]
         text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not loaded: {one_line(first)}"
         raise CheckpointError(text, on_every_rank=True) from None
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    order = [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+    of_parameter = {id(parameter): moments.get(name) for name, parameter in parameters.items()}
+    for name, parameter in repeated:
+        parameter.detach().copy_(parameters[name].detach())
+        of_parameter[id(parameter)] = {key: value.clone() for key, value in moments.get(name, {}).items()}
+    order = [of_parameter.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
     # PyTorch's own way in: it puts each value on the device, and into the dtype, that the optimizer wants.
-    own = {number: moments[name] for number, name in enumerate(order) if name in moments}
+    own = {number: state for number, state in enumerate(order) if state}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
 
 

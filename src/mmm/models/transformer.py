@@ -30,6 +30,8 @@ class TransformerConfig:
 
     With `n_experts` above 0, `mmm.models.experts` replaces the feed-forward layer in every block: a token uses `top_k`
     experts, each `expert_dim` wide (None: as wide as the feed-forward layer).
+
+    With `tie_word_embeddings` the output matrix is the embedding's: one parameter.
     """
 
     dim: int = 256
@@ -44,6 +46,7 @@ class TransformerConfig:
     n_experts: int = 0
     top_k: int = 2
     expert_dim: int | None = None
+    tie_word_embeddings: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -241,6 +244,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """
@@ -259,7 +264,7 @@ class Transformer(nn.Module):
 
     def init_rule(self, name: str) -> Init:
         """Norms 1; embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block writes into the
-        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output.
+        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output, also where it is the embedding.
 
         Args:
             name: the canonical parameter name.
@@ -268,7 +273,7 @@ class Transformer(nn.Module):
             return Init("constant", 1.0)
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "moe.experts.w2")):
             return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
-        if name == "output.weight":
+        if name == ("tok_embeddings.weight" if self.config.tie_word_embeddings else "output.weight"):
             return Init("normal", min(0.02, self.config.dim**-0.5))
         return Init("normal", 0.02)
 

@@ -175,6 +175,9 @@ class InitRules:
     ``buffer_rule("layers.0.moe.expert_bias")`` is asked for each buffer. Where it is missing, or returns None, a buffer
     keeps the values that the constructor gave it. The methods are two because rules for parameters end in "and all
     others", which must not draw a mask.
+
+    Attributes:
+        first_names: of a parameter with several names, each further name → the first, by which it is drawn.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -183,9 +186,16 @@ class InitRules:
         self.defaults = {canonical_name(name): rule for name, rule in default_rules(model).items()}
         self.of_parameter: Callable[[str], Init | None] = getattr(model, "init_rule", lambda name: None)
         self.of_buffer: Callable[[str], Init | None] = getattr(model, "buffer_rule", lambda name: None)
+        named = [(canonical_name(name), id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+        firsts = {of: name for name, of in reversed(named)}
+        self.first_names = {name: firsts[of] for name, of in named if name != firsts[of]}
+
+    def first_name(self, name: str) -> str:
+        name = canonical_name(name)
+        return self.first_names.get(name, name)
 
     def parameter(self, name: str) -> Init | None:
-        name = canonical_name(name)
+        name = self.first_name(name)
         return self.of_parameter(name) or self.defaults.get(name)
 
     def buffer(self, name: str, empty: bool) -> Init | None:
@@ -201,6 +211,7 @@ def initialize(
     local_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     empty: Collection[str] = (),
     device: torch.device | None = None,
+    rules: InitRules | None = None,
 ) -> None:
     """Draw every parameter of `model`, in place. Buffers keep their values, except those that the model has a rule for.
 
@@ -210,17 +221,18 @@ def initialize(
         box_of, local_of: of a sharded parameter, this rank's shard and its local tensor.
         empty: names of buffers that have memory and no values yet: they start as PyTorch's own modules do.
         device: computes the elements, wherever they lie. None: each where it lies.
+        rules: of the full model, where `model` is one stage of it. None: of `model`.
 
     Raises:
         ValueError: as `parameter_problems` says.
     """
     if wrong := parameter_problems(model):
         raise ValueError("; ".join(wrong))
-    rule_of = InitRules(model)
+    rule_of = rules or InitRules(model)
     for name, parameter in model.named_parameters():
         rule = rule_of.parameter(name)
         assert rule is not None
-        fill_(local_of(parameter), rule, stream_key(seed, name), box_of(parameter), device)
+        fill_(local_of(parameter), rule, stream_key(seed, rule_of.first_name(name)), box_of(parameter), device)
     for name, buffer in model.named_buffers():
         if (rule := rule_of.buffer(name, name in empty)) is not None:
             fill_(local_of(buffer), rule, stream_key(seed, name), full_box(buffer))

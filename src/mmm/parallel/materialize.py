@@ -21,9 +21,12 @@ def check_weights(model: nn.Module) -> None:
         raise ConfigError("; ".join(wrong))
 
 
-def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+def materialize(model: nn.Module, device: torch.device, seed: int, rules: weights.InitRules | None = None) -> None:
     """Give a model memory on `device` and its initial weights; each rank draws its own shards. Buffers keep their
     values. A collective for ddp, zero1 and zero2, whose ranks connect here: what they send must have memory first.
+
+    Args:
+        rules: as for `weights.initialize`.
 
     Raises:
         ConfigError: as `check_weights`.
@@ -35,7 +38,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     tie_again(inner, ties, "its memory")
     _restore_buffers(inner, buffers, device)
     empty = {name for name, buffer in buffers.items() if buffer.is_meta}
-    weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty, device=device)
+    weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty, device=device, rules=rules)
     if isinstance(model, Replicas):
         model.connect()
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.experts import has_experts
-from mmm.models.weights import canonical_name, widest
+from mmm.models.weights import InitRules, canonical_name, widest
 from mmm.parallel.apply import apply
-from mmm.parallel.clip import clip_grad_norm
+from mmm.parallel.clip import clip_grad_norm, local_norms
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.context.apply import positions_of
 from mmm.parallel.data.apply import sync_gradients
@@ -41,6 +41,7 @@ from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.pipeline.stages import take_stage
 from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.techniques import Techniques
+from mmm.parallel.ties import StageTies, stage_ties
 from mmm.runtime.device import Precision
 
 Measure = Callable[[Tensor, Tensor], Tensor]
@@ -51,6 +52,7 @@ class ParallelModel:
 
     Attributes:
         modules: this rank's stages by number; number 0 alone is the full model where there is no pipeline.
+        first_names: the further names of tied weights, and the first of each.
     """
 
     def __init__(
@@ -81,14 +83,19 @@ class ParallelModel:
         self._experts = has_experts(model)
         self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
         self.modules: dict[int, nn.Module] = {0: model}
+        self._rules, rules, ties = InitRules(model), None, list[dict[int, str]]()
         if partition.stages:
             warn_unmatched(plan, model)
-            pp = mesh.layout.pp
-            numbers = stages_of(self.coordinates["pp"], pp, techniques.schedule, len(partition.stages) // pp)
+            pp, each = mesh.layout.pp, len(partition.stages) // mesh.layout.pp
+            at = {n: place for place in range(pp) for n in stages_of(place, pp, techniques.schedule, each)}
+            numbers = [n for n, place in at.items() if place == self.coordinates["pp"]]
+            rules, ties = self._rules, stage_ties(model, partition.names())
             self.modules = {n: take_stage(model, partition.parts, partition.stages[n]) for n in numbers}
         for number, stage in self.modules.items():
             self.modules[number] = apply(stage, mesh, plan, precision, techniques)
-            materialize(self.modules[number], device, seed)
+            materialize(self.modules[number], device, seed, rules)
+        self.first_names = self._rules.first_names
+        self.ties = StageTies(ties, self.modules, at, mesh["pp"]) if ties else None
         self._report = CompileReport(self.modules.values()) if techniques.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
@@ -106,9 +113,10 @@ class ParallelModel:
             )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What an optimizer updates on this rank, full or sharded, by the names in the full model."""
+        """What an optimizer updates on this rank, full or sharded, by the names in the full model. A tied weight has
+        its first name; a rank that has it in two stages has it twice (`StageTies`)."""
         named = chain.from_iterable(module.named_parameters() for module in self.modules.values())
-        return ((canonical_name(name), parameter) for name, parameter in named)
+        return ((self._rules.first_name(name), parameter) for name, parameter in named)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -138,6 +146,11 @@ class ParallelModel:
         Args:
             norms: as for `clip_grad_norm`.
         """
+        if self.ties is not None:  # a weight that is in several stages counts once
+            gradients = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+            again = {id(parameter) for parameter in self.ties.repeated}
+            norms = local_norms([gradient for _, gradient in gradients]) if norms is None else norms
+            norms = [norm * (id(p) not in again) for (p, _), norm in zip(gradients, norms, strict=True)]
         return clip_grad_norm(self.parameters(), max_norm, self.mesh["pp"] if self.pipeline else None, norms)
 
     def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
@@ -184,7 +197,11 @@ class ParallelModel:
             if self.pipeline is not None:
                 assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
                 self._measure = lambda output, targets: self._loss(output, targets, count)
-                return self.pipeline.step(inputs, targets, **positions)
+                loss = self.pipeline.step(inputs, targets, **positions)
+                if self.ties is not None:
+                    self.ties.sum_gradients()
+                    self._timed("dtb")
+                return loss
             losses, (model,) = [], self.modules.values()
             batches = (inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches))
             for number, (some_inputs, some_targets) in enumerate(zip(*batches, strict=True), start=1):

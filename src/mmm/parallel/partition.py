@@ -14,7 +14,6 @@ from mmm.parallel.pipeline.schedules import check_pipeline
 from mmm.parallel.pipeline.stages import Part, balance_stages, check_stages, part_costs, parts_of
 from mmm.parallel.plan import Plan, check_axes, find
 from mmm.parallel.techniques import Techniques
-from mmm.parallel.ties import check_stage_ties
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ def partition_model(
     stages_per_rank, microbatches = check_pipeline(layout, techniques, len(inputs), len(parts), dtype)
     costs = part_costs(model, parts, inputs)
     partition = Partition(parts, costs, balance_stages(costs, layout.pp * stages_per_rank), microbatches)
-    check_stage_ties(model, partition.names())
     check_stages(model, parts, partition.stages, inputs)
     return partition
 

@@ -2,17 +2,23 @@
 
 Functions that replace parameters untie them: ``parallelize_module`` and ``to_empty`` make a new one for each name, and
 FSDP one for each of its units. So the names are noted before anything is applied, tied again after each such step, and
-compared at the end: a tie is kept, or refused by its names.
+compared at the end: a tie is kept, or refused by its names. Stages of a pipeline cannot share a parameter: each has its
+own, and they are kept equal (`StageTies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
+from mmm.models.weights import canonical_name
+from mmm.parallel.local import sendable, to_local
 
 Tie = tuple[str, ...]  # the names of one parameter, in the order of the model
 
@@ -56,32 +62,82 @@ def check_tied(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
             raise LayoutError(f"{_tied(names)}, and {what} cannot keep them one: untie them")
 
 
-def check_stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
-    """Whether no tie spans pipeline stages; needs no process group.
+def stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[dict[int, str]]:
+    """The parameters of `model` that several stages of a pipeline have: stage → the name there.
 
     Args:
         stages: the modules of each.
-
-    Raises:
-        LayoutError: one does: each stage would update a weight of its own.
     """
+    found = []
     for names in find_ties(model):
-        at = [
-            next(
-                (
-                    number
-                    for number, modules in enumerate(stages)
-                    if any(name == module or name.startswith(f"{module}.") for module in modules)
-                ),
-                None,
-            )
-            for name in names
-        ]
-        if len(set(at)) > 1:
-            raise LayoutError(
-                f"{_tied(names)}, and the pipeline has them in stages {' and '.join(map(str, at))}, on "
-                f"other ranks: use pp 1, or untie them"
-            )
+        by_stage: dict[int, str] = {}
+        for name in names:
+            inside = (n for n, modules in enumerate(stages) if any(name.startswith(f"{module}.") for module in modules))
+            by_stage.setdefault(next(inside), name)
+        found.append(by_stage)
+    return [by_stage for by_stage in found if len(by_stage) > 1]
+
+
+class StageTies:
+    """Weights that several stages of a pipeline have, each a parameter of its own. After each step their gradients are
+    summed, in the order of the stages: so an optimizer keeps them equal, to the last bit.
+
+    Attributes:
+        repeated: this rank's parameters that an earlier stage, on whichever rank, has as well.
+    """
+
+    def __init__(
+        self,
+        ties: Sequence[Mapping[int, str]],
+        modules: Mapping[int, nn.Module],
+        coordinates: Mapping[int, int],
+        pp: DeviceMesh,
+    ) -> None:
+        """A collective over pp.
+
+        Args:
+            ties: of `stage_ties`. modules: this rank's stages by number, parallelized. coordinates: of each stage on
+                pp.
+
+        Raises:
+            LayoutError: the stages have other shards of a weight; on every rank.
+        """
+        self._group, self._coordinates, self._at = pp.get_group(), coordinates, pp.get_local_rank()
+        named = {n: {canonical_name(name): p for name, p in module.named_parameters()} for n, module in modules.items()}
+        self._ties = [(sorted(tie), {n: named[n][name] for n, name in tie.items() if n in named}) for tie in ties]
+        self.repeated = [p for stages, own in self._ties for n, p in own.items() if n != stages[0]]
+        everyone: list = [None] * pp.size()
+        dist.all_gather_object(
+            everyone, [{n: _described(p) for n, p in own.items()} for _, own in self._ties], self._group
+        )
+        for number, tie in enumerate(ties):
+            by_stage = {n: text for each in everyone for n, text in each[number].items()}
+            if len(set(by_stage.values())) > 1:
+                have = " and ".join(f"stage {n} {tie[n]} as {by_stage[n]}" for n in sorted(tie))
+                text = f"{_tied(tuple(tie.values()))}, and the pipeline has {have}: give both modules styles that leave"
+                raise LayoutError(f"{text} the weight alike, or untie them", on_every_rank=True)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """A collective of the ranks that have such a weight."""
+        for stages, own in self._ties:
+            if not own:
+                continue
+            gradients = {n: sendable(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None}
+            peers = sorted({self._coordinates[n] for n in stages} - {self._at})
+            ops = [self._op(dist.isend, gradients[n].contiguous(), peer) for n in own for peer in peers]
+            for n in stages:
+                if n not in own:
+                    gradients[n] = torch.empty_like(next(iter(gradients.values())))
+                    ops.append(self._op(dist.irecv, gradients[n], self._coordinates[n]))
+            for work in dist.batch_isend_irecv(ops) if ops else ():
+                work.wait()
+            total = sum((gradients[n] for n in stages[1:]), gradients[stages[0]])
+            for parameter in own.values():
+                to_local(parameter.grad).copy_(total)  # type: ignore[arg-type]
+
+    def _op(self, op: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(op, tensor, dist.get_global_rank(self._group, peer), self._group)
 
 
 def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:

@@ -29,6 +29,11 @@ class Checkpoints:
 
     def __init__(self, run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
         self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
+        self.parameters: dict[str, Tensor] = {}
+        self.repeated: list[tuple[str, Tensor]] = []  # of a tied weight that this rank has in two stages
+        for name, parameter in model.named_parameters():
+            if self.parameters.setdefault(name, parameter) is not parameter:
+                self.repeated.append((name, parameter))
         self.every: int | None = run.options.checkpoint_every
         self.saver: Saver | None = None
         if self.every is not None:
@@ -47,9 +52,8 @@ class Checkpoints:
             return 0, 0, 0, None
         manifest, run = origin.manifest, self.run
         found = read_metadata(origin.path, manifest.files)
-        load_tensors(
-            origin.path, found, dict(self.model.named_parameters()), self.model.saved_buffers(), self.optimizer
-        )
+        buffers = self.model.saved_buffers()
+        load_tensors(origin.path, found, self.parameters, buffers, self.optimizer, self.repeated)
         self.model.gather_updated()
         state, there = manifest.state, manifest.about["layout"]
         if state["scaler"]:
@@ -102,8 +106,7 @@ class Checkpoints:
         }
         about = {name: run.config.get(name) for name in ("layout", "command", "versions")} | {"layout": str(run.layout)}
         manifest = Manifest(done, run.identity, state, about, {})
-        parameters = dict(self.model.named_parameters())
-        self.saver.save(training_state(parameters, self.model.saved_buffers(), self.optimizer), manifest)
+        self.saver.save(training_state(self.parameters, self.model.saved_buffers(), self.optimizer), manifest)
 
     def poll(self) -> None:
         """Say what has gone wrong with a save, if it has ended."""

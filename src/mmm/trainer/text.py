@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+import tyro
 
 from mmm.data import Batch, RandomTokens, Tokens
 from mmm.data.datasets.shakespeare import shakespeare
@@ -38,6 +39,7 @@ class TransformerOptions:
     n_kv_heads: int | None = None
     ffn_dim: int | None = None
     vocab_size: int | None = None
+    TIES: ClassVar = False  # whether the program keeps tied weights one
 
     def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
         """The sizes asked for.
@@ -52,6 +54,9 @@ class TransformerOptions:
         preset = PRESETS[self.preset]
         if "dim" in changed and "ffn_dim" not in changed:
             changed["ffn_dim"] = None  # follows dim
+        if preset.tie_word_embeddings and not self.TIES:
+            why = "has one weight for embedding and output, which this program does not keep one"
+            raise ConfigError(f"--preset {self.preset} {why}: use mmm.trainer.lm, or another preset")
         return replace(preset, **changed)
 
 
@@ -89,6 +94,20 @@ class ExpertOptions(TransformerOptions):
             return dense
         top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
         return replace(dense, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(ExpertOptions):
+    """Flags of whatever else a Transformer may have, for a program that takes any of them."""
+
+    TIES = True
+    tie_word_embeddings: Annotated[bool, tyro.conf.arg(aliases=["--tie_embeddings"])] = False
+    """The output matrix is the embedding's, also where the preset has two."""
+
+    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
+        """As `ExpertOptions.model_config`."""
+        given = super().model_config(default_vocab)
+        return replace(given, tie_word_embeddings=given.tie_word_embeddings or self.tie_word_embeddings)
 
 
 @dataclass(frozen=True)

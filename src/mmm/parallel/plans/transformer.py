@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -106,7 +107,7 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
         raise LayoutError("; ".join(wrong))
 
     def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
-        changed = {name: size for name, size in sizes.items() if name != "seq_length" and size != given[name]}
+        changed: dict[str, Any] = {n: size for n, size in sizes.items() if n != "seq_length" and size != given[n]}
         return _broken(replace(config, **changed), layout, sizes["seq_length"], cp_style)
 
     given = {name: getattr(config, name) for name in ("n_heads", "n_kv_heads", "vocab_size", "n_experts")}
