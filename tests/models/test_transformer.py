@@ -1,6 +1,7 @@
 """The Transformer by itself: sizes, shapes, positions, data types, and stages that hold a part of it."""
 
 import copy
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mmm.models import weights
+from mmm.models.rope import RopeScaling
 from mmm.models.transformer import (
     PRESETS,
     Transformer,
@@ -71,6 +73,74 @@ def test_rotation_is_complex_multiplication():
     turn = torch.polar(torch.ones(4, 4, dtype=torch.float64), angles)
     expected = torch.view_as_real(torch.view_as_complex(x.view(2, 4, 3, 4, 2)) * turn[:, None, :]).flatten(-2)
     torch.testing.assert_close(rotate(x, cos, sin), expected, atol=1e-14, rtol=0)
+
+
+LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # of Llama 3.1
+
+
+def plain_frequencies(head_dim, theta, factor, low, high, length):
+    """Llama 3.1's, case by case, of each wavelength."""
+    found = []
+    for i in range(head_dim // 2):
+        frequency = 1 / theta ** (2 * i / head_dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < length / high:
+            found.append(frequency)
+        elif wavelength > length / low:
+            found.append(frequency / factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            found.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (LLAMA3, plain_frequencies(128, 500_000.0, 8.0, 1.0, 4.0, 8192)),
+        (replace(LLAMA3, factor=32.0), plain_frequencies(128, 500_000.0, 32.0, 1.0, 4.0, 8192)),  # of Llama 3.2
+        (RopeScaling("linear", 4.0), [500_000.0 ** (-i / 64) / 4 for i in range(64)]),
+    ],
+    ids=["llama3", "llama3.2", "linear"],
+)
+def test_scaled_frequencies(scaling, expected):
+    positions = torch.tensor([0, 1, 17, 131_071])
+    cos, sin = rotary_table(positions, 128, 500_000.0, scaling)
+    for place, position in enumerate(positions.tolist()):
+        assert cos[place].tolist() == pytest.approx([math.cos(position * f) for f in expected], abs=1e-9)
+        assert sin[place].tolist() == pytest.approx([math.sin(position * f) for f in expected], abs=1e-9)
+
+
+def test_linear_scaling_is_of_positions(model):
+    scaled = Transformer(replace(SMALL, rope_scaling=RopeScaling("linear", 2.0))).double()
+    scaled.load_state_dict(model.state_dict())
+    x = tokens()
+    torch.testing.assert_close(scaled(x, positions=torch.arange(12) * 2), model(x), atol=1e-12, rtol=0)
+    assert not torch.allclose(scaled(x), model(x))
+
+
+def test_scaling_as_a_config_has_it():
+    numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert RopeScaling.of({"rope_type": "llama3", "factor": 8.0, **numbers}) == LLAMA3
+    assert RopeScaling.of({"type": "linear", "factor": 2}) == RopeScaling("linear", 2)
+    for nothing in (None, {}, {"rope_type": "default"}):
+        assert RopeScaling.of(nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'yarn' is not one of default, linear, llama3"),
+        ({"rope_type": "linear", "factor": 2.0, "truncate": 1}, "the unknown key truncate"),
+        ({"rope_type": "default", "factor": 2.0}, "rope_type 'default' is not one of|unknown key factor"),
+        ({"rope_type": "llama3", "factor": 8.0}, "lacks low_freq_factor, high_freq_factor, original_max"),
+        ({"factor": 8.0}, "rope_type None"),
+        ({"rope_type": "linear", "factor": "2"}, "factor is '2', which is no number"),
+    ],
+)
+def test_a_scaling_that_is_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        RopeScaling.of(given)
 
 
 def test_attention_depends_on_distance_alone(model):
@@ -154,6 +224,10 @@ def test_a_tied_output_is_the_embedding():
         ({"n_kv_heads": 3}, "n_heads 4 is not divisible by n_kv_heads 3"),
         ({"dim": 36, "n_heads": 12, "n_kv_heads": 12}, "head_dim 3"),
         ({"n_layers": 0}, "n_layers is 0"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0: it must be above 0"),
+        ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"rope_scaling": RopeScaling("linear", 0.5)}, "factor is 0.5: it must be at least 1"),
+        ({"rope_scaling": RopeScaling("llama3", 2.0, 4.0, 4.0)}, "low_freq_factor 4.0 must be above 0, and below"),
     ],
 )
 def test_sizes_that_do_not_fit(changes, words):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.models.experts import MixtureOfExperts
+from mmm.models.rope import RopeScaling
 from mmm.models.sizes import below_one
 from mmm.models.weights import Init, widest
 
@@ -43,6 +44,7 @@ class TransformerConfig:
     multiple_of: int = 360
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
     n_experts: int = 0
     top_k: int = 2
     expert_dim: int | None = None
@@ -76,6 +78,11 @@ class TransformerConfig:
                 found.append(
                     f"top_k is {self.top_k}: a token goes to at least 1 and at most all n_experts {self.n_experts}"
                 )
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                found.append(f"{name} is {value}: it must be above 0, and finite")
+        if self.rope_scaling is not None:
+            found += self.rope_scaling.problems()
         if found:
             return found
         if self.dim % self.n_heads:
@@ -104,12 +111,14 @@ PRESETS: dict[str, TransformerConfig] = {
 }
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles.
 
     Args:
         positions: (seq,) int64, the global position of each local token.
-        head_dim: even. theta: base of the wavelengths.
+        head_dim: even. theta: base of the wavelengths. scaling: of the frequencies.
 
     Returns:
         Two tensors (seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
@@ -117,7 +126,8 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
     """
     dtype = widest(positions.device)
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
-    angle = positions.to(dtype)[:, None] * theta**-exponent  # (seq, head_dim / 2)
+    frequencies = theta**-exponent if scaling is None else scaling.scaled(theta**-exponent)
+    angle = positions.to(dtype)[:, None] * frequencies  # (seq, head_dim / 2)
     return angle.cos(), angle.sin()
 
 
@@ -255,7 +265,8 @@ class Transformer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        cos, sin = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens  # (batch, seq, dim)
         for layer in self.layers.values():
             h = layer(h, cos, sin)

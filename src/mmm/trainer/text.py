@@ -3,11 +3,12 @@ meet."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import tyro
@@ -16,6 +17,7 @@ from mmm.data import Batch, RandomTokens, Tokens
 from mmm.data.datasets.shakespeare import shakespeare
 from mmm.data.sources import Sources, open_sources
 from mmm.errors import ConfigError, DataError, LayoutError
+from mmm.models.rope import RopeScaling
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.parallel import batch_sizes
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
@@ -103,11 +105,29 @@ class ModelOptions(ExpertOptions):
     TIES = True
     tie_word_embeddings: Annotated[bool, tyro.conf.arg(aliases=["--tie_embeddings"])] = False
     """The output matrix is the embedding's, also where the preset has two."""
+    norm_eps: float | None = None
+    """Added to the mean square that a norm divides by."""
+    rope_theta: float | None = None
+    """Base of the wavelengths of rotary positions."""
+    rope_scaling: str | None = None
+    """Scaling of rotary frequencies, as JSON with the names of Hugging Face's config.json: {"rope_type": "linear",
+    "factor": 2.0}, or llama3 with all its numbers; {} for none where the preset has one."""
 
     def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
-        """As `ExpertOptions.model_config`."""
-        given = super().model_config(default_vocab)
-        return replace(given, tie_word_embeddings=given.tie_word_embeddings or self.tie_word_embeddings)
+        """As `ExpertOptions.model_config`; a ConfigError also for a scaling that is none."""
+        changed: dict[str, Any] = {name: getattr(self, name) for name in ("norm_eps", "rope_theta")}
+        changed = {name: value for name, value in changed.items() if value is not None}
+        if self.tie_word_embeddings:
+            changed["tie_word_embeddings"] = True
+        if self.rope_scaling is not None:
+            try:
+                parsed = json.loads(self.rope_scaling)
+                if not isinstance(parsed, dict):
+                    raise ValueError("it is no JSON object")
+                changed["rope_scaling"] = RopeScaling.of(parsed)
+            except ValueError as error:
+                raise ConfigError(f"--rope_scaling {self.rope_scaling}: {error}") from None
+        return replace(super().model_config(default_vocab), **changed)
 
 
 @dataclass(frozen=True)

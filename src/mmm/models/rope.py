@@ -1,0 +1,83 @@
+"""Rotary positions beyond the length that a model was trained on: how their frequencies are scaled.
+
+Names and meaning as ``rope_scaling`` in the config.json of Hugging Face's models.
+
+Sources: Chen et al., "Extending context window of large language models via positional interpolation", 2023 (linear);
+Llama Team, "The Llama 3 herd of models", 2024, and the reference code of Llama 3.1 (llama3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """``linear``: all frequencies divided by `factor`, as if positions were. ``llama3``: only the low ones, which turn
+    less than `low_freq_factor` times within the original length; those that turn more than `high_freq_factor` times
+    stay, and between the two the divisor goes over from the one to the other.
+
+    Attributes:
+        original_max_position_embeddings: the original length, in tokens.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> RopeScaling | None:
+        """What a config.json says; None where it says nothing, or ``default``.
+
+        Raises:
+            ValueError: a key that is unknown, missing or of no number.
+        """
+        given = dict(given or {})
+        if "type" in given:  # its name in older configs
+            given.setdefault("rope_type", given.pop("type"))
+        kind = given.get("rope_type", None if given else "default")
+        if kind == "default" and len(given) < 2:
+            return None
+        known = {"linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
+        if kind not in known:
+            raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of default, {', '.join(known)}")
+        if wrong := given.keys() - {"rope_type", *known[kind]}:
+            raise ValueError(f"rope_scaling has the unknown key {min(wrong)}: {kind} takes {', '.join(known[kind])}")
+        if missing := [name for name in known[kind] if name not in given]:
+            raise ValueError(f"rope_scaling lacks {', '.join(missing)}, which {kind} needs")
+        for name in known[kind]:
+            if type(given[name]) not in (int, float):
+                raise ValueError(f"rope_scaling: {name} is {given[name]!r}, which is no number")
+        return cls(**given)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the numbers, one sentence each."""
+        found = []
+        if not 1 <= self.factor < math.inf:
+            found.append(f"rope_scaling: factor is {self.factor}: it must be at least 1, and finite")
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            found.append(f"rope_scaling: low_freq_factor {low} must be above 0, and below high_freq_factor {high}")
+        if not self.original_max_position_embeddings >= 1:
+            length = self.original_max_position_embeddings
+            found.append(f"rope_scaling: original_max_position_embeddings is {length}: it must be at least 1")
+        return found
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """
+        Args:
+            frequencies: radians a token, any shape.
+        """
+        if self.rope_type == "linear":
+            return frequencies / self.factor
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original length
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
