@@ -61,6 +61,23 @@ def test_each_source_has_its_part(monkeypatch):
         assert (of_source[:, 1] * samples + of_source[:, 2] == np.arange(len(of_source))).all()
 
 
+def test_bytes_of_a_token(folder):
+    """Of the text to validate on; of prepared tokens, of all text, over its tokens; of a mixture by weight."""
+
+    def of(*text, tokenizer=None):
+        return open_sources([Path(each) for each in text], tokenizer).bytes_per_token
+
+    text = (folder / "a.txt").read_text()
+    tail = (folder / "a.txt").read_bytes()[-len((folder / "a.txt").read_bytes()) // 10 :]
+    assert of("a.txt") == of("bytes") == of() == 1.0
+    assert of("a.txt", tokenizer="chars") == pytest.approx(len(tail) / len(tail.decode(errors="ignore")), rel=1e-2)
+    assert of("chars") == len(text.encode()) / len(text) > 1.05
+    mixed = 0.25 * of("a.txt", tokenizer="chars") + 0.75 * of("chars")
+    assert of("a.txt:1", "chars:3") == pytest.approx(mixed)
+    (folder / "x.bin").write_bytes(bytes(64))
+    assert of("x.bin") is None
+
+
 def test_a_mixture_is_a_function_of_seed_and_step():
     def mixture(seed=0):
         return Mixture([Counted(0, 100), Counted(1, 100)], [1, 1], seed)

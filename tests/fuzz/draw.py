@@ -46,6 +46,8 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "n_kv_heads": ("1", "2", "3", "0"),
     "ffn_dim": ("1", "9", "30", "0"),
     "vocab_size": ("257", "300", "5", "0"),
+    "decay": ("0", "2", "100", "-1"),
+    "weight_decay": ("0", "0.1", "-1", "inf"),
     "norm_eps": ("1e-3", "0", "nan"),
     "rope_theta": ("10000", "0", "inf"),
     "rope_scaling": ('{"rope_type": "linear", "factor": 2}', "{}", "x", '{"rope_type": "yarn"}'),
@@ -74,7 +76,7 @@ GIVEN = names(
 NOT_SPOILT = names("device plots compile dataset model preset")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
-    "offload scale_lr overwrite"
+    "decayed offload scale_lr overwrite"
 )  # choices that the functions below make; others are drawn as they come
 
 
@@ -169,9 +171,12 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
         "dtype": rng.choices(list(dtypes), list(dtypes.values()))[0],
         "seed": rng.choice(("0", "1", "2", "7", "-5", "123456789012")),
     }
+    if "decayed" in known and optimizer == "adamw" and rng.random() < 0.3:
+        flags["decayed"] = "matrices"
     if flags["dtype"] not in known["dtype"].choices:
         flags["dtype"] = "fp64"
     if flags["dtype"] == "fp16" and rng.random() < 0.5:
+        flags.pop("decayed", None)
         flags |= {"optimizer": "sgd", "lr": "10"}  # gradients that overflow: steps are skipped
     batch = rng.choice((8, 8, 12, 12, 16, 24, 10, 14))
     if rng.random() < 0.95:

@@ -88,6 +88,16 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
     one, many = (mmm.history.load(folder) for folder in (alone, tmp_path))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
     np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
+    np.testing.assert_allclose(many.val_bpb, one.val_loss / np.log(2), rtol=1e-9)  # a byte is a token
+    np.testing.assert_allclose(many.grad_norm, one.grad_norm, rtol=1e-9)
+    ranks, about = many.sizes["rank"], json.loads((tmp_path / "config.json").read_text())["mfu"]
+    assert about["flops_per_sample"] == json.loads((alone / "config.json").read_text())["mfu"]["flops_per_sample"]
+    np.testing.assert_allclose(many.sps_per_gpu * ranks, many.sps, rtol=1e-12)
+    np.testing.assert_allclose(many.tps_per_gpu * ranks, many.tps, rtol=1e-12)
+    used = many.sps_per_gpu * about["flops_per_sample"] / about["peak_flops_per_rank"]
+    np.testing.assert_allclose(many.mfu, used, rtol=1e-12)
+    assert "measured, a product of" in about["peak"]
+    assert (tmp_path / "log.txt").read_text().count("model FLOPs utilisation: FLOPs of") == 1  # the legend
     parts = [many[part].values for part in ("dtd", "dtf", "dtb", "dto", *(["dtw"] if "pp" in flags else []))]
     np.testing.assert_allclose(sum(parts), many.dt, rtol=1e-12)
     weights = dict(saved(tmp_path).named_parameters())
@@ -171,6 +181,9 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
         ({"lr": float("inf")}, "--lr inf"),
         ({"seed": 1 << 63}, "--seed 9223372036854775808: it must fit in 64 bits"),
         ({"eval_every": -1}, "--eval_every -1"),
+        ({"decay": 3}, "--decay 3 without --lr_schedule wsd"),
+        ({"weight_decay": -0.1}, "--weight_decay -0.1: it must be a number from 0 on"),
+        ({"decayed": "matrices"}, "--decayed matrices with --optimizer sgd"),
         ({"eval_batches": 0}, "--eval_batches 0"),
         ({"text": "small.txt", "global_batch_size": 40}, "last tenth, for validation: the data has 18 sequences"),
     ],

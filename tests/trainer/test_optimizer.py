@@ -1,5 +1,6 @@
 """AdamW on local tensors: bit for bit PyTorch's on DTensors, whose dispatch it leaves out."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -63,3 +64,19 @@ def test_bit_for_bit_as_on_dtensors(run_on_ranks):
         assert kinds == plain_kinds  # of a DTensor the state is one too
         assert names == []
         assert plain_names  # what is left out
+
+
+def test_weight_decay_on_matrices_alone():
+    """With gradients of 0 a step is the decay alone."""
+
+    def factors(*given):
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (3,), (2, 2, 2))]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        make_optimizer("adamw", parameters, 0.5, *given).step()
+        return [parameter.flatten()[0].item() for parameter in parameters]
+
+    assert factors() == pytest.approx([1 - 0.5 * 0.01] * 3)  # PyTorch's
+    assert factors(0.2) == pytest.approx([0.9] * 3)
+    assert factors(0.2, "matrices") == pytest.approx([0.9, 1.0, 0.9])
+    assert factors(None, "matrices") == pytest.approx([1 - 0.5 * 0.01, 1.0, 1 - 0.5 * 0.01])

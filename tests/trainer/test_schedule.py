@@ -1,9 +1,12 @@
 """Learning-rate schedules."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mmm.trainer.schedule import constant, step_decay, warmup_cosine
+from mmm.trainer.options import TrainingOptions
+from mmm.trainer.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
 
 
 def test_warmup_then_cosine():
@@ -15,6 +18,30 @@ def test_warmup_then_cosine():
     assert values[100] == pytest.approx(0.0, abs=1e-12)
     assert max(values) == 1.0
     assert warmup_cosine(1, 0)(0) == 1.0
+
+
+def test_warmup_stable_decay():
+    factor = warmup_stable_decay(steps=20, warmup=4, decay=5)
+    expected = [0.25, 0.5, 0.75, 1.0, *[1.0] * 11, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    assert [factor(step) for step in range(20)] == pytest.approx(expected)
+    assert [warmup_stable_decay(3, 0, 0)(step) for step in range(3)] == [1.0] * 3
+
+
+def test_the_schedule_that_the_flags_ask_for():
+    notes = []
+    run = SimpleNamespace(note=notes.append)
+    wsd = TrainingOptions(warmup=10, lr_schedule="wsd")
+    long, whole = schedule_of(run, 100, wsd), warmup_stable_decay(100, 10, 20)  # a fifth
+    assert [long(step) for step in range(100)] == [whole(step) for step in range(100)]
+    cosine = schedule_of(run, 100, TrainingOptions(warmup=10))
+    assert [cosine(step) for step in range(100)] == [warmup_cosine(100, 10)(step) for step in range(100)]
+    assert notes == []
+    short = schedule_of(run, 10, TrainingOptions(warmup=8, lr_schedule="wsd", decay=9))
+    assert [short(step) for step in range(10)] == [warmup_stable_decay(10, 5, 5)(step) for step in range(10)]
+    assert notes == [
+        "warm-up: 5 steps instead of 8, half of the 10 steps of this run",
+        "decay: 5 steps instead of 9, all that the warm-up leaves",
+    ]
 
 
 def test_step_decay_is_steplr():

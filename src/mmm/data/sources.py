@@ -35,6 +35,13 @@ class Sources:
     def is_bytes(self) -> bool:
         return self.tokenizer is not None and self.tokenizer.kind == ByteTokenizer.kind
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text to validate on, a token; None where a corpus does not say."""
+        each = [corpus.bytes_per_token or math.nan for corpus in self.corpora]
+        mean = math.fsum(weight * of_one for weight, of_one in zip(self.weights, each, strict=True))
+        return None if math.isnan(mean) else mean
+
     def tokens(self, seq_length: int, seed: int, vocab_size: int) -> tuple[Tokens, Tokens]:
         """To train on, in an order that depends on the seed, and to validate on, in order.
 

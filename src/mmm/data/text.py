@@ -37,6 +37,7 @@ class Corpus:
         unit: what a token is called. tokenizer: None where nobody knows.
         documents: gives (documents,) int64, the tokens before the end of each document, over training and validation;
             None where no document's end is known.
+        bytes_per_token: of the text for validation; of a token file, of all its text. None where nobody knows.
     """
 
     train: TokenArray
@@ -47,6 +48,7 @@ class Corpus:
     unit: str = "bytes"
     tokenizer: Tokenizer | None = None
     documents: Callable[[], np.ndarray] | None = None
+    bytes_per_token: float | None = None
 
     def describe(self) -> dict[str, object]:
         """What a run's record keeps of the data."""
@@ -64,7 +66,7 @@ def _corpus(train: Iterable[bytes], validation: Iterable[bytes], source: str, fi
     first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
     digest = hashlib.sha256(first.data)
     digest.update(second.data)
-    return Corpus(first, second, source, files, digest.hexdigest(), tokenizer=ByteTokenizer())
+    return Corpus(first, second, source, files, digest.hexdigest(), tokenizer=ByteTokenizer(), bytes_per_token=1.0)
 
 
 def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
@@ -80,7 +82,8 @@ def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
     except DataError as error:
         raise DataError(f"{corpus.source}: {error}") from None
     digest = hashlib.sha256(f"{corpus.sha256} {tokenizer.sha256}".encode()).hexdigest()
-    return Corpus(train, validation, corpus.source, corpus.files, digest, "tokens", tokenizer)
+    each = len(corpus.validation) / max(len(validation), 1)
+    return Corpus(train, validation, corpus.source, corpus.files, digest, "tokens", tokenizer, bytes_per_token=each)
 
 
 def standard_library(root: Path | None = None) -> Corpus:

@@ -28,6 +28,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def _open_folder(folder: Path) -> Corpus:
             raise DataError(f"{folder} has format {manifest['format']} of mmm tokens, and this mmm reads {FORMAT}")
         tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
         about, documents, digest = manifest["tokenizer"], int(manifest["documents"]), str(manifest["sha256"])
-        wanted = int(manifest["tokens"])
+        wanted, text_bytes = int(manifest["tokens"]), manifest.get("bytes")
         kind, file = about["kind"], about["file"]
     except OSError as error:
         raise DataError(f"--text {folder}: no folder of mmm tokens: {MANIFEST}: {error.strerror}") from None
@@ -130,9 +131,8 @@ def _open_folder(folder: Path) -> Corpus:
     tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
     if tokenizer.kind != kind or tokenizer.sha256 != about["sha256"]:
         raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
-    return _corpus(
-        tokens, str(folder), digest, tokenizer, lambda: np.memmap(folder / DOCUMENTS, "<i8", "r", shape=(documents,))
-    )
+    ends = lambda: np.memmap(folder / DOCUMENTS, "<i8", "r", shape=(documents,))  # noqa: E731
+    return replace(_corpus(tokens, str(folder), digest, tokenizer, ends), bytes_per_token=text_bytes and text_bytes / wanted)
 
 
 def _open_nanogpt(path: Path) -> Corpus:

@@ -42,6 +42,9 @@ _ABOUT = {  # name: (what it is, its unit or "")
     "sps": ("samples per second", "samples/s"),
     "tps": ("tokens per second", "tokens/s"),
     "lr": ("learning rate", ""),
+    "grad_norm": ("gradient norm", ""),
+    "val_bpb": ("validation loss per byte", "bit/byte"),
+    "mfu": ("model FLOPs utilisation", ""),
 }
 _REDUCED = re.compile(r"(.+)_(min|median|max|argmax)$")
 _OVER = {"min": "smallest over ranks", "median": "median over ranks", "max": "largest over ranks"}

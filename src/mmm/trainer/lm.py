@@ -18,10 +18,11 @@ from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.parallelize import parallelize
+from mmm.trainer.rates import measure_utilization
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.schedule import fitting_warmup_cosine
+from mmm.trainer.schedule import schedule_of
 from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import ModelOptions, TextProgramOptions, ValidationOptions, resolve
 
@@ -33,7 +34,7 @@ class Config(LayoutOptions, ModelOptions, TextProgramOptions, ValidationOptions,
     max_norm: float = 1.0
     """Clip the gradient's norm to this; 0 leaves it."""
     warmup: int = 10
-    """Steps over which the learning rate rises; then it falls as half a cosine."""
+    """Steps over which the learning rate rises; then --lr_schedule."""
 
 
 def train(config: Config) -> None:
@@ -43,14 +44,15 @@ def train(config: Config) -> None:
         return
 
     with start_run("lm", config, resolved) as run:
+        measure_utilization(run, resolved)
         model = parallelize(run, resolved)
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, config.weight_decay, config.decayed)
         task = TokenTask(run, resolved, config.eval_batches)
         run.log.info("%d steps of %d × %d tokens", resolved.steps, resolved.global_batch_size, config.seq_length)
         options = Fit(
             steps=resolved.steps,
             max_norm=config.max_norm,
-            schedule=fitting_warmup_cosine(run, resolved.steps, config.warmup),
+            schedule=schedule_of(run, resolved.steps, config),
             eval_every=config.eval_every,
             balance_rate=config.balance(),
             skip=config.on_nan == "skip",

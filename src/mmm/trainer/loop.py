@@ -78,8 +78,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         norms, skip = None, None
         if options.skip or not scaler.is_enabled():  # else an overflow is the scaler's affair
             norms, skip = _look(run, {**at, "iter": step}, loss, named, options.skip)
-        if options.max_norm:
-            model.clip(options.max_norm, norms)
+        grad_norm = model.clip(options.max_norm, norms) if options.max_norm else None
         if skip is None:
             scaler.step(optimizer)
         else:
@@ -105,6 +104,8 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         row = evaluate_now or not options.by_epoch
         if row:
             more: dict[str, Any] = {} if imbalance is None else {"imbalance": imbalance}
+            if grad_norm is not None and not options.by_epoch:
+                more["grad_norm"] = grad_norm
             if evaluate_now:
                 model.train(False)
                 evaluated = task.evaluate(model)

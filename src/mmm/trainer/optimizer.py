@@ -29,17 +29,30 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def make_optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    weight_decay: float | None = None,
+    decayed: str = "all",
+) -> torch.optim.Optimizer:
     """``adamw`` (PyTorch's defaults) or ``sgd`` (no momentum).
 
     AdamW hides a gradient that is wrong by a factor, because it divides by the gradient's size; SGD shows it.
+
+    Args:
+        weight_decay: of AdamW. None: PyTorch's. decayed: ``all``, or ``matrices``: what has two dims or more.
     """
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     # A group a mesh: PyTorch updates the tensors of a group at once, and DTensors of several meshes it cannot.
-    groups = [{"params": group} for group in by_mesh.values()]
+    alike: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh, decays = parameter.device_mesh if isinstance(parameter, DTensor) else None, True
+        if decayed == "matrices":
+            decays = parameter.ndim > 1
+        alike.setdefault((mesh, decays), []).append(parameter)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr)
-    kinds = {parameter.device.type for group in by_mesh.values() for parameter in group}
+        return torch.optim.SGD([{"params": group} for group in alike.values()], lr=lr)
+    kinds = {parameter.device.type for group in alike.values() for parameter in group}
+    rate = 0.01 if weight_decay is None else weight_decay
+    groups = [{"params": group, "weight_decay": rate * decays} for (_, decays), group in alike.items()]
     return LocalAdamW(groups, lr=lr, fused=kinds <= FUSED or None)

@@ -72,6 +72,14 @@ SAVES = Need(
 )
 
 
+WSD = Need(
+    lambda options, layout: options.lr_schedule == "wsd",
+    "--lr_schedule wsd",
+    "the learning rate falls all along",
+    "--lr_schedule wsd",
+)
+
+
 def check_needs(options: Any, layout: Layout) -> None:
     """Raises ConfigError for the first flag that was given, and has no effect."""
     for owner in reversed(type(options).__mro__):
@@ -255,16 +263,30 @@ class LoopOptions(RunOptions):
 class TrainingOptions(LoopOptions):
     """Flags of the shared training loop for a deep model that is trained step by step."""
 
+    NEEDS: ClassVar[dict[str, Need]] = {"decay": WSD}
     warmup: int = 0
-    """Steps over which the learning rate rises; then it falls as half a cosine."""
+    """Steps over which the learning rate rises; then --lr_schedule."""
+    lr_schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up. cosine: falls as half a cosine. wsd: stays, and falls in a line over --decay steps."""
+    decay: int | None = None
+    """With --lr_schedule wsd, the last steps, over which the learning rate falls. Default: a fifth of the run."""
+    weight_decay: float | None = None
+    """Part of a weight that AdamW takes off a step, times the learning rate. Default: PyTorch's, 0.01."""
+    decayed: Literal["all", "matrices"] = "all"
+    """What that is taken off. matrices: not off norms and biases, which have one dim."""
     eval_every: int = 0
     """Steps between two evaluations; 0: at the end alone."""
 
     def check(self) -> None:
         super().check()
-        for name in ("warmup", "eval_every"):
-            if getattr(self, name) < 0:
+        for name in ("warmup", "eval_every", "decay"):
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"--{name} {getattr(self, name)}: it must not be negative")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"--weight_decay {self.weight_decay}: it must be a number from 0 on, and finite")
+        for name, value in (("weight_decay", self.weight_decay), ("decayed", self.decayed)):
+            if self.optimizer == "sgd" and value not in (None, "all"):
+                raise ConfigError(f"--{name} {value} with --optimizer sgd, which has no weight decay: leave it out")
 
 
 def parse(config: type[Options], doc: str | None = None) -> Options:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,9 @@ from mmm.trainer.options import BaseOptions
 from mmm.trainer.report import rank_table, report_end
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.resume import Origin, RunFolder
+
+if TYPE_CHECKING:
+    from mmm.trainer.rates import Utilization
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
@@ -85,6 +88,7 @@ class Run:
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
     origin: Origin | None = None
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+    utilization: Utilization | None = None  # on rank 0, where rows say it
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
@@ -190,6 +194,7 @@ class Run:
             numbers |= dict(zip(tensors, values[UnreadLosses.COLUMNS :], strict=False))
             per_rank = {part: table[:, first + i] for i, part in enumerate(seconds)}
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
+            rate |= self.utilization.rates(samples, tokens, seconds["dt"]) if self.utilization is not None else {}
             line = self.record.update({**at, name: total, **seconds, **numbers, **rate}, per_rank)
             self.log.info(line, stacklevel=depth + 1)
         if found is not None:

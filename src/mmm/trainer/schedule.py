@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from mmm.trainer.options import TrainingOptions
 from mmm.trainer.run import Run
 
 Schedule = Callable[[int], float]
@@ -25,12 +26,35 @@ def warmup_cosine(steps: int, warmup: int) -> Schedule:
     return factor
 
 
-def fitting_warmup_cosine(run: Run, steps: int, warmup: int) -> Schedule:
-    """`warmup_cosine` whose warm-up ends by the middle of a run; where it is shorter than asked for, a note says so."""
-    most = steps // 2
+def warmup_stable_decay(steps: int, warmup: int, decay: int) -> Schedule:
+    """Up in a straight line over `warmup` steps, then 1, and over the last `decay` of `steps` down in a straight line,
+    to 0 after the last.
+
+    Source: Hu et al., "MiniCPM", 2024.
+    """
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return min(1.0, (steps - step) / (decay + 1))
+
+    return factor
+
+
+def schedule_of(run: Run, steps: int, options: TrainingOptions) -> Schedule:
+    """The schedule that the flags ask for. Its warm-up ends by the middle of a run; where it is shorter than asked for,
+    a note says so."""
+    most, warmup = steps // 2, options.warmup
     if warmup > most:
         run.note(f"warm-up: {most} steps instead of {warmup}, half of the {steps} steps of this run")
-    return warmup_cosine(steps, min(warmup, most))
+        warmup = most
+    if options.lr_schedule == "cosine":
+        return warmup_cosine(steps, warmup)
+    decay = max(steps // 5, 1) if options.decay is None else options.decay
+    if decay > steps - warmup:
+        run.note(f"decay: {steps - warmup} steps instead of {decay}, all that the warm-up leaves")
+        decay = steps - warmup
+    return warmup_stable_decay(steps, warmup, decay)
 
 
 def step_decay(steps_per_epoch: int, gamma: float) -> Schedule:

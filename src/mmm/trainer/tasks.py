@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,10 +80,13 @@ class TokenTask(Task):
             yield batch.to(self.run.device)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
-        """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time."""
+        """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time. In
+        bits a byte, ``val_bpb``, where the bytes of the text are known."""
         batches = validation_batches(self.run, self.resolved, self.eval_batches)
         losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
-        return {"val_loss": self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)}
+        loss = self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)
+        bytes_per_token = self.resolved.data.bytes_per_token
+        return {"val_loss": loss} | ({} if not bytes_per_token else {"val_bpb": loss / math.log(2) / bytes_per_token})
 
 
 class ImageTask(Task):

@@ -132,11 +132,16 @@ class ModelOptions(ExpertOptions):
 
 @dataclass(frozen=True)
 class TextData:
-    """Tokens to train on, tokens to validate on, and what the record says of them."""
+    """Tokens to train on, tokens to validate on, and what the record says of them.
+
+    Attributes:
+        bytes_per_token: of the text to validate on; None where nobody knows.
+    """
 
     train: Tokens
     validation: Tokens
     about: dict[str, object]
+    bytes_per_token: float | None = None
 
     def describe(self) -> dict[str, object]:
         return self.about
@@ -202,9 +207,8 @@ class TextOptions:
         if vocab_size < (needed := sources.vocab_size or 0):
             what = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
             raise ConfigError(f"--vocab_size {vocab_size}: {what}; use at least {needed}")
-        return TextData(
-            *sources.tokens(self.seq_length, seed, vocab_size), {"dataset": self.dataset, **sources.describe()}
-        )
+        about = {"dataset": self.dataset, **sources.describe()}
+        return TextData(*sources.tokens(self.seq_length, seed, vocab_size), about, sources.bytes_per_token)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from mmm.trainer.report import print_once
 from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
-from mmm.trainer.schedule import fitting_warmup_cosine
+from mmm.trainer.schedule import schedule_of
 from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import ImageOptions, check_images
 
@@ -114,11 +114,11 @@ def train(config: Config) -> None:
 
     with start_run("vit", config, resolved) as run:
         model, data, steps = parallelize(run, resolved), resolved.data, resolved.steps
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, config.weight_decay, config.decayed)
         task = ImageTask(run, resolved, config.workers)
         images = data.train.samples
         run.log.info("%s, %d images: %d steps of %d", data.name, images, steps, resolved.global_batch_size)
-        schedule = fitting_warmup_cosine(run, steps, config.warmup)
+        schedule = schedule_of(run, steps, config)
         options = Fit(
             steps=steps,
             max_norm=config.max_norm,
