@@ -38,6 +38,10 @@ def tokens(batch=2, seq=12):
     ("preset", "count"),
     [
         ("reference", 33_599_744),
+        ("shakespeare", 85_347_072),
+        ("shakespeare-cpu", 857_216),
+        ("gpt2", 123_551_232),
+        ("llama-1b", 1_235_814_400),
         ("llama2-7b", 6_738_415_616),
         ("llama-8b", 8_030_261_248),
         ("llama-70b", 70_553_706_496),

@@ -132,7 +132,8 @@ def _open_folder(folder: Path) -> Corpus:
     if tokenizer.kind != kind or tokenizer.sha256 != about["sha256"]:
         raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
     ends = lambda: np.memmap(folder / DOCUMENTS, "<i8", "r", shape=(documents,))  # noqa: E731
-    return replace(_corpus(tokens, str(folder), digest, tokenizer, ends), bytes_per_token=text_bytes and text_bytes / wanted)
+    corpus = _corpus(tokens, str(folder), digest, tokenizer, ends)
+    return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
 
 
 def _open_nanogpt(path: Path) -> Corpus:

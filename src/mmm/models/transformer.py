@@ -97,12 +97,35 @@ class TransformerConfig:
         return found
 
 
-# The llama sizes are those of the published models: Llama 2 7B; Llama 3 8B and 70B.
+# The llama sizes are those of the published models: Llama 2 7B; Llama 3 8B and 70B; Llama 3.2 1B. gpt2 has the width,
+# depth and number of parameters of GPT-2's smallest, in this architecture.
 PRESETS: dict[str, TransformerConfig] = {
     "debug": TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160),
     "small": TransformerConfig(),
     "reference": TransformerConfig(n_layers=24, vocab_size=32_000),
     "medium": TransformerConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048),
+    "shakespeare": TransformerConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, ffn_dim=2048),
+    "shakespeare-cpu": TransformerConfig(dim=128, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=344),
+    "gpt2": TransformerConfig(
+        dim=768,
+        n_layers=12,
+        n_heads=12,
+        n_kv_heads=12,
+        vocab_size=50_257,
+        ffn_dim=2048,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    ),
+    "llama-1b": TransformerConfig(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=128_256,
+        ffn_dim=8192,
+        rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+        tie_word_embeddings=True,
+    ),
     "llama2-7b": TransformerConfig(
         dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, vocab_size=32_000, ffn_dim=11_008, rope_theta=10_000.0
     ),

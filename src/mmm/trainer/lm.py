@@ -9,7 +9,9 @@ The losses are the same on every layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mmm.parallel.memory.offload import moved_text
 from mmm.trainer.flags import run_main
@@ -18,6 +20,7 @@ from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.parallelize import parallelize
+from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rates import measure_utilization
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
@@ -35,6 +38,10 @@ class Config(LayoutOptions, ModelOptions, TextProgramOptions, ValidationOptions,
     """Clip the gradient's norm to this; 0 leaves it."""
     warmup: int = 10
     """Steps over which the learning rate rises; then --lr_schedule."""
+
+    @classmethod
+    def defaults(cls, words: Sequence[str]) -> dict[str, Any]:
+        return preset_defaults(words)
 
 
 def train(config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -117,6 +117,11 @@ class BaseOptions:
     checkpoint_every = None
     resume = None
     RUNS_ON_MPS: ClassVar = False
+
+    @classmethod
+    def defaults(cls, words: Sequence[str]) -> dict[str, Any]:
+        """Defaults of flags that follow from others of a command line."""
+        return {}
 
     def check(self) -> None:
         """Values that are wrong by themselves.
@@ -306,7 +311,10 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
             f"  {name}: {why}" for name, why in breaks.items()
         )
     program = shlex.join(command_line()[: -len(sys.argv[1:]) or None])
+    given: dict[str, Any] = {"prog": program, "description": doc, "use_underscores": True}
+    if found := config.defaults(sys.argv[1:]):
+        given["default"] = config(**found)
     with said_once():
-        options = tyro.cli(config, prog=program, description=doc, use_underscores=True)
+        options = tyro.cli(config, **given)
     options.check()
     return options

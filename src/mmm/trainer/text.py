@@ -26,7 +26,19 @@ from mmm.trainer.options import EXPERTS, Need, RunOptions
 from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 from mmm.trainer.run import Run
 
-Preset = Literal["debug", "small", "reference", "medium", "llama2-7b", "llama-8b", "llama-70b"]
+Preset = Literal[
+    "debug",
+    "small",
+    "reference",
+    "medium",
+    "shakespeare",
+    "shakespeare-cpu",
+    "gpt2",
+    "llama-1b",
+    "llama2-7b",
+    "llama-8b",
+    "llama-70b",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,56 @@
+"""What a preset of the language-model trainer sets besides the model's sizes: defaults of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_DECAY: dict[str, Any] = {"weight_decay": 0.1, "decayed": "matrices"}
+# Sequence and batch of the shakespeare presets, and rates of gpt2: nanoGPT's configurations of the same names.
+TRAINING: dict[str, dict[str, Any]] = {
+    "shakespeare": {
+        **_DECAY,
+        "dataset": "shakespeare",
+        "seq_length": 1024,
+        "global_batch_size": 64,
+        "lr": 1e-3,
+        "warmup": 100,
+        "max_iters": 2000,
+        "eval_every": 250,
+        "log_every": 10,
+    },
+    "shakespeare-cpu": {
+        **_DECAY,
+        "dataset": "shakespeare",
+        "seq_length": 64,
+        "global_batch_size": 12,
+        "lr": 3e-3,
+        "warmup": 100,
+        "max_iters": 2000,
+        "eval_every": 500,
+        "eval_batches": 145,  # all of the text's last tenth
+        "log_every": 10,
+    },
+    "gpt2": {**_DECAY, "seq_length": 1024, "lr": 6e-4, "warmup": 100},
+    "llama-1b": {**_DECAY, "seq_length": 2048, "lr": 3e-4, "warmup": 100},
+}
+
+
+def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
+    """Defaults of the flags of a command line that names such a preset; empty for one that does not.
+
+    What contradicts a flag that is given is left out: a data set beside ``--text``, a global batch beside the batch of
+    each data-parallel coordinate.
+    """
+    flags = [word.partition("=")[0].replace("-", "_") for word in words]
+    given = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=False)]
+    named = [value for flag, value in zip(flags, given, strict=True) if flag == "__preset"]
+    if not named or named[-1] not in TRAINING:
+        return {}
+    found = {"preset": named[-1], **TRAINING[named[-1]]}
+    for flag, name in (("text", "dataset"), ("batch_size", "global_batch_size")):
+        if f"__{flag}" in flags:
+            found.pop(name, None)
+    if "sgd" in given:
+        found = {name: value for name, value in found.items() if name not in _DECAY}
+    return found
