@@ -72,6 +72,8 @@ LAYOUTS = [
     ),
     pytest.param(2, {"tpsize": 2}, id="tp2"),
     pytest.param(4, {"pp": 2}, id="pp2·dp2"),
+    pytest.param(4, {"pp": 2, "optimizer": "muon"}, id="pp2·dp2, Muon"),
+    pytest.param(4, {"tpsize": 2, "optimizer": "muon"}, id="dp2·tp2, Muon", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
     pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
     pytest.param(2, {"pp": 2, "schedule": "ZBVZeroBubble", "tie_word_embeddings": True}, id="pp2, tied"),

@@ -30,7 +30,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank
 
-STATE = {"adamw": 2, "sgd": 0}
+STATE = {"adamw": 2, "muon": 1, "sgd": 0}  # of muon, at least
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def footprint_of(
     """What the ranks will hold of `model`.
 
     Args:
-        model: on the meta device. optimizer: adamw or sgd. techniques: None for FSDP.
+        model: on the meta device. optimizer: a key of `STATE`. techniques: None for FSDP.
         partition: of a pipeline over `pp` ranks.
     """
     techniques = techniques or Techniques()

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from torch.optim import Optimizer
+
+from mmm.errors import ConfigError
 from mmm.parallel.memory.offload import moved_text
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions, MemoryOptions
 from mmm.trainer.loop import Fit, fit
+from mmm.trainer.muon import make_muon
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.parallelize import parallelize
@@ -36,8 +40,15 @@ class Config(LayoutOptions, ModelOptions, TextProgramOptions, ValidationOptions,
 
     max_norm: float = 1.0
     """Clip the gradient's norm to this; 0 leaves it."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"  # type: ignore[assignment]
+    """muon: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
     warmup: int = 10
     """Steps over which the learning rate rises; then --lr_schedule."""
+
+    def check(self) -> None:
+        super().check()
+        if self.optimizer == "muon" and self.offload:
+            raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
 
     @classmethod
     def defaults(cls, words: Sequence[str]) -> dict[str, Any]:
@@ -53,7 +64,11 @@ def train(config: Config) -> None:
     with start_run("lm", config, resolved) as run:
         measure_utilization(run, resolved)
         model = parallelize(run, resolved)
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, config.weight_decay, config.decayed)
+        rates = (config.lr, config.weight_decay, config.decayed)
+        if config.optimizer == "muon":
+            optimizer: Optimizer = make_muon(model, resolved.plan, *rates)
+        else:
+            optimizer = make_optimizer(config.optimizer, model.parameters(), *rates)
         task = TokenTask(run, resolved, config.eval_batches)
         run.log.info("%d steps of %d × %d tokens", resolved.steps, resolved.global_batch_size, config.seq_length)
         options = Fit(

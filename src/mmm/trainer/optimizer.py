@@ -43,16 +43,25 @@ def make_optimizer(
     Args:
         weight_decay: of AdamW. None: PyTorch's. decayed: ``all``, or ``matrices``: what has two dims or more.
     """
+    groups = groups_of(parameters, weight_decay, decayed)
+    if name == "sgd":
+        return torch.optim.SGD([{"params": group["params"]} for group in groups], lr=lr)
+    return LocalAdamW(groups, lr=lr, fused=fused(groups))
+
+
+def groups_of(
+    parameters: Iterable[nn.Parameter], weight_decay: float | None = None, decayed: str = "all"
+) -> list[dict[str, Any]]:
+    """Parameters in groups of one mesh and one weight decay; arguments as of `make_optimizer`."""
     # A group a mesh: PyTorch updates the tensors of a group at once, and DTensors of several meshes it cannot.
     alike: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        mesh, decays = parameter.device_mesh if isinstance(parameter, DTensor) else None, True
-        if decayed == "matrices":
-            decays = parameter.ndim > 1
-        alike.setdefault((mesh, decays), []).append(parameter)
-    if name == "sgd":
-        return torch.optim.SGD([{"params": group} for group in alike.values()], lr=lr)
-    kinds = {parameter.device.type for group in alike.values() for parameter in group}
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        alike.setdefault((mesh, decayed == "all" or parameter.ndim > 1), []).append(parameter)
     rate = 0.01 if weight_decay is None else weight_decay
-    groups = [{"params": group, "weight_decay": rate * decays} for (_, decays), group in alike.items()]
-    return LocalAdamW(groups, lr=lr, fused=kinds <= FUSED or None)
+    return [{"params": group, "weight_decay": rate * decays} for (_, decays), group in alike.items()]
+
+
+def fused(groups: Iterable[dict[str, Any]]) -> bool | None:
+    """Whether AdamW of these is one kernel; None for what PyTorch takes instead."""
+    return {parameter.device.type for group in groups for parameter in group["params"]} <= FUSED or None
