@@ -209,6 +209,8 @@ MATRIX: dict[str, dict[str, str]] = {
         "cp2": "ring",
         "dp2·tp2": "- full",
         "dp2·cp2·tp2": "-",
+        "pp2": "1F1B",
+        "pp2·dp2": "-",
     },
     "llama": {
         "1": "-",
