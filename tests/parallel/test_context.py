@@ -25,9 +25,9 @@ from mmm.parallel import (
     materialize,
 )
 from mmm.parallel.context import block_attention
-from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of
+from mmm.parallel.context.apply import STYLES, apply_context_parallel
 from mmm.parallel.context.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
-from mmm.parallel.context.ring import RingAttention
+from mmm.parallel.context.ring import RingAttention, positions_of
 from mmm.parallel.context.ulysses import UlyssesAttention
 from mmm.parallel.loss import detached
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan

@@ -46,7 +46,7 @@ class Corpus:
     sha256: str
     unit: str = "bytes"
     tokenizer: Tokenizer | None = None
-    documents: Callable[[], np.ndarray] | None = None
+    documents: Callable[[], TokenArray] | None = None
 
     def describe(self) -> dict[str, object]:
         """What a run's record keeps of the data."""

@@ -20,12 +20,13 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.data.tokens import PADDING
 from mmm.models.experts import has_experts
 from mmm.models.weights import canonical_name, widest
 from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.compile import CompileReport
-from mmm.parallel.context.apply import positions_of
+from mmm.parallel.context.ring import positions_of
 from mmm.parallel.data.apply import sync_gradients
 from mmm.parallel.data.fsdp import reshard
 from mmm.parallel.data.replicas import Replicas
@@ -161,57 +162,99 @@ class ParallelModel:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
         return worst
 
-    def step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None = None) -> Tensor:
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        count: int | None,
+        document_starts: Tensor | None = None,
+        scaler: GradScaler | None = None,
+    ) -> Tensor:
         """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
 
         Args:
-            inputs, targets: (batch, …), full sequences also under cp. count: targets in the global batch.
+            inputs, targets: (batch, …), full sequences also under cp.
+            count: targets in the global batch; None: `count_targets`.
+            document_starts: (batch, seq) int64, where several documents are in a sequence: a further argument of the
+                model's forward, of full sequences also under cp.
             scaler: scales up what is differentiated, for fp16; not with pp.
 
         Returns:
             This rank's local loss, scalar, on the device and without a graph: those of `Layout.loss_ranks` add up to
             the global loss.
         """
-        loss = self._step(inputs, targets, count, scaler)
+        divisor = self.count_targets(targets) if count is None else count
+        loss = self._step(inputs, targets, divisor, scaler, document_starts)
         if self._report is not None:
             self._report.log()
             self._report = None
         return loss
 
-    def _step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None) -> Tensor:
+    def count_targets(self, targets: Tensor) -> Tensor:
+        """Targets of the global batch that are not `PADDING`, 1 at least: int64 scalar, on the device. A collective.
+
+        Args:
+            targets: of this data-parallel coordinate, full sequences also under cp.
+        """
+        count = (targets != PADDING).sum()
+        for axis in ("dp_replicate", "dp_shard"):
+            if self.layout.sizes[axis] > 1:
+                dist.all_reduce(count, group=self.mesh[axis].get_group())
+        return count.clamp_(min=1)
+
+    def _step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        count: int | Tensor,
+        scaler: GradScaler | None,
+        document_starts: Tensor | None,
+    ) -> Tensor:
+        split = {} if document_starts is None else {"document_starts": document_starts}
         inputs, targets, positions = self._own_tokens(inputs, targets)
         with loss_parallel():
             if self.pipeline is not None:
                 assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
                 self._measure = lambda output, targets: self._loss(output, targets, count)
-                return self.pipeline.step(inputs, targets, **positions)
+                return self.pipeline.step(inputs, targets, split, **positions)
             losses, (model,) = [], self.modules.values()
-            batches = (inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches))
-            for number, (some_inputs, some_targets) in enumerate(zip(*batches, strict=True), start=1):
+            batches = [tensor.tensor_split(self.microbatches) for tensor in (inputs, targets, *split.values())]
+            for number, (some_inputs, some_targets, *others) in enumerate(zip(*batches, strict=True), start=1):
                 sync_gradients(model, number == self.microbatches)
-                loss = self._loss(model(some_inputs, **positions), some_targets, count)
+                named = dict(zip(split, others, strict=True)) | positions
+                loss = self._loss(model(some_inputs, **named), some_targets, count)
                 self._timed("dtf")
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 self._timed("dtb")
                 losses.append(detached(loss))
         return sum(losses[1:], losses[0])
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
+    def evaluate(
+        self, inputs: Tensor, targets: Tensor, count: int | Tensor, document_starts: Tensor | None = None
+    ) -> Tensor:
         """The local loss as `step` returns it, by forward alone. A collective."""
-        return self.measure(inputs, targets, lambda output, targets: self._loss(output, targets, count))[0]
+
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            return self._loss(output, targets, count)
+
+        return self.measure(inputs, targets, loss, document_starts=document_starts)[0]
 
     @torch.no_grad()
-    def measure(self, inputs: Tensor, targets: Tensor, *measures: Measure) -> Tensor:
+    def measure(
+        self, inputs: Tensor, targets: Tensor, *measures: Measure, document_starts: Tensor | None = None
+    ) -> Tensor:
         """Scalars of outputs and targets, by forward alone. A collective.
 
         Args:
-            inputs, targets: as for `step`. With pp the samples have to divide into the micro-batches of a step.
+            inputs, targets, document_starts: as for `step`. With pp the samples have to divide into the micro-batches
+                of a step.
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
             (measures,) `widest`, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
         """
         inputs, targets, positions = self._own_tokens(inputs, targets)
+        split = {} if document_starts is None else {"document_starts": document_starts}
         sums = torch.zeros(len(measures), dtype=widest(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
@@ -221,11 +264,11 @@ class ParallelModel:
         with loss_parallel():
             if self.pipeline is None:
                 (model,) = self.modules.values()
-                add(model(inputs, **positions), targets)
+                add(model(inputs, **split, **positions), targets)
                 reshard(model)  # FSDP itself does so only after a backward
                 return sums
             self._measure = add
-            self.pipeline.evaluate(inputs, targets, **positions)
+            self.pipeline.evaluate(inputs, targets, split, **positions)
         dist.all_reduce(sums, group=self.mesh["pp"].get_group())  # only the last stage has outputs
         return sums
 

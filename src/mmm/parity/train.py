@@ -153,10 +153,12 @@ def _train(
     losses: list[float] = []
     differences: dict[str, float] = {}
     for step in range(training.steps):
-        inputs, targets = batch(model.source, training, step)
+        inputs, targets, *documents = batch(model.source, training, step)
+        count = None if documents else targets.numel()
+        documents = [starts[own].to(device) for starts in documents]
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
-            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), targets.numel())
+            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), count, *documents)
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
             update.step()
@@ -177,7 +179,7 @@ def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision:
         return None
     with meta_parameters():
         module = ready.model.source.parity_model()
-    inputs, _ = batch(ready.model.source, ready.training, 0)
+    inputs, *_ = batch(ready.model.source, ready.training, 0)
     try:
         by_axis = expected_traffic(
             module,

@@ -23,11 +23,19 @@ from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import fitting_warmup_cosine
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import ExpertOptions, TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.text import DocumentOptions, ExpertOptions, TextProgramOptions, ValidationOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions, ExpertOptions, TextProgramOptions, ValidationOptions, MemoryOptions, TrainingOptions):
+class Config(
+    LayoutOptions,
+    ExpertOptions,
+    DocumentOptions,
+    TextProgramOptions,
+    ValidationOptions,
+    MemoryOptions,
+    TrainingOptions,
+):
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     max_norm: float = 1.0

@@ -72,7 +72,8 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         batch = next(batches)
         clock.lap("dtd")
         # Laps dtf, dtb and, with pp, dtw.
-        loss = model.step(batch.inputs, batch.targets, batch.count, scaler)
+        count = None if batch.has_padding else batch.count
+        loss = model.step(batch.inputs, batch.targets, count, batch.document_starts, scaler)
         scaler.unscale_(optimizer)
         at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
         norms, skip = None, None

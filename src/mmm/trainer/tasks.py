@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from mmm.data import Batch
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
+from mmm.data.tokens import PADDING
 from mmm.parallel.loss import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
 from mmm.trainer.text import validation_batches
 
-PADDING = -100  # a label that cross-entropy passes over: PyTorch's default
 TEST_BATCH = 64
 
 
@@ -81,8 +81,18 @@ class TokenTask(Task):
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time."""
         batches = validation_batches(self.run, self.resolved, self.eval_batches)
+        if self.resolved.data.validation.has_padding:  # batches have different numbers of targets
+            parts = [self._loss_and_count(model, batch) for batch in batches]
+            total, count = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+            return {"val_loss": self.run.global_sum(total) / int(count)}
         losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
         return {"val_loss": self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)}
+
+    @staticmethod
+    def _loss_and_count(model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of this rank's losses, and the targets of the global batch. A collective."""
+        loss = model.evaluate(batch.inputs, batch.targets, 1, batch.document_starts)
+        return loss, model.count_targets(batch.targets)
 
 
 class ImageTask(Task):
