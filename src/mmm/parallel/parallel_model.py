@@ -167,17 +167,17 @@ class ParallelModel:
         inputs: Tensor,
         targets: Tensor,
         count: int | None,
-        document_starts: Tensor | None = None,
         scaler: GradScaler | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
 
         Args:
             inputs, targets: (batch, …), full sequences also under cp.
             count: targets in the global batch; None: `count_targets`.
+            scaler: scales up what is differentiated, for fp16; not with pp.
             document_starts: (batch, seq) int64, where several documents are in a sequence: a further argument of the
                 model's forward, of full sequences also under cp.
-            scaler: scales up what is differentiated, for fp16; not with pp.
 
         Returns:
             This rank's local loss, scalar, on the device and without a graph: those of `Layout.loss_ranks` add up to

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,10 +156,10 @@ def _train(
     for step in range(training.steps):
         inputs, targets, *documents = batch(model.source, training, step)
         count = None if documents else targets.numel()
-        documents = [starts[own].to(device) for starts in documents]
+        named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
-            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), count, *documents)
+            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), count, **named)
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
             update.step()

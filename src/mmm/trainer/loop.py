@@ -73,7 +73,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         clock.lap("dtd")
         # Laps dtf, dtb and, with pp, dtw.
         count = None if batch.has_padding else batch.count
-        loss = model.step(batch.inputs, batch.targets, count, batch.document_starts, scaler)
+        loss = model.step(batch.inputs, batch.targets, count, scaler, batch.document_starts)
         scaler.unscale_(optimizer)
         at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
         norms, skip = None, None
