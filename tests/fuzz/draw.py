@@ -66,8 +66,8 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "classes": ("2", "10", "3", "0"),
 }
 GIVEN = names(
-    "outdir data_dir text model resume tokenizer"
-)  # paths, which the fuzzer sets itself; a model that is the only one
+    "outdir data_dir text model resume tokenizer pack document_mask"
+)  # paths, which the fuzzer sets itself; what needs prepared ones; a model that is the only one
 NOT_SPOILT = names("device plots compile dataset model preset")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "

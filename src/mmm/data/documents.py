@@ -169,14 +169,14 @@ class PackedTokens(Tokens):
     def _counts(self) -> Iterable[int]:
         """The sequences of each group."""
         group = self.window * self.windows
-        groups = max(AT_ONCE // group, 1)  # at once
-        for begin in range(self.first, self.last, groups * group):
-            end = min(begin + groups * group, self.last)
-            here = -(-(end - begin) // group)
-            pairs = self._pairs(self._edges(begin, end), here * self.windows)
+        step = max(AT_ONCE // group, 1) * group
+        for begin in range(self.first, self.last, step):
+            end = min(begin + step, self.last)
+            groups = -(-(end - begin) // group)
+            pairs = self._pairs(self._edges(begin, end), groups * self.windows)
             alone = (pairs // self.seq_length).sum(1)
             shared = first_fit_decreasing(pairs % self.seq_length, self.seq_length).max(1) + 1
-            yield from (alone + shared).reshape(here, self.windows).sum(1).tolist()
+            yield from (alone + shared).reshape(groups, self.windows).sum(1).tolist()
 
     def _pack(self, group: int) -> Packing:
         size = self.window * self.windows
@@ -199,16 +199,17 @@ def first_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
     Returns:
         (rows, sizes) int64 from 0, and -1 for size 0.
     """
-    every = np.arange(len(sizes))
-    free = np.full((len(sizes), 1), room)  # (rows, bins); the last has been empty in all rows
-    bins = np.full(sizes.shape, -1, np.int64)
-    for column in np.argsort(-sizes, axis=1, kind="stable").T:
-        size = sizes[every, column]
-        if not size.any():
-            break
-        found = (free >= size[:, None]).argmax(1)
-        free[every, found] -= size
-        bins[every, column] = np.where(size > 0, found, -1)
-        if (free[:, -1] < room).any():
-            free = np.pad(free, ((0, 0), (0, 1)), constant_values=room)
+    order = np.argsort(-sizes, axis=1, kind="stable")
+    falling = np.take_along_axis(sizes, order, 1)
+    found = np.full(sizes.shape, -1, np.int64)
+    # Of two bins of a row that are in use, one at least is more than half full.
+    free = np.full((len(sizes), 2 * int(sizes.sum(1).max()) // room + 2), room)
+    every, used = np.arange(len(sizes)), 1
+    for number, size in enumerate(falling.T[: np.count_nonzero(falling.any(0))]):
+        found[:, number] = first = (free[:, :used] >= size[:, None]).argmax(1)
+        free[every, first] -= size
+        used = max(used, int(first.max()) + 2)
+    found[falling == 0] = -1
+    bins = np.empty_like(found)
+    np.put_along_axis(bins, order, found, 1)
     return bins
