@@ -113,6 +113,9 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     plain = {name: value for name, value in flags.items() if name not in layout}
     assert go_on(run_on_ranks, LM, 1, plain, tmp_path / "elsewhere") == [""]
     assert curve(tmp_path / "elsewhere") == pytest.approx(curve(one), rel=1e-9)
+    (refused, *_) = go_on(run_on_ranks, LM, 1, {**plain, "document_mask": False, "max_iters": 99}, two)
+    assert "--document_mask True there, none here" in refused
+    assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
 
 
 def test_the_record_is_one(run_on_ranks, tmp_path, text):

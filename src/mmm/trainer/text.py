@@ -168,7 +168,10 @@ class TextOptions:
             what = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
             raise ConfigError(f"--vocab_size {vocab_size}: {what}; use at least {needed}")
         tokens = sources.tokens(self.seq_length, seed, vocab_size, **self.documents())
-        return TextData(*tokens, {"dataset": self.dataset, **sources.describe()})
+        about: dict[str, object] = {"dataset": self.dataset, **sources.describe()}
+        if given := [name for name, value in self.documents().items() if value]:
+            about["documents"] = given
+        return TextData(*tokens, about)
 
 
 @dataclass(frozen=True, kw_only=True)
