@@ -31,6 +31,7 @@ class Batch:
             from step to step.
         document_starts: (batch, seq) int64, the place in its sequence where the document of each token begins; None
             where a sequence is one text.
+        sample_keys: (batch,) int64, for models with dropout (`mmm.models.dropout`); None where there are none.
     """
 
     inputs: Tensor
@@ -38,6 +39,7 @@ class Batch:
     count: int
     has_padding: bool = False
     document_starts: Tensor | None = None
+    sample_keys: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """On the device. The host does not wait for the copy to CUDA or XPU, which is made from pinned memory."""

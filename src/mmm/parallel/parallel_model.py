@@ -10,7 +10,7 @@ An example that teaches one technique calls these functions itself; what takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data.tokens import PADDING
+from mmm.models.dropout import has_dropout
 from mmm.models.experts import has_experts
 from mmm.models.weights import canonical_name, widest
 from mmm.parallel.apply import apply
@@ -52,6 +53,7 @@ class ParallelModel:
 
     Attributes:
         modules: this rank's stages by number; number 0 alone is the full model where there is no pipeline.
+        draws: whether the model has dropout, and takes ``sample_keys``.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class ParallelModel:
         self.layout, self.device, self._lap = mesh.layout, device, lap
         self.microbatches, self._positions = partition.microbatches, plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
-        self._experts = has_experts(model)
+        self._experts, self.draws = has_experts(model), has_dropout(model)
         self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
         self.modules: dict[int, nn.Module] = {0: model}
         if partition.stages:
@@ -168,7 +170,7 @@ class ParallelModel:
         targets: Tensor,
         count: int | None,
         scaler: GradScaler | None = None,
-        document_starts: Tensor | None = None,
+        **split: Tensor,
     ) -> Tensor:
         """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
 
@@ -176,15 +178,15 @@ class ParallelModel:
             inputs, targets: (batch, …), full sequences also under cp.
             count: targets in the global batch; None: `count_targets`.
             scaler: scales up what is differentiated, for fp16; not with pp.
-            document_starts: (batch, seq) int64, where several documents are in a sequence: a further argument of the
-                model's forward, of full sequences also under cp.
+            split: further arguments of the model's forward, (batch, …), split as the samples are: where several
+                documents are in a sequence ``document_starts``, full also under cp; for dropout ``sample_keys``.
 
         Returns:
             This rank's local loss, scalar, on the device and without a graph: those of `Layout.loss_ranks` add up to
             the global loss.
         """
         divisor = self.count_targets(targets) if count is None else count
-        loss = self._step(inputs, targets, divisor, scaler, document_starts)
+        loss = self._step(inputs, targets, divisor, scaler, split)
         if self._report is not None:
             self._report.log()
             self._report = None
@@ -208,9 +210,8 @@ class ParallelModel:
         targets: Tensor,
         count: int | Tensor,
         scaler: GradScaler | None,
-        document_starts: Tensor | None,
+        split: Mapping[str, Tensor],
     ) -> Tensor:
-        split = {} if document_starts is None else {"document_starts": document_starts}
         inputs, targets, positions = self._own_tokens(inputs, targets)
         with loss_parallel():
             if self.pipeline is not None:
@@ -229,32 +230,26 @@ class ParallelModel:
                 losses.append(detached(loss))
         return sum(losses[1:], losses[0])
 
-    def evaluate(
-        self, inputs: Tensor, targets: Tensor, count: int | Tensor, document_starts: Tensor | None = None
-    ) -> Tensor:
+    def evaluate(self, inputs: Tensor, targets: Tensor, count: int | Tensor, **split: Tensor) -> Tensor:
         """The local loss as `step` returns it, by forward alone. A collective."""
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
             return self._loss(output, targets, count)
 
-        return self.measure(inputs, targets, loss, document_starts=document_starts)[0]
+        return self.measure(inputs, targets, loss, **split)[0]
 
     @torch.no_grad()
-    def measure(
-        self, inputs: Tensor, targets: Tensor, *measures: Measure, document_starts: Tensor | None = None
-    ) -> Tensor:
+    def measure(self, inputs: Tensor, targets: Tensor, *measures: Measure, **split: Tensor) -> Tensor:
         """Scalars of outputs and targets, by forward alone. A collective.
 
         Args:
-            inputs, targets, document_starts: as for `step`. With pp the samples have to divide into the micro-batches
-                of a step.
+            inputs, targets, split: as for `step`. With pp the samples have to divide into the micro-batches of a step.
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
             (measures,) `widest`, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
         """
         inputs, targets, positions = self._own_tokens(inputs, targets)
-        split = {} if document_starts is None else {"document_starts": document_starts}
         sums = torch.zeros(len(measures), dtype=widest(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:

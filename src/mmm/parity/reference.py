@@ -16,6 +16,7 @@ from mmm.data.images import ImagesInMemory
 from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
 from mmm.models import weights
+from mmm.models.dropout import has_dropout, sample_keys
 
 GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
 RATES = {"sgd": 0.3, "adamw": 1e-2}
@@ -106,6 +107,8 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
     for step in range(training.steps):
         inputs, targets, *documents = batch(source, training, step)
         named = {"document_starts": documents[0]} if documents else {}
+        if has_dropout(model):
+            named["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
         count = int((targets != PADDING).sum()) if documents else targets.numel()
         loss = mean_loss(source, model(inputs, **named), targets, count)
         loss.backward()

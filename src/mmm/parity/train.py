@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from mmm.analysis.traffic import count_traffic
 from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
+from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
@@ -157,6 +158,8 @@ def _train(
         inputs, targets, *documents = batch(model.source, training, step)
         count = None if documents else targets.numel()
         named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
+        if parallel_model.draws:
+            named["sample_keys"] = sample_keys(training.seed, step, first_sample, size, device)
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
             local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), count, **named)

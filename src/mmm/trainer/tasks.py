@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
 from mmm.data.tokens import PADDING
+from mmm.models.dropout import sample_keys
 from mmm.parallel.loss import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
@@ -91,7 +92,8 @@ class TokenTask(Task):
     @staticmethod
     def _loss_and_count(model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sum of this rank's losses, and the targets of the global batch. A collective."""
-        loss = model.evaluate(batch.inputs, batch.targets, 1, batch.document_starts)
+        split = {} if batch.document_starts is None else {"document_starts": batch.document_starts}
+        loss = model.evaluate(batch.inputs, batch.targets, 1, **split)
         return loss, model.count_targets(batch.targets)
 
 
@@ -110,9 +112,11 @@ class ImageTask(Task):
         self.steps_per_epoch = sequence.steps_per_epoch
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        for batch in self.loader.epoch(epoch, first):
+        seed, first_sample = self.run.options.seed, self.loader.first_sample
+        for step, batch in enumerate(self.loader.epoch(epoch, first), start=epoch * self.steps_per_epoch + first):
             batch = batch.to(self.run.device, self.run.precision.storage)
-            yield Batch(batch.images, batch.labels, batch.count)
+            keys = sample_keys(seed, step, first_sample, len(batch.labels), self.run.device)
+            yield Batch(batch.images, batch.labels, batch.count, sample_keys=keys)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         return evaluate_images(self.run, model, self.test_loader)
