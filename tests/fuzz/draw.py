@@ -254,7 +254,7 @@ def _vit(rng: random.Random, data: Path) -> dict[str, Value]:
 
 def _cnn(rng: random.Random, data: Path) -> dict[str, Value]:
     flags = _common(rng, "cnn")
-    flags["dropout"] = "on" if rng.random() < 0.02 else "off"
+    flags["dropout"] = rng.choice(("on", "off"))
     # Files of 224 × 224 pixels would make it a net of 99 million parameters; 2,000 test images of fake take seconds.
     _images(rng, data, flags, ("mnist",) * 9 + ("fashion_mnist",) * 6 + ("digits",) * 3 + ("fake",))
     if rng.random() < 0.3:

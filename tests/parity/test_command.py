@@ -145,6 +145,8 @@ def test_what_is_left(parity, tmp_path):
         ("norms_not_summed_over_sequence", ("transformer", "tp2"), r"the gradient of \S*norm\.weight on rank \d"),
         ("ring_passes_over_documents", ("transformer", "cp2", *PACKED), r"the loss of step \d differs"),
         ("targets_counted_by_each_rank", ("transformer", "dp2", *PACKED), r"the loss of step \d differs"),
+        ("dropout_of_each_rank", ("cnn", "pp2"), r"the loss of step \d differs"),
+        ("dropout_of_the_first_shard", ("cnn", "tp2"), r"the loss of step \d differs"),
         ("documents_of_the_first_microbatch", ("transformer", "pp2", *PACKED), r"the loss of step \d differs"),
     ],
 )

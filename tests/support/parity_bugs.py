@@ -147,3 +147,24 @@ def documents_of_the_first_microbatch():
         return right(self, schedule, inputs, targets, first, unsplit)
 
     mmm.parallel.pipeline.pipeline.Pipeline._run = run
+
+
+def dropout_of_each_rank():
+    """Ranks draw from their own generators."""
+    import mmm.models.dropout as dropout
+
+    right = dropout.Dropout.forward
+    dropout.Dropout.forward = lambda self, x, keys: right(self, x, keys if _alone() else None)
+
+
+def dropout_of_the_first_shard():
+    """Every rank of tp drops the places of the first one's hidden units."""
+    from mmm.parallel.tensor.sharded_dropout import ShardedDropout
+
+    ShardedDropout._apply = lambda self, module, mesh: module
+
+
+def _alone():
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_world_size() == 1
