@@ -84,7 +84,7 @@ def test_megatron(tmp_path, code, dtype):
     for path in (index, index.with_suffix(".bin"), tmp_path / "some_document"):
         corpus = open_tokens(path)
         assert np.array_equal(all_tokens(corpus), tokens)
-        assert corpus.documents().tolist() == [400, 401, 1000]
+        assert corpus.documents()[:].tolist() == [400, 401, 1000]
     digest = corpus.sha256
     megatron(tmp_path / "some_document", sequences, [0, 4], code, dtype)
     assert open_tokens(index).sha256 != digest
@@ -93,7 +93,7 @@ def test_megatron(tmp_path, code, dtype):
 def test_a_folder(tmp_path):
     corpus = open_tokens(folder_of(tmp_path / "dir", TOKENS % 256, [10, 1000], "|u1"))
     assert np.array_equal(all_tokens(corpus), TOKENS % 256)
-    assert (corpus.documents().tolist(), corpus.sha256) == ([10, 1000], "0" * 64)
+    assert (corpus.documents()[:].tolist(), corpus.sha256) == ([10, 1000], "0" * 64)
     assert corpus.tokenizer.kind == "bytes"
 
 

@@ -91,8 +91,6 @@ def judge(case: Case, many: Outcome, run: Callable[[Case], Outcome]) -> Verdict:
     if alone.kind == "refused":
         about = f"it ran, and one rank is refused: {alone.reason}"
         return Verdict("odd", about, _signature(case, about))
-    if case.flags.get("dropout", "on") == "on" and case.program == "cnn":
-        return Verdict("not compared", "dropout depends on the ranks")
     return _compare(case, many, alone)
 
 

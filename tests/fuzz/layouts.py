@@ -65,7 +65,7 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
             return None
         if seq % (2 * cp * tp) or (kv % tp and tp % kv) or (not experts and _number(flags, "ffn_dim", 192) % tp):
             return None
-    if model == "cnn" and tp > 1 and (tp > 4 or tp == 3 or flags.get("dropout") == "on"):
+    if model == "cnn" and tp > 1 and (tp > 4 or tp == 3):
         return None
     style = rng.choice(("ring", "ulysses"))
     if cp > 1:

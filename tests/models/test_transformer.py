@@ -1,6 +1,7 @@
 """The Transformer by itself: sizes, shapes, positions, data types, and stages that hold a part of it."""
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -145,6 +146,34 @@ def test_scaling_as_a_config_has_it():
 def test_a_scaling_that_is_refused(given, words):
     with pytest.raises(ValueError, match=words):
         RopeScaling.of(given)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
+    """Documents in one sequence are computed as each alone; positions begin anew with each."""
+    monkeypatch.setattr("mmm.models.transformer.CPU_TAKES_GROUPED_HEADS", grouped)
+    x, begins = tokens(), [[0, 5, 6, 12], [0, 12]]  # of sample 0 three documents, of sample 1 one
+    starts = torch.tensor([[0] * 5 + [5] + [6] * 6, [0] * 12])
+    together = model(x, document_starts=starts)
+    for row, ends in enumerate(begins):
+        for begin, end in itertools.pairwise(ends):
+            alone = model(x[row : row + 1, begin:end])
+            torch.testing.assert_close(together[row : row + 1, begin:end], alone, atol=1e-12, rtol=0)
+    assert not torch.allclose(model(x)[0, 6:], together[0, 6:])
+
+
+def test_positions_begin_anew_with_each_document(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "mmm.models.transformer.rotary_table",
+        lambda positions, *sizes: seen.append(positions) or rotary_table(positions, *sizes),
+    )
+    starts = torch.tensor([[0, 0, 2, 2, 2, 5]])
+    model(tokens(1, 6), document_starts=starts)
+    for layer in model.layers.values():
+        layer.attention.attention_fn = lambda q, k, v, documents: q
+    model(tokens(1, 3), torch.tensor([1, 2, 4]), starts)  # tokens of a sequence that is sharded
+    assert [positions.tolist() for positions in seen] == [[[0, 1, 0, 1, 2, 0]], [[1, 0, 2]]]
 
 
 def test_attention_depends_on_distance_alone(model):

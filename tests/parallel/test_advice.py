@@ -37,9 +37,7 @@ def advice_in(message):
         text = sentence.partition(": use ")[2] or sentence
         ways = []
         for way in text.split(", or "):
-            if way == "fc_dropout 0":
-                ways.append(("fc_dropout", 0.0))
-            elif way == "cp_style ring":
+            if way == "cp_style ring":
                 ways.append(("style", "ring"))
             else:
                 flag, *numbers = way.replace(" or ", " ").split()
@@ -80,8 +78,7 @@ CASES = [
     {"model": DEBUG, "layout": Layout(tp=3)},
     {"model": DEBUG, "layout": Layout(tp=8)},
     {"model": replace(DEBUG, mlp_dim=50), "layout": Layout(tp=4)},
-    {"model": CNNConfig(fc_dropout=0), "layout": Layout(tp=3)},
-    {"model": CNNConfig(), "layout": Layout(tp=4)},
+    {"model": CNNConfig(), "layout": Layout(tp=3)},
     {"model": CNNConfig(), "layout": Layout(tp=6)},
 ]
 

@@ -25,9 +25,9 @@ from mmm.parallel import (
     materialize,
 )
 from mmm.parallel.context import block_attention
-from mmm.parallel.context.apply import STYLES, apply_context_parallel, positions_of
+from mmm.parallel.context.apply import STYLES, apply_context_parallel
 from mmm.parallel.context.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
-from mmm.parallel.context.ring import RingAttention
+from mmm.parallel.context.ring import RingAttention, positions_of
 from mmm.parallel.context.ulysses import UlyssesAttention
 from mmm.parallel.loss import detached
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
@@ -74,6 +74,10 @@ def test_losses_of_every_part_count():
 # ---- attention alone
 
 
+# Of each token, where its document begins: two samples of several documents.
+STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 10, 10, 13, 13, 15], [0] * 7 + [7] * 3 + [10] * 6])
+
+
 def qkv(heads, kv_heads, seq=16, dtype=torch.float64):
     """q, k, v, and the gradient of the output."""
     numbers = torch.Generator().manual_seed(3)
@@ -106,6 +110,38 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
             dv[:, :, keys] += ours[2]
         for got, right in zip((dq, dk, dv), expected, strict=True):
             assert (got - right).abs().max() / right.abs().max() <= 2 * bound
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("tile", [512, 3])
+def test_blocks_of_documents(monkeypatch, tile, kv_heads):
+    """Queries 8 … 15 to keys 0 … 7, of which some see none, and to their own."""
+    monkeypatch.setattr(block_attention, "TILE", tile)
+    *inputs, gradient = qkv(4, kv_heads)
+    inputs = [t.requires_grad_() for t in inputs]
+    whole = causal_attention(*inputs, STARTS)[:, :, 8:]
+    expected = torch.autograd.grad(whole, inputs, gradient[:, :, 8:])
+    q, k, v, gradient = (t.detach() for t in (inputs[0][:, :, 8:], *inputs[1:], gradient[:, :, 8:]))
+    blocks = [(slice(0, 8), False), (slice(8, 16), True)]
+    first = [torch.searchsorted(torch.arange(16)[keys], STARTS[:, 8:].contiguous()) for keys, _ in blocks]
+    assert (first[0] == 8).any()
+    parts = [
+        block_forward(q, k[:, :, keys], v[:, :, keys], causal, each)
+        for (keys, causal), each in zip(blocks, first, strict=True)
+    ]
+    unseen = (first[0] == 8)[:, None].expand(-1, 4, -1)
+    assert (parts[0][0][unseen] == 0).all()
+    assert (parts[0][1][unseen] == -math.inf).all()
+    for one, other in (parts, parts[::-1]):
+        out, lse = merge(*one, *other)
+        assert (out - whole).abs().max() <= 1e-13
+    found = [torch.zeros_like(each) for each in expected]
+    for (keys, causal), each in zip(blocks, first, strict=True):
+        ours = block_backward(gradient, q, k[:, :, keys], v[:, :, keys], out, lse, causal, each)
+        for total, at, part in zip(found, (slice(8, 16), keys, keys), ours, strict=True):
+            total[:, :, at] += part
+    for got, right in zip(found, expected, strict=True):
+        assert (got - right).abs().max() <= 2e-13 * right.abs().max()
 
 
 class Largest(TorchDispatchMode):
@@ -162,25 +198,26 @@ def test_keys_and_values_are_not_copied_for_each_head(run_on_ranks):
     assert run_on_ranks(kv_heads_seen, 2, "ulysses") == [[1] * 2] * 2
 
 
-def attend(rank, cp, style, heads, kv_heads, dtype):
+def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
     """This rank's part of the output, and of the gradients of q, k, v."""
     mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu")["cp"]
     attention = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, causal_attention)
     tensors = qkv(heads, kv_heads, dtype=dtype)
     *inputs, gradient = (t[:, :, positions_of(rank.rank, cp, 16)] for t in tensors)
     inputs = [t.requires_grad_() for t in inputs]
-    out = attention(*inputs)
+    out = attention(*inputs, *documents)
     return [t.detach() for t in (out, *torch.autograd.grad(out, inputs, gradient))]
 
 
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("documents", [(), (STARTS,)], ids=["one text", "documents"])
 @pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2), (4, 8, 1)])
-def test_attention(run_on_ranks, style, cp, heads, kv_heads):
+def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
     *inputs, gradient = qkv(heads, kv_heads)
     inputs = [t.requires_grad_() for t in inputs]
-    out = causal_attention(*inputs)
+    out = causal_attention(*inputs, *documents)
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    for coordinate, got in enumerate(run_on_ranks(attend, cp, cp, style, heads, kv_heads, torch.float64)):
+    for coordinate, got in enumerate(run_on_ranks(attend, cp, cp, style, heads, kv_heads, torch.float64, *documents)):
         for mine, whole in zip(got, expected, strict=True):
             assert (mine - whole[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 import mmm.parallel.memory.chunked_loss
 import mmm.parallel.memory.tiling
 from mmm.analysis.peak import Peak
+from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
@@ -87,6 +88,24 @@ def test_the_whole_never_exists():
         assert piece <= max(LOGITS / 6, HIDDEN / (6 if tiles > 1 else 1), 8 * LARGE.vocab_size * LARGE.dim)
         assert less < peak - 0.8 * LOGITS
     assert one_step(1, 6)[3] < peak - 2 * HIDDEN
+
+
+def test_targets_that_are_none():
+    """Whether full logits or in chunks, what has no target counts for nothing: loss and gradients of the others."""
+    found = []
+    for chunks in (1, 5):
+        model, inputs, targets = large_model(chunks, 1)
+        targets = targets.clone()
+        targets[0, 5:30], targets[1, -3:] = PADDING, PADDING
+        loss = loss_of(model)(model(inputs), targets, 68)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for whole, chunked in zip(*found, strict=True):
+        assert (chunked - whole).abs().max() <= 1e-12 * whole.abs().max()
+    model, inputs, targets = large_model(1, 1)
+    real = [(0, slice(0, 5)), (0, slice(30, None)), (1, slice(0, -3))]
+    parts = [torch.nn.functional.cross_entropy(model(inputs)[at], targets[at], reduction="sum") for at in real]
+    assert sum(parts).item() / 68 == pytest.approx(found[0][0].item(), rel=1e-12)
 
 
 LAYOUTS = [

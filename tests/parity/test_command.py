@@ -22,6 +22,8 @@ from support.signals import as_from_a_terminal
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED_FOR = {"layout", "ranks", "max_rel_loss_diff", "max_grad_diff", "passed"}
 
+PACKED = ("--data", "packed")
+
 
 def rows_of(path):
     return json.loads(Path(path).read_text())
@@ -32,6 +34,11 @@ def rows_of(path):
     [
         pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
         ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
+        ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED),
+        ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
+        pytest.param(("--model", "transformer", "--layout", "pp2.dp2.tp2", *PACKED), marks=pytest.mark.long),
+        pytest.param(("--model", "transformer", "--layout", "dp2.tp2.cp2", *PACKED), marks=pytest.mark.long),
+        pytest.param(("--model", "moe", "--layout", "pp2.dp2.ep2", *PACKED), marks=pytest.mark.long),
         pytest.param(("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"), marks=pytest.mark.long),
         ("--model", "gpt", "--layout", "dp2.tp2"),
         ("--model", "gpt", "--layout", "pp2"),
@@ -137,6 +144,11 @@ def test_what_is_left(parity, tmp_path):
             marks=pytest.mark.long,
         ),
         ("norms_not_summed_over_sequence", ("transformer", "tp2"), r"the gradient of \S*norm\.weight on rank \d"),
+        ("ring_passes_over_documents", ("transformer", "cp2", *PACKED), r"the loss of step \d differs"),
+        ("targets_counted_by_each_rank", ("transformer", "dp2", *PACKED), r"the loss of step \d differs"),
+        ("dropout_of_each_rank", ("cnn", "pp2"), r"the loss of step \d differs"),
+        ("dropout_of_the_first_shard", ("cnn", "tp2"), r"the loss of step \d differs"),
+        ("documents_of_the_first_microbatch", ("transformer", "pp2", *PACKED), r"the loss of step \d differs"),
     ],
 )
 def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):

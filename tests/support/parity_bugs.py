@@ -118,3 +118,53 @@ def mask_buffers_of_ranks_are_spoiled():
 def constants_of_ranks_are_spoiled():
     """The spread of the data is 1, as a weight of a norm would be."""
     _buffers_of_ranks("spread", lambda spread: spread.fill_(1))
+
+
+def ring_passes_over_documents():
+    """Attention over a ring crosses the ends of documents."""
+    import mmm.parallel.context.ring as ring
+
+    ring._first_keys = lambda *_: ()
+
+
+def targets_counted_by_each_rank():
+    """Ranks whose samples have more targets count for as much as the others."""
+    import mmm.parallel.parallel_model as parallel_model
+    from mmm.data.tokens import PADDING
+
+    def count(self, targets):
+        return (targets != PADDING).sum() * self.layout.dp
+
+    parallel_model.ParallelModel.count_targets = count
+
+
+def documents_of_the_first_microbatch():
+    """Every micro-batch of a pipeline has the documents of the first."""
+    right = mmm.parallel.pipeline.pipeline.Pipeline._run
+
+    def run(self, schedule, inputs, targets, split, unsplit):
+        first = {name: each[: len(each) // 2].repeat(2, 1) for name, each in split.items()}
+        return right(self, schedule, inputs, targets, first, unsplit)
+
+    mmm.parallel.pipeline.pipeline.Pipeline._run = run
+
+
+def dropout_of_each_rank():
+    """Ranks draw from their own generators."""
+    import mmm.models.dropout as dropout
+
+    right = dropout.Dropout.forward
+    dropout.Dropout.forward = lambda self, x, keys: right(self, x, keys if _alone() else None)
+
+
+def dropout_of_the_first_shard():
+    """Every rank of tp drops the places of the first one's hidden units."""
+    from mmm.parallel.tensor.sharded_dropout import ShardedDropout
+
+    ShardedDropout._apply = lambda self, module, mesh: module
+
+
+def _alone():
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_world_size() == 1

@@ -5,12 +5,10 @@ import re
 import pytest
 
 from mmm.errors import LayoutError, UserError
-from mmm.models.cnn import CNNConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, Techniques, batch_sizes
 from mmm.parallel.compile import check_compile
 from mmm.parallel.pipeline.schedules import check_pipeline
-from mmm.parallel.plans.cnn import check_cnn
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.trainer.flags import run_main, with_flags
 
@@ -42,7 +40,6 @@ PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
         ),
         (lambda: check_compile(PLAN, Layout(tp=2)), "--compile with tp 2: .* leave --compile out"),
         (lambda: check_transformer(TransformerConfig(), Layout(cp=3), 96, "ulysses"), "or --cp_style ring$"),
-        (lambda: check_cnn(CNNConfig(), Layout(tp=2)), "use tp 1, or --no-dropout$"),
     ],
 )
 def test_fields_become_flags(check, words):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mmm.history
+from mmm.data.prepare import Preparation, prepare
 from mmm.errors import ConfigError, DivergedError, RecordError, UserError
 from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer
@@ -119,6 +120,63 @@ def test_a_tied_weight_is_one_in_the_saved_model(run_on_ranks, tmp_path, schedul
         torch.testing.assert_close(weights[name], kept, rtol=1e-8, atol=1e-10)
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Flags of two folders of documents, mixed and packed; and a run on one rank."""
+    folder = tmp_path_factory.mktemp("packed")
+    numbers = np.random.RandomState(0)
+    paths = []
+    for name, least, most in (("a", 1, 60), ("b", 18, 30)):  # letters of a document
+        documents = ("".join(map(chr, numbers.randint(97, 123, numbers.randint(least, most)))) for _ in range(600))
+        (folder / name).write_text("#".join(documents))
+        prepare(Preparation((folder / name,), folder / f"{name}.tokens", separator="#"), 1)
+        paths.append(Path(f"{folder / name}.tokens:{0.3 if name == 'a' else 0.7}"))
+    flags = {"text": tuple(paths), "pack": True, "document_mask": True}
+    lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=folder / "one"))
+    return SimpleNamespace(flags=flags, outdir=folder / "one")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, {"tpsize": 2, "loss_chunks": 3}),
+        (4, {"cp": 2, "microbatches": 2}),
+        (4, {"pp": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "full"}),
+        pytest.param(4, {"parallel": "hsdp", "loss_chunks": 2}, marks=pytest.mark.long),
+        pytest.param(4, {"tpsize": 2, "cp": 2, "cp_style": "ulysses", "tile": 2}, marks=pytest.mark.long),
+        pytest.param(2, {"parallel": "zero2", "microbatches": 3}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_packed_documents_on_every_layout(run_on_ranks, packed, tmp_path, ranks, flags):
+    run_on_ranks(run, ranks, tmp_path, packed.flags | flags)
+    one, many = (mmm.history.load(folder) for folder in (packed.outdir, tmp_path))
+    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
+    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
+    weights = dict(saved(tmp_path).named_parameters())
+    for name, parameter in saved(packed.outdir).named_parameters():
+        torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
+
+
+def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
+    """The validation loss: the mean over the targets, each document computed by itself."""
+    config = lm.Config(**SMALL, **packed.flags)
+    validation, model = config.load(256, config.seed).validation, saved(packed.outdir)
+    total, count = 0.0, 0
+    for step in range(config.eval_batches):
+        batch = validation.batch(step, 8, 0, 8)
+        for inputs, targets, starts in zip(batch.inputs, batch.targets, batch.document_starts, strict=True):
+            for start in starts.unique():
+                document = (starts == start) & (targets != -100)
+                if document.any():
+                    with torch.no_grad():
+                        logits = model(inputs[document][None])
+                    total += torch.nn.functional.cross_entropy(logits[0], targets[document], reduction="sum").item()
+                    count += int(document.sum())
+    assert 0 < count < config.eval_batches * 8 * 32
+    assert total / count == pytest.approx(float(mmm.history.load(packed.outdir).val_loss[-1]), rel=1e-12)
+
+
 EXPERTS = {"n_experts": 4, "balance_rate": 0.05}
 
 
@@ -186,6 +244,9 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
         ({"weight_decay": -0.1}, "--weight_decay -0.1: it must be a number from 0 on"),
         ({"decayed": "matrices"}, "--decayed matrices with --optimizer sgd"),
         ({"eval_batches": 0}, "--eval_batches 0"),
+        ({"pack": True}, "--pack: Python"),
+        ({"document_mask": True}, "library does not say where documents end: prepare its texts by mmm tokens"),
+        ({"document_mask": True, "dataset": "random"}, "--document_mask and --dataset random contradict each other"),
         ({"text": "small.txt", "global_batch_size": 40}, "last tenth, for validation: the data has 18 sequences"),
     ],
     ids=str,

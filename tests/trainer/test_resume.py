@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import mmm.history
 from mmm.checkpoint import read_manifest
+from mmm.data.prepare import Preparation, prepare
 from mmm.history.resume import marks_of
 from mmm.runtime.stop import stop_signal
 from support.resuming import curve, tensors, train
@@ -101,6 +103,27 @@ def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
         assert any(tensor.any() for name, tensor in tensors(two / "checkpoints/step-10").items() if "bias" in name)
     if layout.get("dtype") == "fp16":
         assert read_manifest(two / "checkpoints/step-20").state["scaler"]["_growth_tracker"] == STEPS
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {"tpsize": 2}), (4, {"pp": 2, "loss_chunks": 2})], ids=str)
+def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
+    """A mixture of them, to the last bit; and on another layout."""
+    folders = []
+    for separator in (",", "and"):
+        folders.append(tmp_path / f"of {separator}")
+        prepare(Preparation(text, folders[-1], separator=separator), 1)
+    mixture = tuple(Path(f"{folder}:{weight}") for folder, weight in zip(folders, (0.4, 0.6), strict=True))
+    flags = {**TEXT, "text": mixture, "pack": True, "document_mask": True, **layout}
+    one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path)
+    shutil.copytree(two, tmp_path / "elsewhere")
+    assert go_on(run_on_ranks, LM, ranks, flags, two) == [""] * ranks
+    same_bits(one, two)
+    plain = {name: value for name, value in flags.items() if name not in layout}
+    assert go_on(run_on_ranks, LM, 1, plain, tmp_path / "elsewhere") == [""]
+    assert curve(tmp_path / "elsewhere") == pytest.approx(curve(one), rel=1e-9)
+    (refused, *_) = go_on(run_on_ranks, LM, 1, {**plain, "document_mask": False, "max_iters": 99}, two)
+    assert "--document_mask True there, none here" in refused
+    assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
 
 
 def test_the_record_is_one(run_on_ranks, tmp_path, text):

@@ -32,14 +32,14 @@ def launch(ranks, module, outdir, *flags):
     return done.stdout
 
 
-CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", "3", "--dtype", "fp64", "--no-dropout"]
+CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", "3", "--dtype", "fp64"]
 
 
 @pytest.fixture(scope="module")
 def cnn(tmp_path_factory):
     """The explicit example on one rank and on three, which do not divide the 360 test images."""
     folder = tmp_path_factory.mktemp("cnn")
-    options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 3, "dtype": "fp64", "dropout": False}
+    options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 3, "dtype": "fp64"}
     fsdp.train(fsdp.Config(**options, outdir=folder / "1"))
     out = launch(3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model")
     return folder, out
@@ -92,7 +92,6 @@ def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
         global_batch_size=24,
         max_iters=3,
         dtype="fp64",
-        dropout=False,
         microbatches=3,
         outdir=tmp_path,
     )
@@ -137,13 +136,13 @@ def test_vit_on_tp(tmp_path):
     ("program", "flags", "layout"),
     [
         (vit, "--pp 2 --schedule GPipe", "pp2·dp2"),
-        (fsdp_trainer, "--pp 2 --tp 2 --microbatches 4 --no-dropout", "pp2·tp2"),
-        (fsdp_trainer, "--dp_replicate 2 --tp 2 --microbatches 3 --no-dropout", "dp_replicate2·tp2"),
+        (fsdp_trainer, "--pp 2 --tp 2 --microbatches 4", "pp2·tp2"),
+        (fsdp_trainer, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),
     ],
 )
 def test_losses_of_one_rank_on_several_axes(tmp_path, program, flags, layout):
     config = {"dataset": "digits", "max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "lr": 0.03, "plots": False}
-    config |= {"image_size": 16, "patch_size": 4, "channels": 1} if program is vit else {"dropout": False}
+    config |= {"image_size": 16, "patch_size": 4, "channels": 1} if program is vit else {}
     words = [w for name, value in config.items() if not isinstance(value, bool) for w in (f"--{name}", str(value))]
     launch(4, program.__name__, tmp_path / "many", *words, "--no-plots", *flags.split())
     program.train(program.Config(**config, outdir=tmp_path / "one"))

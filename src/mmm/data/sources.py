@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmm.data.documents import DocumentTokens, PackedTokens
 from mmm.data.text import Corpus, TokenArray, encoded, read_text_files, standard_library
 from mmm.data.token_file import TokenFile, open_tokens
 from mmm.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
@@ -42,17 +43,36 @@ class Sources:
         mean = math.fsum(weight * of_one for weight, of_one in zip(self.weights, each, strict=True))
         return None if math.isnan(mean) else mean
 
-    def tokens(self, seq_length: int, seed: int, vocab_size: int) -> tuple[Tokens, Tokens]:
+    def tokens(
+        self, seq_length: int, seed: int, vocab_size: int, pack: bool = False, document_mask: bool = False
+    ) -> tuple[Tokens, Tokens]:
         """To train on, in an order that depends on the seed, and to validate on, in order.
 
+        Args:
+            pack: whole documents (`PackedTokens`). document_mask: with where they begin.
+
         Raises:
+            ConfigError: a text does not say where documents end, and one of the two is asked for.
             DataError: a text is shorter than a sequence, or has tokens that the vocabulary lacks.
         """
+        flag = "--pack" if pack else "--document_mask"
+        for corpus in self.corpora:
+            if (pack or document_mask) and corpus.documents is None:
+                raise ConfigError(
+                    f"{flag}: {corpus.source} does not say where documents end: prepare its texts by mmm tokens"
+                )
 
         def samples(part: Callable[[Corpus], TokenArray], shuffle: bool) -> Tokens:
             found: list[Tokens] = []
             for corpus in self.corpora:
-                if isinstance(text := part(corpus), TokenFile):
+                text, documents = part(corpus), corpus.documents
+                if isinstance(text, TokenFile) and documents is not None and (pack or document_mask):
+                    given = (text, documents(), seq_length, seed, shuffle)
+                    if pack:
+                        found.append(PackedTokens(*given, vocab_size=vocab_size, document_starts=document_mask))
+                    else:
+                        found.append(DocumentTokens(*given, vocab_size=vocab_size))
+                elif isinstance(text, TokenFile):
                     found.append(FileTokens(text, seq_length, seed, shuffle, vocab_size=vocab_size))
                 else:
                     found.append(TextTokens(text, seq_length, seed, shuffle, unit=corpus.unit))

@@ -47,7 +47,7 @@ class Corpus:
     sha256: str
     unit: str = "bytes"
     tokenizer: Tokenizer | None = None
-    documents: Callable[[], np.ndarray] | None = None
+    documents: Callable[[], TokenArray] | None = None
     bytes_per_token: float | None = None
 
     def describe(self) -> dict[str, object]:

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from mmm.data.text import Corpus
+from mmm.data.text import Corpus, TokenArray
 from mmm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mmm.errors import DataError
 
@@ -93,6 +93,26 @@ class TokenFile:
         )
 
 
+class _MegatronEnds:
+    """The ends of documents, read where they are asked for.
+
+    Args:
+        first: (documents,), the sequence after each. pointers: the byte of each sequence. width: bytes of a token.
+        total: tokens.
+    """
+
+    def __init__(self, first: np.ndarray, pointers: np.ndarray, width: int, total: int) -> None:
+        self.first, self.pointers, self.width, self.total = first, pointers, width, total
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        after = np.asarray(self.first[part])
+        inside = after < len(self.pointers)
+        return np.where(inside, self.pointers[np.where(inside, after, 0)] // self.width, self.total)
+
+
 def open_tokens(path: Path) -> Corpus | None:
     """What is at `path`: a folder of ``mmm tokens``, a ``.bin``, an ``.idx`` or what they have in common; None if it is
     none of these, so that it is text.
@@ -131,8 +151,10 @@ def _open_folder(folder: Path) -> Corpus:
     tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
     if tokenizer.kind != kind or tokenizer.sha256 != about["sha256"]:
         raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
-    ends = lambda: np.memmap(folder / DOCUMENTS, "<i8", "r", shape=(documents,))  # noqa: E731
-    corpus = _corpus(tokens, str(folder), digest, tokenizer, ends)
+    ends = TokenFile(folder / DOCUMENTS, np.dtype("<i8"))
+    if len(ends) != documents:
+        raise DataError(f"{folder / DOCUMENTS} has {len(ends)} documents, not {documents}: prepare it again")
+    corpus = _corpus(tokens, str(folder), digest, tokenizer, lambda: ends)
     return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
 
 
@@ -171,9 +193,9 @@ def _open_megatron(index: Path) -> Corpus:
     if total != len(tokens):
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or another's")
 
-    def ends() -> np.ndarray:
+    def ends() -> TokenArray:
         first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))[1:]
-        return np.append(pointers, total * width)[first] // width
+        return _MegatronEnds(first, pointers, width, total)
 
     digest = hashlib.sha256(f"{_fingerprint(index)} {_fingerprint(tokens.path)}".encode()).hexdigest()
     return _corpus(tokens, str(tokens.path), digest, None, ends)
@@ -184,7 +206,7 @@ def _corpus(
     source: str,
     digest: str,
     tokenizer: Tokenizer | None = None,
-    documents: Callable[[], np.ndarray] | None = None,
+    documents: Callable[[], TokenArray] | None = None,
 ) -> Corpus:
     if len(tokens) < 2:
         raise DataError(f"--text {source} has {len(tokens)} tokens: it needs 2 at least")

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,26 +17,37 @@ from mmm.data.text import TokenArray
 from mmm.data.token_file import TokenFile
 from mmm.errors import ConfigError, DataError
 
+PADDING = -100  # a target that cross-entropy passes over: PyTorch's default
+
 
 @dataclass(frozen=True)
 class Batch:
     """A local batch.
 
     Attributes:
-        inputs, targets: (batch, seq) int64; a target is the token after its input.
+        inputs, targets: (batch, seq) int64; a target is the token after its input, or `PADDING`.
         count: targets in the global batch: the divisor of a sum of losses.
+        has_padding: some targets may be `PADDING`, which `count` includes: the divisor is how many are not, and differs
+            from step to step.
+        document_starts: (batch, seq) int64, the place in its sequence where the document of each token begins; None
+            where a sequence is one text.
+        sample_keys: (batch,) int64, for models with dropout (`mmm.models.dropout`); None where there are none.
     """
 
     inputs: Tensor
     targets: Tensor
     count: int
+    has_padding: bool = False
+    document_starts: Tensor | None = None
+    sample_keys: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """On the device. The host does not wait for the copy to CUDA or XPU, which is made from pinned memory."""
-        inputs, targets = self.inputs, self.targets
+        tensors = [self.inputs, self.targets, *([] if self.document_starts is None else [self.document_starts])]
         if pinned := device.type in ("cuda", "xpu"):
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return Batch(inputs.to(device, non_blocking=pinned), targets.to(device, non_blocking=pinned), self.count)
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        inputs, targets, *starts = (tensor.to(device, non_blocking=pinned) for tensor in tensors)
+        return Batch(inputs, targets, self.count, self.has_padding, *starts)
 
 
 class Tokens(ABC):
@@ -43,16 +55,19 @@ class Tokens(ABC):
 
     Attributes:
         samples: sequences in one epoch.
+        has_padding: as of `Batch`.
     """
 
     samples: int
+    has_padding: bool = False
 
     def __init__(self, seq_length: int, seed: int) -> None:
         self.seq_length, self.seed = seq_length, seed
 
     @abstractmethod
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        """Sequence number `place` of an epoch, from 0: (seq_length + 1,) int64."""
+        """Sequence number `place` of an epoch, from 0: (seq_length + 1,) int64; where a target is not always the next
+        token, (2, seq_length), inputs and targets; with documents (3, seq_length), also where each token's begins."""
 
     def steps_per_epoch(self, global_batch: int) -> int:
         """Steps of `global_batch` samples in an epoch; a remainder at its end is dropped.
@@ -81,8 +96,10 @@ class Tokens(ABC):
         """
         epoch, begin = self.begin(step, global_batch)
         begin += first_sample
-        rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))  # (size, seq + 1)
-        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), global_batch * self.seq_length)
+        rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))
+        parts = (rows[:, :-1], rows[:, 1:]) if rows.ndim == 2 else rows.unbind(1)  # each (size, seq)
+        inputs, targets, *starts = (part.contiguous() for part in parts)
+        return Batch(inputs, targets, global_batch * self.seq_length, self.has_padding, *starts)
 
 
 class TextTokens(Tokens):
@@ -111,9 +128,12 @@ class TextTokens(Tokens):
         """Which sample of the text is at a place of an epoch, from a list, which is smaller than a text in memory."""
         return int(epoch_order(self.seed, epoch, self.samples)[place])
 
+    def first_token(self, epoch: int, place: int) -> int:
+        """Where in the text a sample begins."""
+        return (self.shuffled(epoch, place) if self.shuffle else place) * self.seq_length
+
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        number = self.shuffled(epoch, place) if self.shuffle else place
-        begin = number * self.seq_length
+        begin = self.first_token(epoch, place)
         return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
 
 
@@ -133,23 +153,25 @@ class FileTokens(TextTokens):
         super().__init__(text, seq_length, seed, shuffle, unit="tokens")
         self.path, self.vocab_size = text.path, vocab_size
         for number in (0, self.samples - 1):
-            self._check(text[number * seq_length : (number + 1) * seq_length])
+            check_vocabulary(self.path, text[number * seq_length : (number + 1) * seq_length], vocab_size)
 
     def shuffled(self, epoch: int, place: int) -> int:
         return permuted(place, self.samples, self.seed, epoch)
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         row = super().sample(epoch, place)
-        self._check(row)
+        check_vocabulary(self.path, row, self.vocab_size)
         return row
 
-    def _check(self, tokens: np.ndarray) -> None:
-        for token in (int(tokens.min()), int(tokens.max())):
-            if not 0 <= token < self.vocab_size:
-                raise DataError(
-                    f"{self.path} has token {token}, and the model's vocabulary ends at {self.vocab_size - 1}: "
-                    f"give the --tokenizer that made the file, or its --vocab_size"
-                )
+
+def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises DataError where tokens of a file are not in the vocabulary."""
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < vocab_size:
+            raise DataError(
+                f"{path} has token {token}, and the model's vocabulary ends at {vocab_size - 1}: "
+                f"give the --tokenizer that made the file, or its --vocab_size"
+            )
 
 
 class Mixture(Tokens):
@@ -172,7 +194,7 @@ class Mixture(Tokens):
 
     def __init__(self, sources: Sequence[Tokens], weights: Sequence[float], seed: int) -> None:
         super().__init__(sources[0].seq_length, seed)
-        self.sources = tuple(sources)
+        self.sources, self.has_padding = tuple(sources), any(source.has_padding for source in sources)
         self.samples = sum(source.samples for source in sources)
         ends = np.rint(np.cumsum(weights) / np.sum(weights) * self.BLOCK).astype(np.int64)
         self.quota = np.diff(ends, prepend=0)  # samples of each source in a block

@@ -103,7 +103,7 @@ def train(config: Config) -> None:
             if config.break_ == "averaged":  # the mean over the own labels, and over the ranks
                 count = int((labels >= 0).sum()) * run.layout.dp
             with torch.autocast(run.device.type, run.precision.compute, enabled=autocast):
-                logits = model(images)
+                logits = model(images, step.batch.sample_keys)  # which decide what dropout drops, on any mesh
             loss = cross_entropy(logits, labels, count)
             step.log(loss)
             (loss * factor).backward()

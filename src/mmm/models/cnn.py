@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmm.models.dropout import Dropout
 from mmm.models.sizes import below_one
 from mmm.models.weights import Init
 
@@ -21,7 +22,7 @@ class CNNConfig:
     """Sizes of the net. ``width1``, ``width2``: channels out of the convolutions; ``hidden``: width of ``fc1``.
 
     ``conv_dropout`` and ``fc_dropout`` are the fractions of elements set to 0 while training, after the convolutions
-    and after ``fc1``. Which ones depends on the rank's random generator: the same losses on every mesh need 0.
+    and after ``fc1``.
     """
 
     channels: int = 1
@@ -71,15 +72,16 @@ class CNN(nn.Module):
         self.config = config
         self.conv1: nn.Module | None = nn.Conv2d(config.channels, config.width1, 3)
         self.conv2: nn.Module | None = nn.Conv2d(config.width1, config.width2, 3)
-        self.dropout1 = nn.Dropout(config.conv_dropout)
+        self.dropout1 = Dropout(config.conv_dropout, 1)
         self.fc1: nn.Module | None = nn.Linear(config.features, config.hidden)
-        self.dropout2 = nn.Dropout(config.fc_dropout)
+        self.dropout2 = Dropout(config.fc_dropout, 2)
         self.fc2: nn.Module | None = nn.Linear(config.hidden, config.classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sample_keys: Tensor | None = None) -> Tensor:
         """
         Args:
             x: (batch, channels, image_size, image_size), or the previous stage's output where ``conv1`` is None.
+            sample_keys: (batch,) int64, for dropout (`mmm.models.dropout.sample_keys`).
 
         Raises:
             ValueError: images of another size or number of channels.
@@ -94,9 +96,9 @@ class CNN(nn.Module):
             x = F.relu(self.conv1(x))  # (batch, width1, image_size - 2, image_size - 2)
         if self.conv2 is not None:
             x = F.relu(self.conv2(x))  # (batch, width2, image_size - 4, image_size - 4)
-            x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)  # (batch, features)
+            x = self.dropout1(F.max_pool2d(x, 2), sample_keys).flatten(1)  # (batch, features)
         if self.fc1 is not None:
-            x = self.dropout2(F.relu(self.fc1(x)))  # (batch, hidden)
+            x = self.dropout2(F.relu(self.fc1(x)), sample_keys)  # (batch, hidden)
         return self.fc2(x) if self.fc2 is not None else x  # (batch, classes)
 
     def init_rule(self, name: str) -> Init:

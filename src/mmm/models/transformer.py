@@ -140,17 +140,17 @@ def rotary_table(
     """Cosine and sine of each position's angles.
 
     Args:
-        positions: (seq,) int64, the global position of each local token.
+        positions: (…, seq) int64, of each local token in the full sequence, or in its document.
         head_dim: even. theta: base of the wavelengths. scaling: of the frequencies.
 
     Returns:
-        Two tensors (seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
+        Two tensors (…, seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
         float32 on devices without it.
     """
     dtype = widest(positions.device)
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
     frequencies = theta**-exponent if scaling is None else scaling.scaled(theta**-exponent)
-    angle = positions.to(dtype)[:, None] * frequencies  # (seq, head_dim / 2)
+    angle = positions.to(dtype)[..., None] * frequencies  # (…, seq, head_dim / 2)
     return angle.cos(), angle.sin()
 
 
@@ -158,10 +158,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (2i, 2i+1) of each head by its position's angle, in float32 or wider; the result has the dtype of x.
 
     Args:
-        x: (batch, seq, heads, head_dim). cos, sin: (seq, head_dim / 2).
+        x: (batch, seq, heads, head_dim). cos, sin: (seq, head_dim / 2), or one for each sample.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(wide)[:, None, :], sin.to(wide)[:, None, :]  # (seq, 1, head_dim / 2)
+    cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)  # (…, seq, 1, head_dim / 2)
     even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)  # (…, head_dim / 2, 2)
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
@@ -185,47 +185,56 @@ def takes_grouped_heads(q: Tensor) -> bool:
     return q.device.type == "cpu" and CPU_TAKES_GROUPED_HEADS
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Every token attends to itself and to all before it.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
+    """Every token attends to itself and to all before it, of its document where there are several.
 
     Args:
         q: (batch, heads, seq, head_dim). k, v: (batch, kv heads, seq, head_dim); each serves heads / kv heads of q.
+        document_starts: (batch, seq) int64: the position in the sequence where each token's document begins. A mask of
+            (batch, 1, seq, seq) follows from it, which PyTorch's kernel for memory-efficient attention takes on CUDA
+            and its fused one on CPU; flash attention does not.
 
     Returns:
         (batch, heads, seq, head_dim).
     """
     shared_by = q.shape[1] // k.shape[1]
-    grouped = shared_by > 1 and takes_grouped_heads(q)
+    grouped = shared_by > 1 and takes_grouped_heads(q) and (document_starts is None or q.device.type == "cpu")
     if shared_by > 1 and not grouped:
         k = k.repeat_interleave(shared_by, dim=1)  # (batch, heads, seq, head_dim)
         v = v.repeat_interleave(shared_by, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if document_starts is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    place = torch.arange(q.shape[2], device=q.device)
+    seen = (place >= document_starts[..., None]) & (place <= place[:, None])  # (batch, queries, keys)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=grouped)
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads.
 
     Attributes:
-        attention_fn: the function of q, k and v, the one place where tokens meet; context parallelism replaces it.
+        attention_fn: the function of q, k, v, and where a sequence has several documents of its `document_starts`: the
+            one place where tokens meet; context parallelism replaces it.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attention_fn: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self.attention_fn: Callable[..., Tensor] = causal_attention
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         q = self.wq(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local heads, head_dim)
         k = self.wk(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local kv heads, head_dim)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)  # likewise
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, local heads, seq, head_dim)
-        out = self.attention_fn(q, k, v)  # (batch, local heads, seq, head_dim)
+        documents = () if document_starts is None else (document_starts,)
+        out = self.attention_fn(q, k, v, *documents)  # (batch, local heads, seq, head_dim)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
 
 
@@ -255,8 +264,8 @@ class TransformerBlock(nn.Module):
         else:
             self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
         feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
         return x + feed_forward(self.ffn_norm(x))
 
@@ -280,19 +289,23 @@ class Transformer(nn.Module):
         if config.tie_word_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None) -> Tensor:
         """
         Args:
             tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embedding is missing.
             positions: (seq,) int64 global position of each token; 0, 1, 2, … if None.
+            document_starts: (batch, full seq) int64, where several documents are in a sequence: the position where the
+                document of each token begins. Neither attention nor rotary positions cross a document's ends.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        # (seq,), or (batch, seq) with documents
+        in_document = positions if document_starts is None else positions - document_starts[:, positions]
         config = self.config
-        cos, sin = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        cos, sin = rotary_table(in_document, config.head_dim, config.rope_theta, config.rope_scaling)
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens  # (batch, seq, dim)
         for layer in self.layers.values():
-            h = layer(h, cos, sin)
+            h = layer(h, cos, sin, document_starts)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h) if self.output is not None else h  # (batch, seq, vocab_size)
 

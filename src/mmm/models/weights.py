@@ -21,6 +21,8 @@ CHUNK = 1 << 22  # elements drawn at once on a device, which bounds the temporar
 CPU_CHUNK = 1 << 15  # the same for each thread of a CPU: the temporary memory stays in its cache
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 
+BITS = 53  # that a float64 holds
+
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
@@ -70,14 +72,25 @@ def _logical_shift(z: Tensor, bits: int, out: Tensor) -> Tensor:
     return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def uniform01(key: int, index: Tensor) -> Tensor:
-    """Float64 in (0, 1), 53 random bits each, for the int64 element indices `index` (any shape)."""
-    z = (index * _signed(_GAMMA)).add_(_signed(key + _GAMMA))  # from here on in place: memory is what it costs
+def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
+    """`BITS` random bits each, as int64, for the int64 element indices `index` (any shape).
+
+    Args:
+        key: of the stream; or one for each row of `index`, int64, (rows, 1).
+    """
+    z = index * _signed(_GAMMA)
+    z = z + key + _signed(_GAMMA) if isinstance(key, Tensor) else z.add_(_signed(key + _GAMMA))
+    # From here on in place: memory is what it costs.
     shifted = torch.empty_like(z)
     z.bitwise_xor_(_logical_shift(z, 30, shifted)).mul_(_signed(_MIX1))
     z.bitwise_xor_(_logical_shift(z, 27, shifted)).mul_(_signed(_MIX2))
     z.bitwise_xor_(_logical_shift(z, 31, shifted))
-    return _logical_shift(z, 11, shifted).double().add_(0.5).mul_(2.0**-53)
+    return _logical_shift(z, 64 - BITS, shifted)
+
+
+def uniform01(key: int, index: Tensor) -> Tensor:
+    """Float64 in (0, 1), of `random_bits`."""
+    return random_bits(key, index).double().add_(0.5).mul_(2.0**-BITS)
 
 
 def _draw(rule: Init, key: int, index: Tensor) -> Tensor:

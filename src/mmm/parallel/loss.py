@@ -8,26 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmm.data.tokens import PADDING
 from mmm.models.weights import widest
 from mmm.parallel.local import to_local
 
-Loss = Callable[[Tensor, Tensor, int], Tensor]  # (output, targets, count) → local loss
+Loss = Callable[[Tensor, Tensor, int | Tensor], Tensor]  # (output, targets, count) → local loss
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, count: int) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
     """The local loss of a batch: the sum of its cross-entropies, divided by the global `count`.
 
     The local losses of all data-parallel coordinates add up to the mean over the global batch, and so do gradients.
 
     Args:
         logits: (…, classes), full, or sharded over the classes (then, and for backward, inside ``loss_parallel()``).
-        targets: (…) int64. count: targets in the global batch.
+        targets: (…) int64; `PADDING` for none. count: targets in the global batch.
 
     Returns:
         Scalar, at least float32.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum")
+    total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=PADDING)
     return total / count
 
 

@@ -10,7 +10,7 @@ An example that teaches one technique calls these functions itself; what takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -20,12 +20,14 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.data.tokens import PADDING
+from mmm.models.dropout import has_dropout
 from mmm.models.experts import has_experts
 from mmm.models.weights import InitRules, canonical_name, widest
 from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm, local_norms
 from mmm.parallel.compile import CompileReport
-from mmm.parallel.context.apply import positions_of
+from mmm.parallel.context.ring import positions_of
 from mmm.parallel.data.apply import sync_gradients
 from mmm.parallel.data.fsdp import reshard
 from mmm.parallel.data.replicas import Replicas
@@ -53,6 +55,7 @@ class ParallelModel:
     Attributes:
         modules: this rank's stages by number; number 0 alone is the full model where there is no pipeline.
         first_names: the further names of tied weights, and the first of each.
+        draws: whether the model has dropout, and takes ``sample_keys``.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class ParallelModel:
         self.layout, self.device, self._lap = mesh.layout, device, lap
         self.microbatches, self._positions = partition.microbatches, plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
-        self._experts = has_experts(model)
+        self._experts, self.draws = has_experts(model), has_dropout(model)
         self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
         self.modules: dict[int, nn.Module] = {0: model}
         self._rules, rules, ties = InitRules(model), None, list[dict[int, str]]()
@@ -174,55 +177,90 @@ class ParallelModel:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
         return worst
 
-    def step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None = None) -> Tensor:
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        count: int | None,
+        scaler: GradScaler | None = None,
+        **split: Tensor,
+    ) -> Tensor:
         """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
 
         Args:
-            inputs, targets: (batch, …), full sequences also under cp. count: targets in the global batch.
+            inputs, targets: (batch, …), full sequences also under cp.
+            count: targets in the global batch; None: `count_targets`.
             scaler: scales up what is differentiated, for fp16; not with pp.
+            split: further arguments of the model's forward, (batch, …), split as the samples are: where several
+                documents are in a sequence ``document_starts``, full also under cp; for dropout ``sample_keys``.
 
         Returns:
             This rank's local loss, scalar, on the device and without a graph: those of `Layout.loss_ranks` add up to
             the global loss.
         """
-        loss = self._step(inputs, targets, count, scaler)
+        divisor = self.count_targets(targets) if count is None else count
+        loss = self._step(inputs, targets, divisor, scaler, split)
         if self._report is not None:
             self._report.log()
             self._report = None
         return loss
 
-    def _step(self, inputs: Tensor, targets: Tensor, count: int, scaler: GradScaler | None) -> Tensor:
+    def count_targets(self, targets: Tensor) -> Tensor:
+        """Targets of the global batch that are not `PADDING`, 1 at least: int64 scalar, on the device. A collective.
+
+        Args:
+            targets: of this data-parallel coordinate, full sequences also under cp.
+        """
+        count = (targets != PADDING).sum()
+        for axis in ("dp_replicate", "dp_shard"):
+            if self.layout.sizes[axis] > 1:
+                dist.all_reduce(count, group=self.mesh[axis].get_group())
+        return count.clamp_(min=1)
+
+    def _step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        count: int | Tensor,
+        scaler: GradScaler | None,
+        split: Mapping[str, Tensor],
+    ) -> Tensor:
         inputs, targets, positions = self._own_tokens(inputs, targets)
         with loss_parallel():
             if self.pipeline is not None:
                 assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
                 self._measure = lambda output, targets: self._loss(output, targets, count)
-                loss = self.pipeline.step(inputs, targets, **positions)
+                loss = self.pipeline.step(inputs, targets, split, **positions)
                 if self.ties is not None:
                     self.ties.sum_gradients()
                     self._timed("dtb")
                 return loss
             losses, (model,) = [], self.modules.values()
-            batches = (inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches))
-            for number, (some_inputs, some_targets) in enumerate(zip(*batches, strict=True), start=1):
+            batches = [tensor.tensor_split(self.microbatches) for tensor in (inputs, targets, *split.values())]
+            for number, (some_inputs, some_targets, *others) in enumerate(zip(*batches, strict=True), start=1):
                 sync_gradients(model, number == self.microbatches)
-                loss = self._loss(model(some_inputs, **positions), some_targets, count)
+                named = dict(zip(split, others, strict=True)) | positions
+                loss = self._loss(model(some_inputs, **named), some_targets, count)
                 self._timed("dtf")
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 self._timed("dtb")
                 losses.append(detached(loss))
         return sum(losses[1:], losses[0])
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
+    def evaluate(self, inputs: Tensor, targets: Tensor, count: int | Tensor, **split: Tensor) -> Tensor:
         """The local loss as `step` returns it, by forward alone. A collective."""
-        return self.measure(inputs, targets, lambda output, targets: self._loss(output, targets, count))[0]
+
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            return self._loss(output, targets, count)
+
+        return self.measure(inputs, targets, loss, **split)[0]
 
     @torch.no_grad()
-    def measure(self, inputs: Tensor, targets: Tensor, *measures: Measure) -> Tensor:
+    def measure(self, inputs: Tensor, targets: Tensor, *measures: Measure, **split: Tensor) -> Tensor:
         """Scalars of outputs and targets, by forward alone. A collective.
 
         Args:
-            inputs, targets: as for `step`. With pp the samples have to divide into the micro-batches of a step.
+            inputs, targets, split: as for `step`. With pp the samples have to divide into the micro-batches of a step.
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
@@ -238,11 +276,11 @@ class ParallelModel:
         with loss_parallel():
             if self.pipeline is None:
                 (model,) = self.modules.values()
-                add(model(inputs, **positions), targets)
+                add(model(inputs, **split, **positions), targets)
                 reshard(model)  # FSDP itself does so only after a backward
                 return sums
             self._measure = add
-            self.pipeline.evaluate(inputs, targets, **positions)
+            self.pipeline.evaluate(inputs, targets, split, **positions)
         dist.all_reduce(sums, group=self.mesh["pp"].get_group())  # only the last stage has outputs
         return sums
 

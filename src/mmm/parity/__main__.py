@@ -70,8 +70,9 @@ class Options:
     """For --layout. Default: 2, or with pp what the schedule needs at least."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
     """For --layout. Default: none."""
-    data: Literal["made_up", "digits"] | None = None
-    """For --layout: digits are real images, for models that take images. Default: made up by the model's own file."""
+    data: Literal["made_up", "digits", "packed"] | None = None
+    """For --layout: digits are real images, for models that take images; packed: several documents in a sequence, for
+    the Transformer. Default: made up by the model's own file."""
     timeout: float = 300.0
     """Seconds that a layout may take before it counts as hanging."""
     outdir: Path | None = None

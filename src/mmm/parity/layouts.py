@@ -23,7 +23,8 @@ class ParityCase:
 
     Attributes:
         model: its name (`mmm.parity.models`). layout: the name as `canonical` writes it.
-        data: ``made_up``, by the model's own module, or ``digits``, real images.
+        data: ``made_up``, by the model's own module; ``digits``, real images; ``packed``, made up, several documents in
+            a sequence, whose attention and positions end with them.
         optimizers: one training each.
     """
 
@@ -150,29 +151,29 @@ _IMAGES = {
 _REAL = {layout: f"{_IMAGES[layout]} digits" for layout in ("dp2", "pp2")}
 MATRIX: dict[str, dict[str, str]] = {
     "transformer": {
-        "1": "- full selective",
-        "dp2": _ALL_DP,
+        "1": "- full selective packed",
+        "dp2": f"{_ALL_DP} packed ddp+packed",
         "dp4": _ALL_DP,
         "dp8": "fsdp",
         "dp_replicate2": "fsdp ddp",
-        "dp_replicate2·dp_shard2": "fsdp",
-        "tp2": "-",
+        "dp_replicate2·dp_shard2": "fsdp packed",
+        "tp2": "- packed",
         "tp4": "-",
         "tp8": "-",
-        "cp2": "ring ulysses",
-        "cp4": "ring ulysses",
+        "cp2": "ring ulysses packed ulysses+packed",
+        "cp4": "ring ulysses packed ulysses+packed",
         "cp8": "ring",
-        "pp2": _SCHEDULES,
+        "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed",
         "pp4": _SCHEDULES,
-        "dp2·tp2": "- full",
+        "dp2·tp2": "- full packed full+packed",
         "dp4·tp2": "-",
         "dp2·tp4": "-",
         "dp2·cp2": "ring ulysses",
-        "cp2·tp2": "ring ulysses",
+        "cp2·tp2": "ring ulysses packed ulysses+packed",
         "cp2·tp4": "-",
         "dp_replicate2·tp2": "-",
         "dp_replicate2·cp2": "-",
-        "pp2·dp2": _SCHEDULES,
+        "pp2·dp2": f"{_SCHEDULES} packed",
         "pp4·dp2": "-",
         "pp2·dp_replicate2": "-",
         "pp2·tp2": "1F1B ZBVZeroBubble",
@@ -181,10 +182,10 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp_replicate2·dp_shard2·tp2": "-",
         "dp_replicate2·dp_shard2·cp2": "-",
         "pp2·dp_replicate2·dp_shard2": "-",
-        "dp2·cp2·tp2": "ring ulysses",
-        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble",
-        "pp2·cp2·tp2": "-",
-        "pp2·dp2·cp2": "-",
+        "dp2·cp2·tp2": "ring ulysses packed",
+        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed",
+        "pp2·cp2·tp2": "- packed",
+        "pp2·dp2·cp2": "- packed ulysses+packed",
     },
     "moe": {
         "1": "-",
@@ -194,10 +195,10 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp4·ep2": "-",
         "dp4·ep4": "-",
         "dp8·ep4": "-",
-        "dp2·cp2·ep2": "ring ulysses",
+        "dp2·cp2·ep2": "ring ulysses packed",
         "dp2·tp2·ep2": "-",
         "dp_replicate2·dp_shard2·ep2": "-",
-        "pp2·dp2·ep2": "1F1B ZBVZeroBubble",
+        "pp2·dp2·ep2": "1F1B ZBVZeroBubble packed",
         "pp2·dp2·tp2·ep2": "-",
     },
     "gpt": {
@@ -234,7 +235,7 @@ FIELDS = {
     **dict.fromkeys(_SCHEDULES.split(), "schedule"),
     **dict.fromkeys(("ring", "ulysses"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
-    "digits": "data",
+    **dict.fromkeys(("digits", "packed"), "data"),
 }
 
 

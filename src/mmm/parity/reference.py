@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from mmm.data.datasets import digits
 from mmm.data.images import ImagesInMemory
+from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
 from mmm.models import weights
+from mmm.models.dropout import has_dropout, sample_keys
 
 GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
 RATES = {"sgd": 0.3, "adamw": 1e-2}
@@ -27,7 +29,7 @@ class Training:
 
     Attributes:
         dtype: a key of `DTYPES`. global_batch: samples of a step.
-        data: ``made_up`` by the model's own module, or ``digits``.
+        data: as of `mmm.parity.layouts.ParityCase`.
     """
 
     steps: int = 10
@@ -45,13 +47,18 @@ class Reference:
     gradients: dict[str, Tensor]
 
 
-def batch(source: ModuleType, training: Training, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step's global batch, which depends on seed and step alone.
+def batch(source: ModuleType, training: Training, step: int) -> tuple[Tensor, ...]:
+    """Inputs and targets of a step's global batch, which depends on seed and step alone; if packed, also
+    ``document_starts``, which the model's forward takes.
 
     Raises:
-        ConfigError: digits for a model that takes no images.
+        ConfigError: digits for a model that takes no images, packed for one that takes no documents.
     """
     numbers = torch.Generator().manual_seed(1_000_003 * training.seed + step)
+    if training.data == "packed":
+        if not hasattr(source, "parity_documents"):
+            raise ConfigError(f"--data packed: {source.__name__} has no parity_documents; leave it out")
+        return source.parity_documents(training.global_batch, numbers)
     inputs, targets = source.parity_batch(training.global_batch, numbers)
     if training.data == "digits":
         if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
@@ -98,8 +105,12 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
     update = make_optimizer(optimizer, model.parameters())
     losses, gradients = [], {}
     for step in range(training.steps):
-        inputs, targets = batch(source, training, step)
-        loss = mean_loss(source, model(inputs), targets, targets.numel())
+        inputs, targets, *documents = batch(source, training, step)
+        named = {"document_starts": documents[0]} if documents else {}
+        if has_dropout(model):
+            named["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
+        count = int((targets != PADDING).sum()) if documents else targets.numel()
+        loss = mean_loss(source, model(inputs, **named), targets, count)
         loss.backward()
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

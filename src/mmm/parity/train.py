@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from mmm.analysis.traffic import count_traffic
 from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
+from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
@@ -153,10 +155,14 @@ def _train(
     losses: list[float] = []
     differences: dict[str, float] = {}
     for step in range(training.steps):
-        inputs, targets = batch(model.source, training, step)
+        inputs, targets, *documents = batch(model.source, training, step)
+        count = None if documents else targets.numel()
+        named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
+        if parallel_model.draws:
+            named["sample_keys"] = sample_keys(training.seed, step, first_sample, size, device)
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
-            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), targets.numel())
+            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), count, **named)
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
             update.step()
@@ -177,7 +183,7 @@ def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision:
         return None
     with meta_parameters():
         module = ready.model.source.parity_model()
-    inputs, _ = batch(ready.model.source, ready.training, 0)
+    inputs, *_ = batch(ready.model.source, ready.training, 0)
     try:
         by_axis = expected_traffic(
             module,

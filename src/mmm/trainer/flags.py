@@ -14,7 +14,6 @@ FLAGS = {
     "tp": "tpsize",
     "data_parallel": "parallel",
     "checkpointing": "activation_checkpointing",
-    "fc_dropout 0": "no-dropout",
 }
 
 

@@ -31,11 +31,19 @@ from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import ModelOptions, TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.text import DocumentOptions, ModelOptions, TextProgramOptions, ValidationOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayoutOptions, ModelOptions, TextProgramOptions, ValidationOptions, MemoryOptions, TrainingOptions):
+class Config(
+    LayoutOptions,
+    ModelOptions,
+    DocumentOptions,
+    TextProgramOptions,
+    ValidationOptions,
+    MemoryOptions,
+    TrainingOptions,
+):
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     max_norm: float = 1.0

@@ -72,7 +72,11 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         batch = next(batches)
         clock.lap("dtd")
         # Laps dtf, dtb and, with pp, dtw.
-        loss = model.step(batch.inputs, batch.targets, batch.count, scaler)
+        count = None if batch.has_padding else batch.count
+        split = {} if batch.document_starts is None else {"document_starts": batch.document_starts}
+        if model.draws and batch.sample_keys is not None:
+            split["sample_keys"] = batch.sample_keys
+        loss = model.step(batch.inputs, batch.targets, count, scaler, **split)
         scaler.unscale_(optimizer)
         at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
         norms, skip = None, None

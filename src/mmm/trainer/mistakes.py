@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.data import Batch
+from mmm.data.tokens import PADDING
 from mmm.models.weights import canonical_name, convert
 from mmm.parallel import cross_entropy, materialize
 from mmm.trainer.run import Run
-from mmm.trainer.tasks import PADDING
 
 STEPS = 3
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}  # relative: sums go in another order

@@ -125,6 +125,7 @@ def identity_of(module: str, resolved: Resolved, precision: Precision) -> dict[s
         "--dtype": precision.name,
         "--optimizer": options.optimizer,
         "--seed": options.seed,
+        **{f"--{name}": True for name in data.get("documents", ())},
     }
     return json.loads(json.dumps(identity))
 

@@ -34,7 +34,6 @@ from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, Plan, Techniques, apply, build_mesh, materialize
 from mmm.parallel.loss import detached
-from mmm.runtime.seed import seed_step
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.report import sharded_model
@@ -270,7 +269,6 @@ def image_steps(
                 group["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
             run.clock.start()
         run.clock.step = number
-        seed_step(run.options.seed, number, coordinate)  # for dropout
         batch = next(batches)
         if one_device is not None:
             batch = without_labels(batch, coordinate * resolved.local_batch_size, resolved.local_batch_size // 2)

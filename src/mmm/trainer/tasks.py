@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from mmm.data import Batch
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
+from mmm.data.tokens import PADDING
+from mmm.models.dropout import sample_keys
 from mmm.parallel.loss import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
 from mmm.trainer.text import validation_batches
 
-PADDING = -100  # a label that cross-entropy passes over: PyTorch's default
 TEST_BATCH = 64
 
 
@@ -83,10 +84,21 @@ class TokenTask(Task):
         """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time. In
         bits a byte, ``val_bpb``, where the bytes of the text are known."""
         batches = validation_batches(self.run, self.resolved, self.eval_batches)
+        if self.resolved.data.validation.has_padding:  # batches have different numbers of targets
+            parts = [self._loss_and_count(model, batch) for batch in batches]
+            total, count = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+            return {"val_loss": self.run.global_sum(total) / int(count)}
         losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
         loss = self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)
         bytes_per_token = self.resolved.data.bytes_per_token
         return {"val_loss": loss} | ({} if not bytes_per_token else {"val_bpb": loss / math.log(2) / bytes_per_token})
+
+    @staticmethod
+    def _loss_and_count(model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of this rank's losses, and the targets of the global batch. A collective."""
+        split = {} if batch.document_starts is None else {"document_starts": batch.document_starts}
+        loss = model.evaluate(batch.inputs, batch.targets, 1, **split)
+        return loss, model.count_targets(batch.targets)
 
 
 class ImageTask(Task):
@@ -104,9 +116,11 @@ class ImageTask(Task):
         self.steps_per_epoch = sequence.steps_per_epoch
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        for batch in self.loader.epoch(epoch, first):
+        seed, first_sample = self.run.options.seed, self.loader.first_sample
+        for step, batch in enumerate(self.loader.epoch(epoch, first), start=epoch * self.steps_per_epoch + first):
             batch = batch.to(self.run.device, self.run.precision.storage)
-            yield Batch(batch.images, batch.labels, batch.count)
+            keys = sample_keys(seed, step, first_sample, len(batch.labels), self.run.device)
+            yield Batch(batch.images, batch.labels, batch.count, sample_keys=keys)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         return evaluate_images(self.run, model, self.test_loader)

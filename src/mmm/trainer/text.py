@@ -202,6 +202,10 @@ class TextOptions:
         """Vocabulary of the data; None for random tokens, or files of tokens that do not say: the model's."""
         return None if self.dataset == "random" else self.sources().vocab_size
 
+    def documents(self) -> dict[str, bool]:
+        """What `Sources.tokens` does with documents."""
+        return {}
+
     def load(self, vocab_size: int, seed: int) -> TextData:
         """The tokens.
 
@@ -209,7 +213,7 @@ class TextOptions:
             ConfigError, DataError: flags that contradict each other; a text that cannot be used.
         """
         if self.dataset == "random":
-            for flag, value in (("text", self.text), ("tokenizer", self.tokenizer)):
+            for flag, value in {"text": self.text, "tokenizer": self.tokenizer, **self.documents()}.items():
                 if value:
                     raise ConfigError(f"--{flag} and --dataset random contradict each other: leave one out")
             train, validation = (RandomTokens(vocab_size, self.seq_length, each) for each in (seed, seed + 1))
@@ -219,8 +223,25 @@ class TextOptions:
         if vocab_size < (needed := sources.vocab_size or 0):
             what = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
             raise ConfigError(f"--vocab_size {vocab_size}: {what}; use at least {needed}")
-        about = {"dataset": self.dataset, **sources.describe()}
-        return TextData(*sources.tokens(self.seq_length, seed, vocab_size), about, sources.bytes_per_token)
+        tokens = sources.tokens(self.seq_length, seed, vocab_size, **self.documents())
+        about: dict[str, object] = {"dataset": self.dataset, **sources.describe()}
+        if given := [name for name, value in self.documents().items() if value]:
+            about["documents"] = given
+        return TextData(*tokens, about, sources.bytes_per_token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentOptions(TextOptions):
+    """Flags of what to do with a text's documents."""
+
+    pack: bool = False
+    """Fill sequences with whole documents; one that is longer than a sequence is split. For folders of `mmm tokens`,
+    and Megatron's .idx and .bin."""
+    document_mask: bool = False
+    """Neither attention nor positions cross the ends of documents."""
+
+    def documents(self) -> dict[str, bool]:
+        return {"pack": self.pack, "document_mask": self.document_mask}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ def resolve(options: CNNOptions) -> ResolvedCNN:
     local_batch_size, global_batch_size = batch_sizes(options.batch_size, options.global_batch_size, layout.dp, default)
     channels, size, _ = data.shape
     sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
-    if not options.dropout or options.break_ is not None:  # one device would drop other units
+    if not options.dropout or options.break_ is not None:  # one device, for comparison, has none
         sizes = sizes.without_dropout()
     check_cnn(sizes, layout)
     with torch.device("meta"):

@@ -20,8 +20,7 @@ splits the same way.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.errors import ConfigError
@@ -32,24 +31,6 @@ from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, find
 
 STYLES = ("ring", "ulysses")
-
-
-def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
-    """The positions of the tokens of cp coordinate r: chunks r and 2 · cp - 1 - r of 2 · cp, in ascending order.
-
-    Args:
-        coordinate: 0 … cp - 1. seq_length: in tokens, a multiple of 2 · cp, or of anything if cp is 1.
-
-    Returns:
-        (seq_length / cp,) int64.
-    """
-    everything = torch.arange(seq_length)
-    if cp == 1:
-        return everything
-    if seq_length % (2 * cp):
-        raise ValueError(f"{seq_length} tokens do not divide into 2 · cp = {2 * cp} chunks of the same length")
-    chunks = everything.chunk(2 * cp)
-    return torch.cat((chunks[coordinate], chunks[2 * cp - 1 - coordinate]))
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style: str) -> None:

@@ -12,6 +12,9 @@ Kernels: on CPU the fused one, in any dtype; on CUDA flash attention, in bf16 an
 multiple of 8 up to 256; elsewhere matrix products, of `TILE` queries and `TILE` keys at a time: the scores of a block,
 (queries, keys), never exist. All take k and v with fewer heads than q, each of which serves several heads of q.
 
+Where a sequence has several documents, a query sees the keys of a block from its document's first one on. None of the
+fused kernels returns the ``lse`` of that on all devices: this, too, is done in tiles.
+
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023.
 """
 
@@ -29,17 +32,22 @@ aten = torch.ops.aten
 TILE = 512  # tokens
 
 
-def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of queries to one block of keys.
 
     Args:
         q: (batch, heads, queries, head_dim). k, v: (batch, kv heads, keys, head_dim).
         causal: query i sees keys 0 … i (queries = keys); otherwise every query sees every key.
+        first_key: (batch, queries) int64, from which key on each query sees any; None: from 0 on.
 
     Returns:
         The output, (batch, heads, queries, head_dim) in the dtype of q, and ``lse``, (batch, heads, queries), float32
-        at least.
+        at least; 0 and -inf where a query sees no key.
     """
+    if first_key is not None:
+        return tiled_forward(q, k, v, causal, first_key)
     if _has_cpu_kernel(q, k):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if _has_flash(q):
@@ -48,13 +56,22 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 
 
 def block_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    first_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one block of keys adds to the gradients of q, and the gradients of its k and v from these queries.
 
     Args:
-        gradient: of `out`. out, lse: merged from *all* blocks. q, k, v, causal: as for `block_forward`.
+        gradient: of `out`. out, lse: merged from *all* blocks. q, k, v, causal, first_key: as for `block_forward`.
     """
+    if first_key is not None:
+        return tiled_backward(gradient, q, k, v, out, lse, causal, first_key)
     if _has_cpu_kernel(q, k):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(gradient, q, k, v, out, lse, 0.0, causal)
@@ -70,8 +87,14 @@ def block_backward(
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to the keys of `out` and to one block more. An `lse` of -inf means no keys yet."""
     total = torch.logaddexp(lse, block_lse)
-    old, new = (torch.exp(part - total)[..., None] for part in (lse, block_lse))  # (batch, heads, queries, 1)
+    finite = _finite(total)
+    old, new = (torch.exp(part - finite)[..., None] for part in (lse, block_lse))  # (batch, heads, queries, 1)
     return out * old + block_out * new, total
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 instead of -inf, of queries without keys, whose scores are all -inf as well."""
+    return lse.masked_fill(lse == -math.inf, 0)
 
 
 def _has_cpu_kernel(q: Tensor, k: Tensor) -> bool:
@@ -83,22 +106,32 @@ def _has_flash(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and fits
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def tiled_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`block_forward` in matrix products."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], -math.inf, dtype=wide)
     heads = k.shape[1]
     for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
-        scores = _scores(_by_kv_head(q[:, :, rows].to(wide), heads), k[:, :, keys].to(wide), rows, diagonal)
+        tile_q, tile_k = _by_kv_head(q[:, :, rows].to(wide), heads), k[:, :, keys].to(wide)
+        scores = _scores(tile_q, tile_k, rows, keys, diagonal, first_key)
         tile_lse = scores.logsumexp(-1, keepdim=True)  # (batch, kv heads, group · tile, 1)
-        tile_out = scores.sub_(tile_lse).exp_() @ v[:, :, keys].to(wide)
+        tile_out = scores.sub_(_finite(tile_lse)).exp_() @ v[:, :, keys].to(wide)
         parts = (_by_head(tile_out, q.shape[1]), _by_head(tile_lse, q.shape[1]).squeeze(-1))
         out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *parts)
     return out.to(q.dtype), lse
 
 
 def tiled_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    first_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_backward` in matrix products."""
     wide, heads = lse.dtype, k.shape[1]
@@ -108,7 +141,7 @@ def tiled_backward(
         of_rows = (t[:, :, rows].to(wide) for t in (q, gradient, inner, lse[..., None]))
         tile_q, tile_gradient, tile_inner, tile_lse = (_by_kv_head(t, heads) for t in of_rows)
         tile_k, tile_v = k[:, :, keys].to(wide), v[:, :, keys].to(wide)
-        weights = _scores(tile_q, tile_k, rows, diagonal).sub_(tile_lse).exp_()
+        weights = _scores(tile_q, tile_k, rows, keys, diagonal, first_key).sub_(tile_lse).exp_()
         dv[:, :, keys] += weights.mT @ tile_gradient
         through = (tile_gradient @ tile_v.mT).sub_(tile_inner)
         d_scores = weights.mul_(through).div_(math.sqrt(q.shape[-1]))  # (batch, kv heads, group · tile, tile)
@@ -134,11 +167,17 @@ def _by_head(t: Tensor, heads: int) -> Tensor:
     return t.unflatten(2, (heads // t.shape[1], -1)).flatten(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice, diagonal: bool) -> Tensor:
-    """(batch, kv heads, group · rows, keys); on the diagonal -inf where a query does not see a key."""
+def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, diagonal: bool, first_key: Tensor | None) -> Tensor:
+    """(batch, kv heads, group · rows, keys); -inf where a query does not see a key: on the diagonal a later one,
+    everywhere one before `first_key`."""
     scores = (q @ k.mT).div_(math.sqrt(q.shape[-1]))
+    group = q.shape[2] // (rows.stop - rows.start)
     if diagonal:
         tile = rows.stop - rows.start
         later = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(later.repeat(q.shape[2] // tile, 1), -math.inf)
+        scores.masked_fill_(later.repeat(group, 1), -math.inf)
+    if first_key is not None:
+        number = torch.arange(keys.start, keys.stop, device=q.device)
+        earlier = number < first_key[:, None, rows, None]  # (batch, 1, rows, keys)
+        scores.masked_fill_(earlier.repeat(1, 1, group, 1), -math.inf)
     return scores

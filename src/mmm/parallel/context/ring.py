@@ -21,6 +21,9 @@ In backward keys and values go round once more, and the sum of their gradients f
 at its own rank. A rank sends cp - 1 shards in forward; in backward cp - 1 shards again, and cp times the gradients of
 one (in float32 at least). cp can be any number, however many heads there are.
 
+Where a sequence has several documents, every rank knows where all of them begin, and nothing more is sent: of the keys
+above, a query sees those from its document's first one on.
+
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the two chunks: the Llama team, "The
 Llama 3 Herd of Models", 2024, section 3.3.2.
 """
@@ -45,15 +48,16 @@ class RingAttention:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ring = Ring(mesh)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """
         Args:
             q: (batch, heads, seq / cp, head_dim). k, v: (batch, kv heads, seq / cp, head_dim); of this rank's tokens.
+            document_starts: (batch, seq) int64, as of `mmm.models.transformer.causal_attention`, of the full sequence.
 
         Returns:
             (batch, heads, seq / cp, head_dim).
         """
-        return _RingAttention.apply(q, k, v, self.ring)
+        return _RingAttention.apply(q, k, v, self.ring, document_starts)
 
 
 class Ring:
@@ -86,6 +90,24 @@ class P2PExchange:
         return self.received
 
 
+def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
+    """The positions of the tokens of cp coordinate r: chunks r and 2 · cp - 1 - r of 2 · cp, in ascending order.
+
+    Args:
+        coordinate: 0 … cp - 1. seq_length: in tokens, a multiple of 2 · cp, or of anything if cp is 1.
+
+    Returns:
+        (seq_length / cp,) int64.
+    """
+    everything = torch.arange(seq_length)
+    if cp == 1:
+        return everything
+    if seq_length % (2 * cp):
+        raise ValueError(f"{seq_length} tokens do not divide into 2 · cp = {2 * cp} chunks of the same length")
+    chunks = everything.chunk(2 * cp)
+    return torch.cat((chunks[coordinate], chunks[2 * cp - 1 - coordinate]))
+
+
 def visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     """Which keys of shard `source` the queries of shard `rank` attend to; each shard has `length` tokens.
 
@@ -100,9 +122,21 @@ def visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     return slice(half, length), everything, False
 
 
+def _first_keys(ring: Ring, hop: int, document_starts: Tensor | None, rows: slice, keys: slice) -> tuple[Tensor, ...]:
+    """The first key of a hop's block that each query of `rows` sees, (batch, queries), where there are documents."""
+    if document_starts is None:
+        return ()
+    seq = document_starts.shape[1]
+    own, others = (positions_of(rank % ring.size, ring.size, seq) for rank in (ring.rank, ring.rank - hop))
+    starts = document_starts[:, own[rows].to(document_starts.device)]  # (batch, queries)
+    return (torch.searchsorted(others[keys].to(starts.device), starts),)
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, document_starts: Tensor | None
+    ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=wide)  # (batch, heads, seq / cp, head_dim)
         lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)  # (batch, heads, seq / cp)
@@ -111,18 +145,19 @@ class _RingAttention(torch.autograd.Function):
             next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
             rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
             block_k, block_v = kv[:, :, :, keys]
-            block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal)
+            first_keys = _first_keys(ring, hop, document_starts, rows, keys)
+            block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal, *first_keys)
             out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
             if next_kv is not None:
                 kv = next_kv.wait()
-        ctx.ring = ring
+        ctx.ring, ctx.document_starts = ring, document_starts
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -134,8 +169,9 @@ class _RingAttention(torch.autograd.Function):
             rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
             block_k, block_v = kv[:, :, :, keys]
             block_gradient, block_q, block_out, block_lse = (t[:, :, rows] for t in (gradient, q, out, lse))
+            first_keys = _first_keys(ring, hop, ctx.document_starts, rows, keys)
             block_dq, *block_dkv = block_backward(
-                block_gradient, block_q, block_k, block_v, block_out, block_lse.contiguous(), causal
+                block_gradient, block_q, block_k, block_v, block_out, block_lse.contiguous(), causal, *first_keys
             )
             dq[:, :, rows] += block_dq
             if next_kv is not None:
@@ -146,4 +182,4 @@ class _RingAttention(torch.autograd.Function):
             next_dkv = ring.send_recv(dkv)
         assert next_dkv is not None
         dk, dv = next_dkv.wait()
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None

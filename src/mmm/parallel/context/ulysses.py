@@ -38,14 +38,15 @@ class UlyssesAttention:
         attention_fn: the model's own, for full sequences of some heads.
     """
 
-    def __init__(self, mesh: DeviceMesh, attention_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, mesh: DeviceMesh, attention_fn: Callable[..., Tensor]) -> None:
         self.group, self.size, self.attention_fn = mesh.get_group(), mesh.size(), attention_fn
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> Tensor:
         """
         Args:
             q: (batch, heads, seq / cp, head_dim), heads a multiple of cp. k, v: (batch, kv heads, seq / cp, head_dim);
                 of this rank's tokens.
+            documents: for `attention_fn`, of the full sequence.
 
         Returns:
             (batch, heads, seq / cp, head_dim).
@@ -56,7 +57,7 @@ class UlyssesAttention:
         pieces = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in (q, k, v)]  # (cp, batch, heads / cp, …)
         received = AllToAll.apply(torch.cat(pieces, dim=2), self.group)  # by source shard
         q, k, v = (join_shards(t) for t in received.split([piece.shape[2] for piece in pieces], dim=2))
-        out = self.attention_fn(q, k, v)  # (batch, heads / cp, seq, head_dim)
+        out = self.attention_fn(q, k, v, *documents)  # (batch, heads / cp, seq, head_dim)
         back = AllToAll.apply(split_shards(out, self.size), self.group)  # (cp, batch, heads / cp, seq / cp, head_dim)
         return back.movedim(0, 1).flatten(1, 2)
 

@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
 from mmm.parallel.data.ddp import DDP, ScaleGradient
 from mmm.parallel.local import to_local
@@ -128,11 +129,11 @@ class ChunkedLoss:
         # DDP averages gradients, and `DDP` scales those that enter the model by N; this weight is used outside of it.
         self.replicas = model.mesh.size() if isinstance(model, DDP) else 1
 
-    def __call__(self, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+    def __call__(self, hidden: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
         """
         Args:
             hidden: (batch, seq, dim), full (under tp the same on each rank), or sharded over the sequence by tp.
-            targets: (batch, seq) int64. count: targets in the global batch.
+            targets: (batch, seq) int64; `PADDING` for none. count: targets in the global batch.
 
         Returns:
             Scalar, at least float32; the same on each rank of tp.
@@ -170,8 +171,8 @@ class Vocabulary:
 
 
 class _ProductAndLoss(torch.autograd.Function):
-    """Σ over the tokens of (log Σ exp logits - the target's logit), logits = hidden @ weightᵀ, in chunks. Autocast is
-    off inside: the dtypes are those of the arguments."""
+    """Σ over the tokens with a target of (log Σ exp logits - the target's logit), logits = hidden @ weightᵀ, in chunks.
+    Autocast is off inside: the dtypes are those of the arguments."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -192,7 +193,7 @@ class _ProductAndLoss(torch.autograd.Function):
                 if vocabulary is not None:
                     vocabulary.reduce(sums)
                 lse[:, at] = top + sums[0].log()
-                total += (lse[:, at] - sums[1]).sum()
+                total += (lse[:, at] - sums[1]).masked_fill_(targets[:, at] == PADDING, 0).sum()
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.chunks, ctx.vocabulary = chunks, vocabulary
         return total
@@ -210,7 +211,7 @@ class _ProductAndLoss(torch.autograd.Function):
                 # softmax - (1 at the target), times the gradient of the loss
                 d_logits = logits.sub_(lse[:, at, None]).exp_()
                 d_logits = d_logits.scatter_add_(-1, index, -is_local[..., None].to(lse.dtype))
-                d_logits = d_logits.mul_(gradient).to(hidden.dtype)
+                d_logits = d_logits.mul_((targets[:, at] != PADDING)[..., None] * gradient).to(hidden.dtype)
                 d_hidden[:, at] = d_logits @ weight
                 rows, tokens = d_logits.flatten(0, 1), hidden[:, at].flatten(0, 1)
                 if rows.dtype == d_weight.dtype:

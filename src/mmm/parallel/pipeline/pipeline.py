@@ -173,13 +173,14 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
-    def step(self, inputs: Tensor, targets: Tensor, **unsplit: Any) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are then those of the full batch. A collective.
 
         In the first step PyTorch infers the shapes that pass between stages, by one more micro-batch.
 
         Args:
             inputs, targets: (batch, …) of this data-parallel coordinate, the same on each of its stages.
+            split: further arguments of each stage's forward, (batch, …), split into micro-batches as the inputs are.
             unsplit: further arguments of each stage's forward, not split into micro-batches, such as ``positions``.
 
         Returns:
@@ -188,26 +189,33 @@ class Pipeline:
         self._training = True
         if self._recorder is not None:
             self._recorder.start()
-        return self._run(self.schedule.step, inputs, targets, unsplit)
+        return self._run(self.schedule.step, inputs, targets, split, unsplit)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensor, targets: Tensor, **unsplit: Any) -> Tensor:
+    def evaluate(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
         """The local loss as `step` returns it, by forward alone. A collective.
 
         Changing from `step` to this and back costs a micro-batch each, as the first step does.
         """
         self._training = False
-        loss = self._run(self.schedule.eval, inputs, targets, unsplit)
+        loss = self._run(self.schedule.eval, inputs, targets, split, unsplit)
         for module in self.stages.values():
             reshard(module)  # FSDP itself does so only after a backward
         return loss
 
-    def _run(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, unsplit: dict[str, Any]) -> Tensor:
+    def _run(
+        self,
+        run: Callable[..., Any],
+        inputs: Tensor,
+        targets: Tensor,
+        split: Mapping[str, Tensor],
+        unsplit: dict[str, Any],
+    ) -> Tensor:
         self._unsplit = unsplit
         losses: list[Tensor] = []
         given = (inputs,) if self.has_first else ()
         with batched_by_group():
-            run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False)
+            run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False, **split)
         loss = sum_over_stages(losses, self.device, self.group)
         self._timed("dtw")
         return loss

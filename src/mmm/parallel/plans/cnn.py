@@ -28,12 +28,19 @@ from mmm.parallel.advice import Broken, check_sizes
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
 from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.tensor.sharded_dropout import ShardedDropout
 
 
 def cnn_plan() -> Plan:
     """The plan of `mmm.models.cnn.CNN`, of any size."""
     return Plan(
-        tensor={"conv1": Replicated(), "conv2": Replicated(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
+        tensor={
+            "conv1": Replicated(),
+            "conv2": Replicated(),
+            "fc1": ColwiseParallel(),
+            "dropout2": ShardedDropout(),
+            "fc2": RowwiseParallel(),
+        },
         fsdp_units=("fc1",),
         stages=("conv1", "conv2", "fc1", "fc2"),
         refused={"cp": "an image has no sequence to shard", "ep": "the CNN has no experts"},
@@ -55,12 +62,6 @@ def check_cnn(config: CNNConfig, layout: Layout) -> None:
         if config.hidden % layout.tp:
             text = f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same number)"
             found.append(Broken("hidden", text, axes=("tp",)))
-        if config.fc_dropout and layout.tp > 1:
-            text = (
-                f"fc_dropout {config.fc_dropout} with tp {layout.tp}: the ranks of a tp group draw the same "
-                f"numbers, and would drop the same places of different hidden units"
-            )
-            found.append(Broken("fc_dropout", text, axes=("tp",), field="fc_dropout 0"))
         return found
 
     check_sizes(find, {}, layout)

@@ -1,0 +1,78 @@
+"""Dropout by itself: what it drops is a function of the sample's key, the layer and the element."""
+
+import pytest
+import torch
+
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.models.dropout import Dropout, has_dropout, sample_keys
+
+KEYS = sample_keys(3, 5, 0, 32)
+
+
+def dropped(keys=KEYS, p=0.3, layer=1, shape=(50, 40), shard=0):
+    dropout = Dropout(p, layer)
+    dropout.shard = shard
+    return dropout(torch.ones(len(keys), *shape, dtype=torch.float64), keys) == 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_as_asked_for(p):
+    found = dropped(p=p)  # 64,000 elements
+    assert found.double().mean().item() == pytest.approx(p, abs=5 * (p * (1 - p) / found.numel()) ** 0.5)
+    x = torch.randn(32, 50, 40, dtype=torch.float64)
+    out = Dropout(p, 1)(x, KEYS)
+    torch.testing.assert_close(out[~found], x[~found] / (1 - p), rtol=1e-14, atol=0)
+
+
+def test_a_sample_is_the_same_in_any_batch():
+    whole = dropped()
+    for first, size in ((0, 5), (5, 26), (31, 1)):
+        assert torch.equal(dropped(sample_keys(3, 5, first, size)), whole[first : first + size])
+    assert torch.equal(dropped(KEYS[[7, 2]]), whole[[7, 2]])
+
+
+def test_a_shard_is_that_part_of_the_whole():
+    whole = dropped(shape=(60,))
+    assert torch.equal(torch.cat([dropped(shape=(15,), shard=shard) for shard in range(4)], dim=1), whole)
+
+
+def test_streams_differ():
+    """Other seeds, steps, samples and layers: half of the elements agree, at p = 0.5."""
+    streams = [(sample_keys(seed, step, 0, 32), layer) for seed in (3, 4) for step in (5, 6) for layer in (1, 2)]
+    masks = [dropped(keys, 0.5, layer) for keys, layer in streams]
+    rows = [row.flatten() for mask in (*masks, masks[0].roll(1, 0)) for row in mask[:4]]
+    for number, one in enumerate(rows):
+        for at, other in enumerate(rows[:number]):
+            if not (number >= 32 and at < 4):  # the rolled rows are the first ones again
+                assert 0.4 < (one == other).double().mean() < 0.6
+
+
+def test_when_nothing_is_dropped():
+    x = torch.randn(32, 7)
+    assert torch.equal(Dropout(0.0, 1)(x, KEYS), x)
+    assert torch.equal(Dropout(0.5, 1).eval()(x, KEYS), x)
+    assert not has_dropout(CNN(CNNConfig().without_dropout()))
+    assert has_dropout(CNN(CNNConfig()))
+
+
+def test_without_keys_it_draws_as_pytorch_does():
+    x = torch.randn(32, 7)
+    torch.manual_seed(1)
+    found = Dropout(0.5, 1)(x, None)
+    torch.manual_seed(1)
+    assert torch.equal(found, torch.nn.functional.dropout(x, 0.5))
+
+
+def test_gradients_pass_through_what_stays():
+    x = torch.randn(32, 7, dtype=torch.float64, requires_grad=True)
+    out = Dropout(0.25, 1)(x, KEYS)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, (out != 0) / 0.75, check_dtype=False)
+
+
+def test_the_cnn_has_two_layers_of_it():
+    model, x = CNN(CNNConfig()).double(), torch.randn(32, 1, 28, 28, dtype=torch.float64)
+    assert torch.equal(model(x, KEYS), model(x, KEYS))
+    torch.testing.assert_close(model(x[4:9], KEYS[4:9]), model(x, KEYS)[4:9], atol=1e-12, rtol=0)
+    assert not torch.allclose(model(x, KEYS), model(x, KEYS.flip(0)))
+    assert model.dropout1.layer != model.dropout2.layer
