@@ -110,8 +110,9 @@ SEND_TIMEOUT = 1.0  # s; launch reads all the time, so this is for a launch that
 class Report:
     """A rank's own account of why it ends.
 
-    kind is "traceback" (an exception nobody caught), "user" (a `UserError`: `error: <text>` is all there is to say) or
-    "exit" (`sys.exit("text")`: the text as it is). `time` is `time.monotonic()` where it was caught.
+    kind is "traceback" (an exception nobody caught), "user" (a `UserError`: `error: <text>` is all there is to say),
+    "layout" (such a one that another number of ranks may not have) or "exit" (`sys.exit("text")`: the text as it is).
+    `time` is `time.monotonic()` where it was caught.
     """
 
     rank: int
@@ -119,6 +120,10 @@ class Report:
     text: str
     exit_code: int
     time: float
+
+    @property
+    def is_users(self) -> bool:
+        return self.kind in ("user", "layout")
 
     def dumps(self) -> bytes:
         fields = asdict(self) | {"text": shorten(self.text)}

@@ -56,7 +56,7 @@ class Failure:
     @property
     def again(self) -> bool:
         """May a new start help? Not after the user's own mistake, which would end the same way."""
-        return not self.final and (self.report is None or self.report.kind != "user")
+        return not self.final and (self.report is None or not self.report.is_users)
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
@@ -81,7 +81,7 @@ def tell(first: Failure, failures: Sequence[Failure]) -> None:
         after = f"; {others} other{'s' if others > 1 else ''} failed after it" if others else ""
         say(f"launch: rank {first.rank} failed on {first.host or socket.gethostname()}{after}:\n{report.text.rstrip()}")
     else:
-        say(f"error: {report.text}" if report.kind == "user" else report.text.rstrip("\n"))
+        say(f"error: {report.text}" if report.is_users else report.text.rstrip("\n"))
 
 
 def in_a_line(first: Failure) -> str:
