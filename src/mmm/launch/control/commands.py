@@ -28,11 +28,17 @@ class RemoteAgent:
     done: bool = False  # its ranks are gone, it has said so
 
 
-def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message]:
-    """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
-    common: dict[str, Any] = {name: getattr(plan, name) for name in ("by", "device", "bind", "prefork", "threads")}
+def common_command(plan: ClusterPlan) -> Message:
+    """What every agent is told alike."""
+    common: Message = {name: getattr(plan, name) for name in ("by", "device", "bind", "prefork", "threads")}
     if plan.device_order:
         common["device_variable"], common["device_order"] = plan.site.device_variable, plan.device_order
+    return common
+
+
+def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message]:
+    """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
+    common = common_command(plan)
     made: list[Message] = []
     there: dict[str, list[RemoteAgent]] = {}
     for agent in agents:

@@ -125,9 +125,7 @@ class Controller(RunControl):
         if self.rendezvous_ends is not None and now >= self.rendezvous_ends and self.exit_code is None:
             self.rendezvous_ends = None
             self.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
-        if self.locate_until is not None and now >= self.locate_until:
-            self.locate_until = None
-            self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
+        self.locate_due(now)
         if self.stop_launcher_at is not None and now >= self.stop_launcher_at:
             self.stop_launcher_at = None
             self.stop_launcher()
@@ -141,6 +139,11 @@ class Controller(RunControl):
         if self.connections and self.exit_code is None:
             self.launcher_died()
         return bool(self.connections) and self.kill_at is not None
+
+    def locate_due(self, now: float) -> None:
+        if self.locate_until is not None and now >= self.locate_until:
+            self.locate_until = None
+            self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
 
     def accept(self, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -187,6 +190,11 @@ class Controller(RunControl):
         if "error" in agent.hello:
             self.failures.append(Failure(0, 2, time.monotonic(), 0, Report(0, "user", agent.hello["error"], 2, 0.0)))
             return True
+        self.join(agent)
+        return True
+
+    def join(self, agent: RemoteAgent) -> None:
+        """Take in an agent that has said hello."""
         index, processes_there = agent.hello["rank"], agent.hello["world"]
         if processes_there != self.plan.processes or index in self.agents:
             text = (
@@ -197,7 +205,7 @@ class Controller(RunControl):
             )
             report = Report(index, "user", f"{text}: its options (--launcher-args) contradict launch's.", 2, 0.0)
             self.failures.append(Failure(index, 2, time.monotonic(), 0, report))
-            return True
+            return
         agent.index = index
         self.agents[index] = agent
         if len(self.agents) == self.plan.processes and self.exit_code is None:
@@ -207,7 +215,6 @@ class Controller(RunControl):
             else:
                 self.staging = Staging(self.plan, [self.agents[i] for i in range(len(self.agents))], self.failures)
                 self.staging.begin()
-        return True
 
     def decide(self, now: float) -> None:
         super().decide(now)

@@ -23,6 +23,7 @@ from mmm.launch.control import commands
 from mmm.launch.control import link as links
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Link, Lost
+from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.control.supervisor import Supervisor
 from mmm.launch.control.wire import CPUS_VARIABLE, PASSED_ON, Status
 from mmm.launch.host.stage import Stager
@@ -44,9 +45,15 @@ class Entry(Supervisor):
     shielded = True
 
     def __init__(
-        self, plan: LaunchPlan, link: Link, launcher: str, inherit: tuple[int, ...], stager: Stager | None
+        self,
+        plan: LaunchPlan,
+        link: Link,
+        launcher: str,
+        inherit: tuple[int, ...] = (),
+        stager: Stager | None = None,
+        server: ForkServerProcess | None = None,
     ) -> None:
-        super().__init__(plan)
+        super().__init__(plan, server=server)
         self.stager = stager
         self.launcher = launcher
         self.link: Link | None = link
@@ -151,6 +158,12 @@ class Entry(Supervisor):
         return 0 if self.exit_code is not None or self.failures else code
 
 
+class OneAttempt(Entry):
+    """Of several: the fork server stays."""
+
+    stays = True
+
+
 def main() -> int:
     words = sys.argv[1:]
     if AGENT_VARIABLE not in os.environ:
@@ -165,6 +178,9 @@ def main() -> int:
     hello: dict[str, Any] = {"host": host_name(), "cores": local.available_cores(), "pid": os.getpid()}
     if hasattr(os, "sched_getaffinity"):
         hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
+    if "index" in entry:  # the only one on its host
+        hello["index"] = entry["index"]
+        return run_attempts(entry, target, hello)
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
@@ -191,18 +207,57 @@ def main() -> int:
     try:
         plan = make_plan(target, command["go"], hello["host"])
     except UserError as error:
-        number = int(command["go"]["ranks"][0]["RANK"])
-        failure = Failure(number, 2, time.monotonic(), 0, Report(number, "user", str(error), 2, 0.0))
-        link.send({"failure": commands.write_failure(failure, time.monotonic())})
-        link.send({"bye": True})
+        refuse(link, command["go"], error)
         if stager is not None:
             stager.farewell(link)
         return 0
-    if command["go"]["by"] == "host":  # an MPI in a rank would take itself for all of the host
-        for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
-            del os.environ[name]
+    if command["go"]["by"] == "host":
+        forget_mpi()
         inherit = ()
     return Entry(plan, link, entry["launcher"], inherit, stager).run()
+
+
+def run_attempts(entry: dict[str, Any], target: Target, hello: dict[str, Any]) -> int:
+    """Run what launch sends, attempt after attempt, all ranks from one fork server, until launch wants no more."""
+    forget_mpi()
+    server: ForkServerProcess | None = None
+    try:
+        link = links.reach(entry["at"], entry["token"], hello)
+        while "quit" not in (message := link.one(None)):
+            if "go" not in message:
+                continue  # it was for ranks that have ended
+            try:
+                plan = make_plan(target, message["go"], hello["host"])
+            except UserError as error:
+                refuse(link, message["go"], error)
+                continue
+            attempt = OneAttempt(plan, link, entry["launcher"], server=server)
+            attempt.run()
+            server = attempt.server
+            if attempt.lost:
+                return 1
+        return 0
+    except Lost as lost:
+        if server is None:
+            say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
+        return 1
+    finally:
+        if server is not None:
+            server.close()
+
+
+def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:
+    """Tell launch why this host starts no ranks. Raises `Lost`."""
+    number = int(go["ranks"][0]["RANK"])
+    failure = Failure(number, 2, time.monotonic(), 0, Report(number, "user", str(error), 2, 0.0))
+    link.send({"failure": commands.write_failure(failure, time.monotonic())})
+    link.send({"bye": True})
+
+
+def forget_mpi() -> None:
+    """Take an MPI's variables out: one in a rank would take itself for all of the host."""
+    for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
+        del os.environ[name]
 
 
 def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int, int | None]:
