@@ -1,6 +1,6 @@
 """`launch --elastic MIN:MAX`: a rank or a host dies, and the ranks that are left go on from the last checkpoint.
 
-    slots     Each host has as many as it is to have ranks at most. The slot of a rank that was killed rests, a lost host
+    slots     A host has as many as it is to have ranks at most. The slot of a rank that was killed rests, a lost host
               is away; both are tried again, `rejoin` seconds after the last failure. The slot of a rank that failed by
               itself (an exception, an exit code) stays out: a program with a mistake ends after MAX - MIN + 1 attempts.
     attempt   A run of the program on so many ranks: as many as there are slots, at most MAX. CMD itself knows which
@@ -33,7 +33,7 @@ from mmm.launch.control.controller import LAST_WORDS, LAUNCHER_END, START_TIMEOU
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Lost, Message
 from mmm.launch.control.output import Output
-from mmm.launch.control.run import Limits, RunControl
+from mmm.launch.control.run import Limits
 from mmm.launch.job import mpi, variables
 from mmm.launch.job.cluster import ClusterPlan
 
@@ -165,8 +165,13 @@ class ElasticController(Controller):
             host = self.hosts[agent.index]
             host.agent = None
             host.resting.clear()
-            if host.launcher is not None:
-                processes.end(host.launcher.pid, "-", grace=0.0)
+            self.stop_launcher_of(host)
+
+    def stop_launcher_of(self, host: Host) -> None:
+        if host.launcher is not None:
+            processes.end(host.launcher.pid, "-", grace=0.0)
+            host.launcher.wait()
+            host.launcher = None
 
     def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         if self.under_way:
@@ -205,7 +210,7 @@ class ElasticController(Controller):
         absent = [host.name for host in self.hosts if host.agent is None]
         said = f"; nothing is heard from {', '.join(absent)}" if absent else ""
         least = self.elastic.least
-        say(f"launch: {len(self.free())} ranks are left, and --elastic asks for at least {least}{said}")
+        say(f"launch: there is room for {len(self.free())} ranks, and --elastic asks for at least {least}{said}")
         self.exit_code, self.over = self.failed, True
 
     def begin(self, ranks: int) -> None:
@@ -262,7 +267,8 @@ class ElasticController(Controller):
             killed = failure.report is None and failure.exit_code > 128
             if 0 <= failure.rank < self.total and (failure is self.first or (killed and not failure.doubt)):
                 host, slot = self.places[failure.rank]
-                (host.resting if killed or failure.doubt else host.out).add(slot)
+                if host.agent is not None:
+                    (host.resting if killed or failure.doubt else host.out).add(slot)
 
     def attempt_over(self, now: float) -> None:
         """No rank is left: what is next?"""
@@ -271,20 +277,21 @@ class ElasticController(Controller):
         self.under_way, self.kill_at = False, None
         if self.exit_code is None:
             self.exit_code = 0
-        refused = self.first is not None and self.first.report is not None and self.first.report.kind == "layout"
-        known = self.fits.get(self.total, self.attempt == 0 and self.total == self.elastic.most)
-        if refused and not known:
+        report = self.first.report if self.first is not None else None
+        refused = report is not None and report.kind == "layout" and not self.fits.get(self.total)
+        if refused and (self.attempt or self.total < self.elastic.most):
             self.fits[self.total] = False
-        elif self.again and self.exit_code == SAVED_EXIT:
-            pass
-        elif not self.again or self.retries == 0:
-            self.over = True
-            return
         else:
-            self.retries = None if self.retries is None else self.retries - 1
-            self.rejoin_at = now + self.elastic.rejoin
-        self.fits.setdefault(self.total, True)
+            saved = self.exit_code == SAVED_EXIT
+            if not self.again or (self.retries == 0 and not saved):
+                self.over = True
+                return
+            self.fits[self.total] = True
+            if not saved:
+                self.retries = None if self.retries is None else self.retries - 1
+                self.rejoin_at = now + self.elastic.rejoin
         code, self.failed, self.exit_code = self.exit_code, self.exit_code, None
+        self.failures, self.decide_at = [], None
         if (ranks := self.best()) is None:
             self.call_hosts()
         else:
@@ -341,8 +348,6 @@ class ElasticController(Controller):
             if host.launcher is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     host.launcher.wait(max(0.0, deadline - time.monotonic()))
-                processes.end(host.launcher.pid, "-", grace=0.5)
-                host.launcher.wait()
-                host.launcher = None
+            self.stop_launcher_of(host)
         for agent in list(self.connections.values()):
             self.drop(agent)

@@ -30,9 +30,7 @@ class Supervisor(RunControl):
     shielded = False  # a scheduler may signal all of the run's processes, the fork server too
     stays = False  # the fork server, for another attempt
 
-    def __init__(
-        self, plan: LaunchPlan, limits: Limits | None = None, server: ForkServerProcess | None = None
-    ) -> None:
+    def __init__(self, plan: LaunchPlan, limits: Limits | None = None, server: ForkServerProcess | None = None) -> None:
         super().__init__(len(plan.ranks), limits)
         self.plan = plan
         self.server = server

@@ -42,6 +42,7 @@ from mmm.launch.job.target import Target
 # What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
 TORCH_LATER = ("torch._dynamo",)
 TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
+READING = ("xarray", "h5netcdf")  # what rank 0 imports to go on with a record, in every attempt but the first
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
@@ -110,10 +111,10 @@ def preload(target: Target, todo: Instructions) -> None:
             start_anew(todo, each.module)
         if any(name in sys.modules for name in NOT_BEFORE_FORK) or _device_open():
             start_anew(todo, each.module)
-    if any(name in sys.modules for name in TORCH_LATER_FOR):
-        for name in TORCH_LATER:
-            with contextlib.suppress(ImportError):
-                __import__(name)
+    later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
+    for name in (*later, *(READING if todo.stays and "mmm.history" in sys.modules else ())):
+        with contextlib.suppress(ImportError):
+            __import__(name)
     if _shadowed(target.first_path()):
         start_anew(todo, "*")
     timer.stop()
