@@ -2,13 +2,13 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 from mmm.launch import main
 from support.clock import PATIENCE
-from support.processes import runs
 
 # Each rank leaves a line in `ranks`, and its pid in `pid-RANK`; what the test has written for an attempt happens then.
 PROGRAM = """
@@ -38,10 +38,10 @@ os.execv(command[0], command)
 
 @pytest.fixture
 def elastic(launcher):
-    """Starts `launch --elastic` on PROGRAM and `more`."""
+    """Starts `launch --elastic` on `before`, PROGRAM and `more`."""
 
-    def start(bounds, more, *words, **variables):
-        launcher.write("t.py", PROGRAM + more)
+    def start(bounds, more, *words, before="", **variables):
+        launcher.write("t.py", before + PROGRAM + more)
         return launcher.start("--elastic", bounds, "--device", "cpu", *words, "python3", "t.py", **variables)
 
     return start
@@ -87,11 +87,10 @@ def test_new_ranks_come_from_the_same_fork_server(launcher, elastic):
 @pytest.mark.parametrize(("refused", "then"), [("3", [4, 2]), ("23", [4, 1])])
 def test_the_next_number_that_the_layout_takes(launcher, elastic, refused, then):
     check = (
-        f"from mmm.errors import LayoutError\nif world in '{refused}': raise LayoutError(world + ' do not divide')\n"
+        "import os\nfrom mmm.errors import LayoutError\nworld = os.environ['WORLD_SIZE']\n"
+        f"if world in '{refused}': raise LayoutError(world + ' do not divide')\n"
     )
-    launcher.write("t.py", "")
-    process = elastic("1:4", KILLED + WAITS)
-    launcher.write("t.py", check.join(PROGRAM.split("signal.signal", 1)[:1]) + check + PROGRAM + KILLED + WAITS)
+    process = elastic("1:4", KILLED + WAITS, before=check)
     code, err = ended(process)
     assert (code, sizes(launcher)) == (0, then), err
     for number in refused:
@@ -175,8 +174,6 @@ def test_a_fork_server_that_is_killed(launcher, elastic):
 @pytest.fixture
 def hosts(launcher, elastic):
     """Starts `launch --elastic` on hosts that are all this one, two ranks on each."""
-    import sys
-
     mpiexec = launcher.write("mpiexec", MPIEXEC.format(python=sys.executable))
     mpiexec.chmod(0o755)
 
@@ -281,4 +278,3 @@ def test_a_dry_run_says_it(launcher):
     done = launcher.run("--elastic", "2:4", "--device", "cpu", "--dry-run", "python3", "-c", "pass")
     assert done.returncode == 0
     assert "elastic         2 to 4 ranks" in done.stdout
-    assert runs(os.getpid())
