@@ -14,7 +14,7 @@ from mmm import contract
 from mmm.errors import LaunchError, UserError
 from mmm.launch.control.run import RunControl
 from mmm.launch.control.wire import CPUS_VARIABLE
-from mmm.launch.job import binding, cluster, elastic, local, scheduler, staging, target, walltime
+from mmm.launch.job import binding, cluster, local, scheduler, staging, target, walltime
 from mmm.launch.job.cluster import ClusterPlan
 from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split
@@ -48,8 +48,6 @@ def _main(words: list[str], begin: float) -> int:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     what = target.parse(command)
     target.check(what)
-    if options.elastic is not None:
-        elastic.check(what)
     shared = {
         contract.LINE_VARIABLE: shlex.join(["launch", *words]),
         contract.ATTEMPTS_VARIABLE: uuid.uuid4().hex,

@@ -229,6 +229,7 @@ class ElasticController(Controller):
         used = [self.hosts[index].name for index in by_host]
         shared = plan.shared | variables.master(os.environ, plan.job, plan.site, used, self.attempt, {})
         shared |= {"WORLD_SIZE": str(ranks), contract.ATTEMPT_VARIABLE: str(self.attempt)}
+        shared[contract.ELASTIC_VARIABLE] = f"{self.elastic.least}:{self.elastic.most}"
         if self.attempt:  # whose start-up is its own
             shared |= {contract.BEGAN_VARIABLE: repr(time.time()), contract.STARTED_VARIABLE: ""}
         for index, slots in by_host.items():

@@ -1,4 +1,4 @@
-"""`launch --elastic MIN:MAX`: what is asked for, and whether CMD can do it."""
+"""`launch --elastic MIN:MAX`: what is asked for."""
 
 import re
 from collections.abc import Sequence
@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 from mmm.errors import LaunchError
 from mmm.launch.job import hosts
-from mmm.launch.job.target import Target
 
 REJOIN = 60.0  # s
-OURS = "mmm.trainer."  # programs that save
-NEEDED = ("checkpoint_every", "outdir", "global_batch_size")  # flags without which these would begin anew, or differ
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,6 @@ def from_words(
     if stage:
         raise LaunchError(f"--stage and --elastic {words} do not go together: leave one out.")
     return Elastic(least, most, rejoin or REJOIN, tuple(hosts.parse_list(spare)) if spare else ())
-
-
-def check(target: Target) -> None:
-    """Raise `LaunchError` if it is one of our programs, and would not go on where it was: others are not known."""
-    given = {re.split("[= ]", word)[0].removeprefix("--").replace("-", "_") for word in target.args}
-    missing = [f"--{name}" for name in NEEDED if name not in given]
-    if target.kind == "module" and target.name.startswith(OURS) and missing:
-        raise LaunchError(
-            f"--elastic: {target.name} goes on from its checkpoints, with the same batch on fewer ranks: give it "
-            f"{' and '.join(missing)} as well."
-        )
 
 
 def check_hosts(spare: Sequence[str], used: Sequence[str], of_job: Sequence[str]) -> None:
