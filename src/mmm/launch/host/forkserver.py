@@ -36,13 +36,13 @@ from mmm.launch.control.wire import (
 from mmm.launch.host import child, lifeline
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.job import binding
-from mmm.launch.job.preloads import preloads
+from mmm.launch.job.preloads import OURS, preloads
 from mmm.launch.job.target import Target
 
 # What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
 TORCH_LATER = ("torch._dynamo",)
 TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
-READING = ("xarray", "h5netcdf")  # what rank 0 imports to go on with a record, in every attempt but the first
+READING = ("xarray", "h5netcdf")  # what rank 0 of ours imports to go on with a record, in every attempt but the first
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
@@ -112,7 +112,8 @@ def preload(target: Target, todo: Instructions) -> None:
         if any(name in sys.modules for name in NOT_BEFORE_FORK) or _device_open():
             start_anew(todo, each.module)
     later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
-    for name in (*later, *(READING if todo.stays and "mmm.history" in sys.modules else ())):
+    ours = any(each.module.partition(".")[0] == OURS for each in wanted)
+    for name in (*later, *(READING if todo.stays and ours else ())):
         with contextlib.suppress(ImportError):
             __import__(name)
     if _shadowed(target.first_path()):
