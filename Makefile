@@ -34,7 +34,7 @@ test: $(READY)
 	$(BIN)/python -m pytest $(TEST_FLAGS)
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -m long --numprocesses 1 $(TEST_FLAGS)
+	$(BIN)/python -m pytest -m long $(TEST_FLAGS)
 
 # Real MPICH, Open MPI, Slurm and two hosts on this machine, as root (docs/clusters.md says which packages).
 test-cluster: $(READY)

@@ -138,6 +138,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_each_direction_of_a_pipeline_has_a_group_of_its_own(library, tmp_path):
     for answer in steps(library, tmp_path / "out", PIPELINES):

@@ -261,7 +261,8 @@ def test_joined_axes_have_their_own_name(run_on_ranks):
 
 def compiled(rank):
     mesh = build_mesh(Layout().fit(2), "cpu")
-    function = torch.compile(lambda x: funcol.all_reduce(x, "sum", mesh["dp_shard"].get_group()).sum())
+    group = mesh["dp_shard"].get_group()
+    function = torch.compile(lambda x: funcol.all_reduce(x, "sum", group).sum())
     function(torch.ones(100))
     with count_traffic(mesh) as traffic:
         total = function(torch.ones(100))

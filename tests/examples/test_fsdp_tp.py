@@ -193,6 +193,7 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
     assert mmm.history.load(outdir).sizes["draw"] >= 30
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     done = launch(2, tmp_path / "out", "--optimizer", "sgd", "--lr", "1e30", "--max_iters", "9", "--no-plots")
     assert done.returncode == 2

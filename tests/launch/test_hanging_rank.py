@@ -70,6 +70,7 @@ def test_under_launch(launcher):
     assert codes == [1]
 
 
+@pytest.mark.long
 def test_without_launch_every_process_ends(launcher):
     text, codes = run(launcher, ["1", "sleeps", "4"], ranks=2)
     assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")

@@ -52,6 +52,26 @@ try:
 finally:
     open("cleaned-" + os.environ["RANK"], "w").close()
 """
+HALF_MADE = """
+import os, time
+class File:
+    def __init__(self):
+        open("ready-" + os.environ["RANK"], "w").close()
+        time.sleep(90)
+        self.closed = False
+    def __del__(self):
+        if not self.closed: print("closed")
+File()
+"""
+
+
+def test_what_a_signal_leaves_half_made_is_not_told(launcher, how):
+    launcher.write("t.py", HALF_MADE)
+    process = launcher.start(*how, "-n", "2", "python3", "t.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (143, "launch: SIGTERM: ending 2 ranks\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -86,7 +86,7 @@ def hosts(launcher, pristine):
     return lambda count: Hosts(launcher, pristine, count)
 
 
-@pytest.mark.parametrize(("by", "each"), [("host", 1), ("rank", 2)])
+@pytest.mark.parametrize(("by", "each"), [("host", 1), pytest.param("rank", 2, marks=pytest.mark.long)])
 def test_each_host_runs_from_its_own_copy(hosts, by, each):
     """Five hosts: the third and fourth get theirs from the second."""
     made = hosts(5)
@@ -104,6 +104,7 @@ def test_each_host_runs_from_its_own_copy(hosts, by, each):
     assert made.launcher.gone(within=2)
 
 
+@pytest.mark.long
 def test_a_copy_is_used_again_and_a_changed_source_is_copied_anew(hosts):
     made = hosts(2)
 
@@ -268,6 +269,7 @@ def test_launch_is_killed_while_hosts_copy(hosts):
     assert made.left() == []
 
 
+@pytest.mark.long
 def test_attempts_use_the_same_copies(hosts):
     made = hosts(2)
     code = """import os, sys

@@ -77,10 +77,12 @@ def train(rank, model: str, layout: Layout, techniques: Techniques):
 
 CASES = [
     ("transformer", Layout(dp_shard=1), Techniques(microbatches=2)),
-    ("transformer", Layout(pp=2, cp=2, dp_shard=1), Techniques()),
+    pytest.param("transformer", Layout(pp=2, cp=2, dp_shard=1), Techniques(), marks=pytest.mark.long),
     ("transformer", Layout(pp=2, dp_shard=2), Techniques(schedule="ZBVZeroBubble", microbatches=2)),
-    ("transformer", Layout(dp_shard=2), Techniques(data_parallel="ddp", microbatches=2)),
-    ("cnn", Layout(dp_shard=2), Techniques(data_parallel="zero2", microbatches=4)),
+    pytest.param(
+        "transformer", Layout(dp_shard=2), Techniques(data_parallel="ddp", microbatches=2), marks=pytest.mark.long
+    ),
+    pytest.param("cnn", Layout(dp_shard=2), Techniques(data_parallel="zero2", microbatches=4), marks=pytest.mark.long),
     ("vit", Layout(pp=2, dp_shard=1, tp=2), Techniques()),
     ("cnn", Layout(dp_replicate=2, dp_shard=2), Techniques(data_parallel="hsdp")),
     ("vit of one layer", Layout(pp=3, dp_shard=1), Techniques()),  # stages without a layer: embedding, and head

@@ -61,7 +61,7 @@ def late(rank, kind):
     return error, said, ended.is_set()
 
 
-@pytest.mark.parametrize("kind", ["collective", "receive"])
+@pytest.mark.parametrize("kind", ["collective", pytest.param("receive", marks=pytest.mark.long)])
 def test_the_message(run_on_ranks, kind):
     answers = run_on_ranks(late, 4, kind, timeout=120)
     code, text = answers[2][0]

@@ -54,6 +54,7 @@ def gather_a_sharded_tensor(rank, size):
     return sum("gloo_tcp_loop" in name for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc on Linux alone")
 def test_groups_of_earlier_calls_do_not_pile_up(run_on_ranks):
     counts = [max(run_on_ranks(gather_a_sharded_tensor, 2, 4 + call)) for call in range(3 * RELEASE_EVERY)]

@@ -66,12 +66,12 @@ def same_bits(one, two, steps=STEPS, name="loss"):
 
 LAYOUTS = [
     pytest.param(1, {}, id="one device"),
-    pytest.param(4, {}, id="dp4"),
+    pytest.param(4, {}, id="dp4", marks=pytest.mark.long),
     pytest.param(
         4, {"tpsize": 2, "microbatches": 2, "dtype": "fp32"}, id="dp2·tp2, accumulated", marks=pytest.mark.long
     ),
-    pytest.param(2, {"tpsize": 2}, id="tp2"),
-    pytest.param(4, {"pp": 2}, id="pp2·dp2"),
+    pytest.param(2, {"tpsize": 2}, id="tp2", marks=pytest.mark.long),
+    pytest.param(4, {"pp": 2}, id="pp2·dp2", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
     pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16"),
@@ -107,7 +107,8 @@ def test_the_record_is_one(run_on_ranks, tmp_path, text):
     assert f"resumed from {two}/checkpoints/step-10 at step 10" in notes
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), pytest.param(2, "ddp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), (2, "ddp")])
 def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, parallel):
     flags = {**DIGITS, "parallel": parallel, "optimizer": "sgd" if ranks == 2 else "adamw"}
     one, two = begin(run_on_ranks, FSDP, ranks, flags, tmp_path)
@@ -117,6 +118,7 @@ def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, paral
     assert curve(one, "test_loss") == curve(two, "test_loss")
 
 
+@pytest.mark.long
 def test_vit(run_on_ranks, tmp_path):
     flags = {"preset": "debug", "batch_size": 8, "max_iters": 8, "checkpoint_every": 4, "dtype": "fp64"}
     one, two = begin(run_on_ranks, VIT, 2, {**flags, "pp": 2}, tmp_path, ends_at=6)
@@ -128,7 +130,7 @@ ELSEWHERE = [
     pytest.param(1, {}, id="one device"),
     pytest.param(2, {"tpsize": 2}, id="tp2"),
     pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),
-    pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2"),
+    pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1", "microbatches": 2}, id="zero1", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "hsdp"}, id="hsdp", marks=pytest.mark.long),
@@ -247,7 +249,7 @@ def stopped(rank, flags, number, at):
             return ended.code
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGUSR1])
 def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number):
     flags = {**TEXT, "text": text}
     one, two = tmp_path / "one", tmp_path / "two"

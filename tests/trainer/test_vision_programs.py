@@ -45,6 +45,7 @@ def cnn(tmp_path_factory):
     return folder, out
 
 
+@pytest.mark.long
 def test_losses_and_accuracy_do_not_depend_on_the_ranks(cnn):
     one, three = (mmm.history.load(cnn[0] / ranks) for ranks in ("1", "3"))
     for name in ("train_loss", "test_loss"):

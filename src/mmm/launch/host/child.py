@@ -163,7 +163,10 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _repeat_lost_signals() -> None:
-    """What a signal raises inside a finalizer, Python prints and forgets: then the signal comes once more."""
+    """What a signal raises inside a finalizer, Python prints and forgets: then the signal comes once more.
+
+    After SIGTERM nothing else of finalizers is printed: the signal may have left an object half made.
+    """
     others = sys.unraisablehook
 
     def repeat(lost: Any) -> None:
@@ -173,7 +176,8 @@ def _repeat_lost_signals() -> None:
         elif isinstance(lost.exc_value, KeyboardInterrupt):
             number = signal.SIGINT
         else:
-            others(lost)
+            if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # `_terminate` has not run
+                others(lost)
             return
         again = threading.Timer(0.01, os.kill, (os.getpid(), number))
         again.daemon = True
