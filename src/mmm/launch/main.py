@@ -125,7 +125,7 @@ def check_here(options: LaunchOptions) -> None:
         "--launcher-args": " ".join(options.launcher_args),
         "--ranks-by": options.by if options.by != "rank" and options.elastic is None else None,
         "--site": options.site,
-        "--spare-hosts": ",".join(options.elastic.spare) if options.elastic is not None else None,
+        "--spare-hosts": ",".join(options.spare),
     }
     for name, value in only.items():
         if value:

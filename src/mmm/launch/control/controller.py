@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 
-from mmm.contract import Report, open_files
+from mmm.contract import open_files
 from mmm.errors import LaunchError
 from mmm.launch.control import link as links
 from mmm.launch.control import processes
@@ -70,12 +70,8 @@ class Controller(RunControl):
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ)
         port = self.server.getsockname()[1]
-        entry = {
-            "at": [[address, port] for address in addresses(plan)],
-            "token": self.token,
-            "launcher": plan.launcher,
-            "processes": plan.processes,
-        }
+        at = [[address, port] for address in addresses(plan)]
+        entry = {"at": at, "token": self.token, "launcher": plan.launcher, "processes": plan.processes}
         self.output = Output(self.selector)
         self.rendezvous_ends = time.monotonic() + self.start_timeout
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
@@ -188,23 +184,20 @@ class Controller(RunControl):
         agent.hello = json.loads(words)
         agent.host = agent.hello["host"]
         if "error" in agent.hello:
-            self.failures.append(Failure(0, 2, time.monotonic(), 0, Report(0, "user", agent.hello["error"], 2, 0.0)))
+            self.failures.append(Failure.of_user(0, agent.hello["error"]))
             return True
         self.join(agent)
         return True
 
     def join(self, agent: RemoteAgent) -> None:
         """Take in an agent that has said hello."""
-        index, processes_there = agent.hello["rank"], agent.hello["world"]
-        if processes_there != self.plan.processes or index in self.agents:
-            text = (
-                f"{self.plan.launcher} has started {processes_there} processes where {self.plan.processes} were "
-                f"asked for"
-                if processes_there != self.plan.processes
-                else f"{self.plan.launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
-            )
-            report = Report(index, "user", f"{text}: its options (--launcher-args) contradict launch's.", 2, 0.0)
-            self.failures.append(Failure(index, 2, time.monotonic(), 0, report))
+        index, there, wanted = agent.hello["rank"], agent.hello["world"], self.plan.processes
+        if there != wanted or index in self.agents:
+            text = f"{self.plan.launcher} has started {there} processes where {wanted} were asked for"
+            if there == wanted:
+                text = f"{self.plan.launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
+            text += ": its options (--launcher-args) contradict launch's."
+            self.failures.append(Failure.of_user(index, text))
             return
         agent.index = index
         self.agents[index] = agent

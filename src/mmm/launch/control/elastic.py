@@ -28,7 +28,7 @@ from mmm import contract
 from mmm.contract import SAVED_EXIT
 from mmm.errors import LaunchError
 from mmm.launch.control import failures, processes
-from mmm.launch.control.commands import RemoteAgent, addresses, common_command
+from mmm.launch.control.commands import RemoteAgent, addresses, slot_commands
 from mmm.launch.control.controller import LAST_WORDS, LAUNCHER_END, START_TIMEOUT, Controller
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Lost, Message
@@ -36,8 +36,6 @@ from mmm.launch.control.output import Output
 from mmm.launch.control.run import Limits
 from mmm.launch.job import mpi, variables
 from mmm.launch.job.cluster import ClusterPlan
-
-DEVICE_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 @dataclass
@@ -81,10 +79,11 @@ class ElasticController(Controller):
         self.over = False
 
     def start(self) -> None:
-        self.server = socket.create_server(("", 0), backlog=len(self.hosts) + 8)
+        here = self.plan.launcher == "direct"
+        self.server = socket.create_server(("127.0.0.1" if here else "", 0), backlog=len(self.hosts) + 8)
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ)
-        if self.plan.launcher != "direct" or self.limits.timeout is not None:
+        if not here or self.limits.timeout is not None:
             self.output = Output(self.selector)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
         self.call_hosts()
@@ -225,21 +224,17 @@ class ElasticController(Controller):
         by_host: dict[int, list[int]] = {}
         for host, slot in self.places:
             by_host.setdefault(host.index, []).append(slot)
-        plan, first = self.plan, 0
+        plan = self.plan
         used = [self.hosts[index].name for index in by_host]
         shared = plan.shared | variables.master(os.environ, plan.job, plan.site, used, self.attempt, {})
         shared |= {"WORLD_SIZE": str(ranks), contract.ATTEMPT_VARIABLE: str(self.attempt)}
         shared[contract.ELASTIC_VARIABLE] = f"{self.elastic.least}:{self.elastic.most}"
         if self.attempt:  # whose start-up is its own
             shared |= {contract.BEGAN_VARIABLE: repr(time.time()), contract.STARTED_VARIABLE: ""}
-        for index, slots in by_host.items():
+        for index, message in slot_commands(plan, by_host, shared).items():
             agent = self.hosts[index].agent
             assert agent is not None
-            agent.ranks, agent.done = list(range(first, first + len(slots))), False
-            message = common_command(plan) | self.devices(slots)
-            message["ranks"] = [{"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(len(slots))]
-            message["shared"] = shared | {"LOCAL_WORLD_SIZE": str(len(slots))}
-            first += len(slots)
+            agent.ranks, agent.done = [int(rank["RANK"]) for rank in message["ranks"]], False
             try:
                 agent.link.send({"go": message})
             except Lost as lost:
@@ -248,16 +243,6 @@ class ElasticController(Controller):
         for number in self.pending:
             self.send(number)
         self.pending = []
-
-    def devices(self, slots: list[int]) -> Message:
-        """The device of each slot, where local ranks are not theirs."""
-        plan = self.plan
-        name = plan.site.device_variable or DEVICE_VARIABLES.get(plan.device or "", "")
-        if slots == list(range(len(slots))) or not name:
-            return {}
-        shown = [number for number in os.environ.get(name, "").split(",") if number]
-        order = plan.device_order or shown or list(range(plan.per_host))
-        return {"device_variable": name, "device_order": [order[slot] for slot in slots]}
 
     def fail(self) -> None:
         self.first, known = failures.cause(self.failures), list(self.failures)
@@ -308,9 +293,9 @@ class ElasticController(Controller):
             for host in self.hosts:
                 host.resting.clear()
             self.call_hosts()
-            self.rendezvous_ends = None
-            away = any(host.agent is None for host in self.hosts)
-            self.rejoin_at = now + self.elastic.rejoin if away else None
+            self.rendezvous_ends = self.rejoin_at = None
+        if self.rejoin_at is None and any(host.agent is None for host in self.hosts):
+            self.rejoin_at = now + self.elastic.rejoin
         more = self.best()
         if more is not None and more > self.total and (self.ask_at is None or now >= self.ask_at):
             if self.ask_at is None:

@@ -3,10 +3,11 @@
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmm.contract import CONSEQUENCES, SAVED_EXIT, Report, shorten
+from mmm.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
 from mmm.launch.control.wire import Status
 
 WAIT = 0.06  # s to wait, after a first failure, for one that came before it
@@ -52,6 +53,11 @@ class Failure:
             return cls(status.rank, code, status.time, 3, text=text)
         where = f" on {host}" if host else ""
         return cls(status.rank, code, status.time, 0, text=f"rank {status.rank} exited with code {code}{where}")
+
+    @classmethod
+    def of_user(cls, rank: int, text: str) -> "Failure":
+        """A mistake of the user's, found before there was a program to tell it."""
+        return cls(rank, USER_ERROR_EXIT, time.monotonic(), 0, Report(rank, "user", text, USER_ERROR_EXIT, 0.0))
 
     @property
     def again(self) -> bool:

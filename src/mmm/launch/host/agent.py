@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from mmm.contract import NUMBERINGS, Report, read_number
+from mmm.contract import NUMBERINGS, read_number
 from mmm.errors import LaunchError, UserError
 from mmm.launch.control import commands
 from mmm.launch.control import link as links
@@ -118,8 +118,7 @@ def run_attempts(entry: dict[str, Any], target: Target, hello: dict[str, Any]) -
 
 def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:
     """Tell launch why this host starts no ranks. Raises `Lost`."""
-    number = int(go["ranks"][0]["RANK"])
-    failure = Failure(number, 2, time.monotonic(), 0, Report(number, "user", str(error), 2, 0.0))
+    failure = Failure.of_user(int(go["ranks"][0]["RANK"]), str(error))
     link.send({"failure": commands.write_failure(failure, time.monotonic())})
     link.send({"bye": True})
 

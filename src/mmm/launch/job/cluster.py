@@ -44,8 +44,7 @@ class ClusterPlan:
         settings: the site's variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
         shared: variables for every rank, `settings` too.
         environ: what the launcher backend itself gets on top of launch's environment.
-        threads: OMP_NUM_THREADS; None: computed on each host, from the cores its ranks have.
-        why: name of a value → where it came from.
+        threads: OMP_NUM_THREADS; None: of the cores that ranks have. why: name of a value → where it came from.
         elastic: with `each`, host → command that starts its agent alone; of the spare hosts too, which come last.
     """
 
@@ -100,8 +99,8 @@ def plan(
     if not listed:
         return None
     site, why["machine"] = sites.find(environ, options.site)
-    every = [*listed, *(options.elastic.spare if options.elastic is not None else ())]
-    if options.elastic is not None and options.mpiexec is None and all(map(hosts.is_here, every)):
+    here = options.mpiexec is None and all(map(hosts.is_here, [*listed, *options.spare]))
+    if here and options.elastic is not None:
         launcher, mpiexec, why["launcher"] = "direct", "", "launch itself: all ranks are on this host"
     else:
         launcher, mpiexec, why["launcher"] = _launcher(options, job, site, environ, version)
@@ -128,9 +127,8 @@ def plan(
         shared[SITE_VARIABLE] = json.dumps({"name": site.name, "set": settings, "device_order": order})
     threads, why["OMP_NUM_THREADS"] = variables.threads(options, job, environ)
 
-    all_of_job = tuple(used) == tuple(job.hosts)
+    all_of_job, by_host = tuple(used) == tuple(job.hosts), options.by == "host"
     all_listed = len(used) == len(listed) and set(listed.values()) == {1}
-    by_host = options.by == "host"
     request = Request(
         processes=len(used) if by_host else ranks,
         per_host=1 if by_host else per_host,
@@ -144,9 +142,9 @@ def plan(
     )
     each = {}
     if options.elastic is not None:
-        elastic.check_hosts(options.elastic.spare, used, job.hosts)
+        elastic.check_hosts(options.spare, used, job.hosts)
         one = replace(request, processes=1, per_host=1, hostfile=None, subset=True)
-        for host in (*used, *options.elastic.spare):
+        for host in (*used, *options.spare):
             each[host] = [*_line(launcher, mpiexec, replace(one, hosts=[host]), site, True), *_agent(target)]
     return ClusterPlan(
         target=target,
@@ -188,8 +186,7 @@ def _hosts(options: LaunchOptions, environ: Mapping[str, str], why: dict[str, st
         listed, why["hosts"] = hosts.parse_file(options.hostfile), f"--hostfile {options.hostfile}"
     else:
         why["hosts"] = job.why.get("hosts", "")
-        spare = options.elastic.spare if options.elastic is not None else ()
-        return job, dict.fromkeys([name for name in job.hosts if name not in spare], 1)
+        return job, dict.fromkeys([name for name in job.hosts if name not in options.spare], 1)
     short = {name.partition(".")[0] for name in job.hosts}
     strange = [name for name in listed if name.partition(".")[0] not in short] if job.hosts else []
     if strange:

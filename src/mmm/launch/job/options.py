@@ -56,6 +56,10 @@ class LaunchOptions:
     attempt: int = 0
     elastic: Elastic | None = None
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return self.elastic.spare if self.elastic is not None else ()
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
