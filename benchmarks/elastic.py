@@ -33,8 +33,9 @@ from mmm.history import load
 EVERY = 10  # steps between two checkpoints
 STEPS_A_KILL = 60  # of the whole run
 BATCH = 120  # divides over every number of ranks from 3 to 8 but 7
-REJOIN = 4.0  # s after the last kill, at which launch has room for all ranks again
-LONGEST = 3.0  # s from one kill to the next, at most: less than that
+LONGEST = 3.0  # s from one kill to the next, at most
+SHARE = 0.5  # of the undisturbed run's time, in which all kills come: there has to be a run to kill
+REJOIN = 1.0  # s beyond the longest, after the last kill, until launch has room for all ranks again
 SOON = 0.2  # of the kills do not wait until the run has gone on after the one before
 GONE = 20.0  # s within which nothing is left of the run
 SERVER = b"mmm.launch.host.forkserver"
@@ -111,15 +112,17 @@ class Follower:
                     self.said.append(line)
 
 
-def disturb(outdir: Path, given: argparse.Namespace, chance: random.Random) -> tuple[Follower, int, int]:
+def disturb(
+    outdir: Path, given: argparse.Namespace, longest: float, chance: random.Random
+) -> tuple[Follower, int, int]:
     """Train with kills. What was said, how many were killed, and launch's exit code."""
     least, most = given.ranks
-    run = start(["--elastic", f"{least}:{most}", "--rejoin", str(REJOIN)], given.steps, outdir)
+    run = start(["--elastic", f"{least}:{most}", "--rejoin", f"{longest + REJOIN:.2f}"], given.steps, outdir)
     says, done, soon = Follower(run, most), 0, False
     while not (outdir / "checkpoints").exists() and run.poll() is None:
         time.sleep(0.05)
     while run.poll() is None and done < given.kills:
-        time.sleep(chance.uniform(0.1, LONGEST))
+        time.sleep(chance.uniform(min(0.1, longest), longest))
         while says.killed and not soon and run.poll() is None:
             time.sleep(0.02)
         with says.lock:
@@ -155,7 +158,11 @@ def main() -> int:
         if run.returncode:
             print(said)
             return 1
-        says, done, code = disturb(killed, given, random.Random(given.seed))
+        expected = load(whole)
+        seconds = float(expected["dt"].sum())
+        longest = min(LONGEST, SHARE * seconds / given.kills)
+        print(f"{given.steps} steps in {seconds:.1f} s; at most {longest:.2f} s between kills", flush=True)
+        says, done, code = disturb(killed, given, longest, random.Random(given.seed))
         if code:
             wrong.append(f"launch ended with exit code {code}: {''.join(says.said[-3:])}")
         if done < given.kills:
@@ -165,7 +172,7 @@ def main() -> int:
             time.sleep(0.05)
         if left:
             wrong.append(f"{len(left)} processes are left after {GONE:g} s")
-        expected, found = load(whole), load(killed)
+        found = load(killed)
         far = float("inf")
         if found["iter"].values.tolist() != expected["iter"].values.tolist():
             wrong.append(f"the record has {len(found['iter'])} rows, and the run has {given.steps} steps")

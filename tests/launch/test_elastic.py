@@ -16,11 +16,11 @@ import os, signal, sys, time
 from pathlib import Path
 rank, world, attempt = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MMM_ATTEMPT"))
 host = os.environ.get("SLURMD_NODENAME", "")
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 with open("ranks", "a") as file:
     file.write(f"{attempt} {world} {rank} {os.environ['LOCAL_RANK']} {os.getppid()} {host}\\n")
 Path(f"pid-{rank}").write_text(str(os.getpid()))
 """
+SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
 KILLED = "if (attempt, rank) == ('0', '1'): time.sleep(0.3); os.kill(os.getpid(), 9)\n"
 WAITS = "time.sleep(90 if attempt == '0' else 0)\n"
 MPIEXEC = """#!{python}
@@ -40,7 +40,7 @@ os.execv(command[0], command)
 def elastic(launcher):
     """Starts `launch --elastic` on `before`, PROGRAM and `more`."""
 
-    def start(bounds, more, *words, before="", **variables):
+    def start(bounds, more, *words, before=SAVES, **variables):
         launcher.write("t.py", before + PROGRAM + more)
         return launcher.start("--elastic", bounds, "--device", "cpu", *words, "python3", "t.py", **variables)
 
@@ -121,6 +121,13 @@ def test_a_mistake_of_the_program_ends_in_so_many_attempts(launcher, elastic):
     assert err.count("OSError: no file") == 3
 
 
+def test_a_rank_that_failed_by_itself_stays_out(launcher, elastic):
+    fails = "if (attempt, rank) == ('0', '1'): raise OSError('no file')\ntime.sleep(90 if attempt == '0' else 1.5)"
+    code, err = ended(elastic("2:4", fails, "--rejoin", "0.2"))
+    assert (code, sizes(launcher)) == (0, [4, 3]), err
+    assert "there is room" not in err
+
+
 def test_no_more_retries(launcher, elastic):
     always = "if rank == '1': os.kill(os.getpid(), 9)\ntime.sleep(90)"
     code, err = ended(elastic("1:4", always, "--retries", "1"))
@@ -136,10 +143,10 @@ def test_a_rank_that_was_killed_is_taken_in_again(launcher, elastic):
 
 
 def test_a_program_that_does_not_save_goes_on(launcher, elastic):
-    ignores = "if attempt == '1': signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
-    unaware = KILLED + "time.sleep(90 if attempt == '0' else 2)"
-    code, err = ended(elastic("2:4", ignores + unaware, "--rejoin", "0.3"))
+    waits = "time.sleep(90 if attempt == '0' else 2)"
+    code, err = ended(elastic("2:4", KILLED + waits, "--rejoin", "0.3", before=""))
     assert (code, sizes(launcher)) == (0, [4, 3]), err
+    assert err.splitlines()[-1] == "launch: there is room for 4 ranks: 3 are to save (SIGUSR1)"
 
 
 def test_signals_end_it_for_good(launcher, elastic):
@@ -151,6 +158,15 @@ def test_signals_end_it_for_good(launcher, elastic):
     code, err = ended(process)
     assert (code, err.splitlines()[-1]) == (143, "launch: SIGTERM: ending 1 rank")
     assert launcher.gone(within=1.0)
+
+
+def test_ctrl_c_while_it_starts(launcher, elastic):
+    process = elastic("1:2", "time.sleep(90)")
+    time.sleep(0.4)
+    process.send_signal(signal.SIGINT)
+    code, err = ended(process)
+    assert code in (130, -signal.SIGINT), err  # before it listens, Python ends as any program does
+    assert launcher.gone(within=2.0)
 
 
 def test_nothing_outlives_launch(launcher, elastic):
