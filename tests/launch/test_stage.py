@@ -168,16 +168,19 @@ def test_an_archive(hosts, top):
     assert made.left() == []
 
 
-def test_an_archive_that_is_cut_short(hosts):
+@pytest.mark.parametrize("where", ["in a file", "in a header", "between files"])
+def test_an_archive_that_is_cut_short(hosts, where):
     made = hosts(3)
     with tarfile.open(made.launcher.folder / "env.tar", "w") as tar:
         tar.add(made.env, arcname=".")
-    whole = (made.launcher.folder / "env.tar").read_bytes()
-    (made.launcher.folder / "env.tar").write_bytes(whole[: len(whole) // 2])
+    with tarfile.open(made.launcher.folder / "env.tar") as tar:
+        member = next(each for each in tar if each.isreg() and each.size > 512 and each.offset > 100_000)
+    at = {"in a file": member.offset_data + 512, "in a header": member.offset + 100, "between files": member.offset}
+    os.truncate(made.launcher.folder / "env.tar", at[where])
     done = made.run("python3", "-c", WHERE, source="env.tar")
     assert done.returncode == 1
     assert f"launch: --stage {made.launcher.folder}/env.tar: h" in done.stderr
-    assert "unexpected end of data" in done.stderr
+    assert "the archive is cut short, or no tar (" in done.stderr
     assert done.stderr.count("launch: ") == 1
     assert made.left() == []
 
@@ -320,6 +323,24 @@ def test_nobody_removes_a_copy_that_another_run_uses(tmp_path):
             assert first == second
         assert os.path.isdir(first)
     assert not os.path.exists(first)
+
+
+def test_a_copy_whose_maker_is_killed_while_it_is_tried_does_not_stay(tmp_path, monkeypatch):
+    """The process that makes it is another than the agent, which ends it when the run is over."""
+    (tmp_path / "s").mkdir()
+    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy.make_room()
+    monkeypatch.setattr(copies.staging, "interpreter", lambda source, path: "python")
+    monkeypatch.setattr(copies, "_try", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    pid = os.fork()
+    if pid == 0:
+        with copy.unpacking() as feed:
+            copies.pack(copy.source, feed)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert copy.path.exists()
+    copy.discard()
+    assert not list(copy.parent.iterdir())
 
 
 def transferred(token, spoil):

@@ -76,7 +76,9 @@ class Copy:
         self.source = source
         self.parent = Path(folder or tempfile.gettempdir()) / f"mmm-stage-{os.getuid()}"
         self.path = self.parent / f"{name}-{source.key}"
-        self.part = self.parent / f".{self.path.name}.{socket.gethostname()}.{os.getpid()}"
+        maker = f"{socket.gethostname()}.{os.getpid()}"
+        self.part = self.parent / f".{self.path.name}.{maker}"
+        self.trial = self.parent / f".trial.{self.path.name}.{maker}"  # there while the copy is tried at its place
         self.lock: int | None = None
 
     def there(self) -> bool:
@@ -139,8 +141,11 @@ class Copy:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what has not become a copy."""
+        """Remove what has not become a copy, also where the process that made it was killed."""
         shutil.rmtree(self.part, ignore_errors=True)
+        if self.trial.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.trial.rmdir()
 
     def remove(self) -> None:
         """Unless another run uses it. At once gone for others; its files go one by one."""
@@ -163,7 +168,11 @@ class Copy:
                         tar.extractall(self.part, filter="tar")
                     else:
                         tar.extractall(self.part)
+                    if not tar.fileobj.read(1):  # two blocks of zeros end it, and tarfile does without
+                        raise tarfile.ReadError("no end")
                 _drain(stream)
+        except tarfile.ReadError as error:
+            errors.append(LaunchError(f"the archive is cut short, or no tar ({error})"))
         except Exception as error:
             errors.append(error)
 
@@ -175,10 +184,12 @@ class Copy:
             made = inside[0]  # an archive of a folder, not of what is in it
         _repoint(made, self.source.path, str(self.path))
         (made / MARK).write_text(json.dumps({"contents": _contents(made), "source": self.source.path}))
+        self.trial.mkdir()
         try:
             os.rename(made, self.path)
         except OSError:
             if self.there():  # made by another run meanwhile
+                self.trial.rmdir()
                 return
             shutil.rmtree(self.path, ignore_errors=True)  # incomplete: something has removed files from it
             os.rename(made, self.path)
@@ -187,8 +198,9 @@ class Copy:
             if python is not None:
                 _try(python, self.path, self.source.path)
         except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self.discard()
             raise
+        self.trial.rmdir()
 
 
 def _try(python: str, copy: Path, source: str) -> None:
