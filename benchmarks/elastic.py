@@ -31,7 +31,7 @@ import numpy as np
 from mmm.history import load
 
 EVERY = 10  # steps between two checkpoints
-STEPS_A_KILL = 60  # of the whole run
+STEPS_A_KILL = 40  # of the whole run
 BATCH = 120  # divides over every number of ranks from 3 to 8 but 7
 LONGEST = 3.0  # s from one kill to the next, at most
 SHARE = 0.5  # of the undisturbed run's time, in which all kills come: there has to be a run to kill
