@@ -79,11 +79,11 @@ class ElasticController(Controller):
         self.over = False
 
     def start(self) -> None:
-        here = self.plan.launcher == "direct"
-        self.server = socket.create_server(("127.0.0.1" if here else "", 0), backlog=len(self.hosts) + 8)
+        direct = self.plan.launcher == "direct"
+        self.server = socket.create_server(("127.0.0.1" if direct else "", 0), backlog=len(self.hosts) + 8)
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ)
-        if not here or self.limits.timeout is not None:
+        if not direct or self.limits.timeout is not None:
             self.output = Output(self.selector)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
         self.call_hosts()

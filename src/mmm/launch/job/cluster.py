@@ -99,8 +99,8 @@ def plan(
     if not listed:
         return None
     site, why["machine"] = sites.find(environ, options.site)
-    here = options.mpiexec is None and all(map(hosts.is_here, [*listed, *options.spare]))
-    if here and options.elastic is not None:
+    alone = options.mpiexec is None and all(map(hosts.is_here, [*listed, *options.spare]))
+    if alone and options.elastic is not None:
         launcher, mpiexec, why["launcher"] = "direct", "", "launch itself: all ranks are on this host"
     else:
         launcher, mpiexec, why["launcher"] = _launcher(options, job, site, environ, version)
