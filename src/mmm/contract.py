@@ -22,6 +22,7 @@ MARKER_VARIABLE = "MMM_LAUNCH_ID"  # the same in every process of one launch, an
 DEVICE_VARIABLE = "MMM_DEVICE"  # the device type chosen or detected
 ATTEMPT_VARIABLE = "MMM_ATTEMPT"  # 0, 1, …: how often --retries has started the program again
 ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch, and in no other launch
+ELASTIC_VARIABLE = "MMM_ELASTIC"  # MIN:MAX: attempts have different numbers of ranks, and go on from a checkpoint
 LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
 SITE_VARIABLE = "MMM_SITE"  # the known machine, and what launch has set for it, for a run's record: JSON
 BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"  # when launch itself was started, seconds since 1970
@@ -110,8 +111,9 @@ SEND_TIMEOUT = 1.0  # s; launch reads all the time, so this is for a launch that
 class Report:
     """A rank's own account of why it ends.
 
-    kind is "traceback" (an exception nobody caught), "user" (a `UserError`: `error: <text>` is all there is to say) or
-    "exit" (`sys.exit("text")`: the text as it is). `time` is `time.monotonic()` where it was caught.
+    kind is "traceback" (an exception nobody caught), "user" (a `UserError`: `error: <text>` is all there is to say),
+    "layout" (such a one that another number of ranks may not have) or "exit" (`sys.exit("text")`: the text as it is).
+    `time` is `time.monotonic()` where it was caught.
     """
 
     rank: int
@@ -119,6 +121,10 @@ class Report:
     text: str
     exit_code: int
     time: float
+
+    @property
+    def is_users(self) -> bool:
+        return self.kind in ("user", "layout")
 
     def dumps(self) -> bytes:
         fields = asdict(self) | {"text": shorten(self.text)}

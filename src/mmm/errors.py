@@ -13,7 +13,10 @@ class UserError(ValueError):
             A check that each rank makes for itself does not count: what fails on one host may pass on the others.
         fields: of a configuration that the message names, such as ``microbatches`` in "microbatches 3: …"; a command
             line shows them as its flags (`mmm.trainer.flags`).
+        kind: of the report to launch (`mmm.contract.Report`).
     """
+
+    kind = "user"
 
     def __init__(self, *args: object, on_every_rank: bool = False, fields: tuple[str, ...] = ()) -> None:
         super().__init__(*args)
@@ -26,6 +29,8 @@ class ConfigError(UserError):
 
 class LayoutError(UserError):
     """A mesh layout does not fit the ranks, the model or the batch."""
+
+    kind = "layout"
 
 
 class DeviceError(UserError):

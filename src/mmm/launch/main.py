@@ -43,7 +43,7 @@ def _main(words: list[str], begin: float) -> int:
     timeout = seconds("--timeout", args.timeout)
     start_timeout = seconds("--start-timeout", args.start_timeout) or 0.0
     grace = seconds("--grace", args.grace)
-    retries = count("--retries", args.retries, least=0) or 0
+    retries = count("--retries", args.retries, least=0)
     if not command:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
     what = target.parse(command)
@@ -66,6 +66,12 @@ def _main(words: list[str], begin: float) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
         return 0
+    if options.elastic is not None and isinstance(plan, ClusterPlan):
+        from mmm.launch.control.elastic import ElasticController
+
+        announce(plan)
+        return ElasticController(plan, limits, start_timeout, retries).run()
+    retries = retries or 0
     staged: AbstractContextManager[str | None] = nullcontext()
     if options.stage is not None and isinstance(plan, LaunchPlan):
         from mmm.launch.host.stage import on_this_host
@@ -103,19 +109,23 @@ def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> Cl
     """The plan for the job's hosts, or for this one where there is no job."""
     plan: ClusterPlan | LaunchPlan | None = cluster.plan(what, options)
     if plan is None:
-        plan = plan_here(what, options)
+        check_here(options)
+        this = replace(options, hosts="localhost")
+        plan = plan_here(what, options) if options.elastic is None else cluster.plan(what, this)
+    assert plan is not None
     plan.shared.update(shared)
     return plan
 
 
-def plan_here(what: Target, options: LaunchOptions) -> LaunchPlan:
-    """Ranks on this host alone. Raises `LaunchError` for options that only a cluster has."""
+def check_here(options: LaunchOptions) -> None:
+    """Raises `LaunchError` for options that only a cluster has."""
     only = {
         "--mpiexec": options.mpiexec,
         "--mpi": options.mpi,
         "--launcher-args": " ".join(options.launcher_args),
-        "--ranks-by": options.by if options.by != "rank" else None,
+        "--ranks-by": options.by if options.by != "rank" and options.elastic is None else None,
         "--site": options.site,
+        "--spare-hosts": ",".join(options.spare),
     }
     for name, value in only.items():
         if value:
@@ -133,7 +143,11 @@ def plan_here(what: Target, options: LaunchOptions) -> LaunchPlan:
     ranks = options.nproc or options.per_host
     if ranks is not None and ranks > MAX_RANKS:
         raise LaunchError(f"-n {ranks}: the number of ranks on a host must be from 1 to {MAX_RANKS}.")
-    plan = local.plan(what, nproc=ranks, device=options.device, prefork=options.prefork)
+
+
+def plan_here(what: Target, options: LaunchOptions) -> LaunchPlan:
+    """Ranks on this host alone."""
+    plan = local.plan(what, nproc=options.nproc or options.per_host, device=options.device, prefork=options.prefork)
     if options.cpu_bind is not None and options.cpu_bind != "none":
         each = [cpus or "" for cpus in binding.split(options.cpu_bind, len(plan.ranks))]
         for rank, cpus in zip(plan.ranks, each, strict=True):
@@ -160,14 +174,21 @@ def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace, options: 
     return f"machine  this host: {found.why['scheduler']}, no --hosts, no --hostfile\n{text}" if args.explain else text
 
 
-def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> RunControl:
-    """What will run the plan. Says what was found, where that is more than this host."""
-    if isinstance(plan, ClusterPlan):
-        from mmm.launch.control.controller import Controller
+def announce(plan: ClusterPlan) -> None:
+    """Say what was found, where that is more than this host."""
+    if plan.launcher != "direct":
         from mmm.launch.job.table import table
 
+        print(table(plan), file=sys.stderr, flush=True)
+
+
+def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> RunControl:
+    """What will run the plan."""
+    if isinstance(plan, ClusterPlan):
+        from mmm.launch.control.controller import Controller
+
         if attempt == 0:
-            print(table(plan), file=sys.stderr, flush=True)
+            announce(plan)
         return Controller(plan, limits, start_timeout)
     from mmm.launch.control.supervisor import Supervisor
 

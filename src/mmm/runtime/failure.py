@@ -42,14 +42,14 @@ def whereabouts() -> str:
     return f"[rank {rank()} on {socket.gethostname()}] "
 
 
-def report_user_error(error: BaseException) -> None:
+def report_user_error(error: UserError) -> None:
     """Say `error: <message>`: through launch, or else on stderr, with rank and host. Does not exit.
 
     Without launch every rank that has an error says it, except where the error is `on_every_rank`: then rank 0 does.
     """
-    if report("user", str(error), USER_ERROR_EXIT):
+    if report(error.kind, str(error), USER_ERROR_EXIT):
         return
-    everywhere = getattr(error, "on_every_rank", False)
+    everywhere = error.on_every_rank
     if rank() == 0 or not everywhere:
         print(f"error: {'' if everywhere else whereabouts()}{error}", file=sys.stderr, flush=True)
 

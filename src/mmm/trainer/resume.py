@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -20,7 +21,8 @@ from mmm.checkpoint.manifest import (
     remove_partial,
     steps_of,
 )
-from mmm.errors import CheckpointError
+from mmm.contract import ELASTIC_VARIABLE
+from mmm.errors import CheckpointError, ConfigError
 from mmm.history.attempts import Attempt, make_room
 from mmm.history.record import DATASET, JOURNAL, writable
 from mmm.history.resume import Resume, check_over
@@ -65,8 +67,14 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
 
     Raises:
         CheckpointError: there is no checkpoint where ``--resume`` says; or there are some, and nothing says to go on.
+        ConfigError: `launch --elastic` is to go on from checkpoints, and there would be none, or not with this batch.
         RecordError: the folder holds a record that does not go on, or cannot be written.
     """
+    needed = ("checkpoint_every", "outdir", "global_batch_size") if ELASTIC_VARIABLE in os.environ else ()
+    if missing := [f"--{name}" for name in needed if getattr(options, name, None) is None]:
+        raise ConfigError(
+            f"launch --elastic: to go on with another number of ranks {module} needs {' and '.join(missing)} as well"
+        )
     given = None if options.outdir is None else Path(options.outdir).expanduser().absolute()
     saves, note = options.checkpoint_every is not None, None
     own = steps_of(given / CHECKPOINTS) if given is not None and (saves or options.resume is not None) else []

@@ -14,6 +14,8 @@ from mmm.launch.control.link import Link, Message
 from mmm.launch.job import hosts
 from mmm.launch.job.cluster import ClusterPlan
 
+DEVICE_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+
 
 @dataclass
 class RemoteAgent:
@@ -28,11 +30,17 @@ class RemoteAgent:
     done: bool = False  # its ranks are gone, it has said so
 
 
-def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message]:
-    """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
-    common: dict[str, Any] = {name: getattr(plan, name) for name in ("by", "device", "bind", "prefork", "threads")}
+def common_command(plan: ClusterPlan) -> Message:
+    """What every agent is told alike."""
+    common: Message = {name: getattr(plan, name) for name in ("by", "device", "bind", "prefork", "threads")}
     if plan.device_order:
         common["device_variable"], common["device_order"] = plan.site.device_variable, plan.device_order
+    return common
+
+
+def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message]:
+    """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
+    common = common_command(plan)
     made: list[Message] = []
     there: dict[str, list[RemoteAgent]] = {}
     for agent in agents:
@@ -52,6 +60,23 @@ def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message
             shared = plan.shared | {"LOCAL_WORLD_SIZE": str(len(mates))}
             message = {"ranks": [rank], "shared": shared, "cores": cores}
         made.append(common | message)
+    return made
+
+
+def slot_commands(plan: ClusterPlan, by_host: dict[int, list[int]], shared: dict[str, str]) -> dict[int, Message]:
+    """What each agent of an elastic run is to run. by_host: number of a host → its slots that have a rank."""
+    made: dict[int, Message] = {}
+    first = 0
+    for host, slots in by_host.items():
+        ranks = [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(len(slots))]
+        message = common_command(plan) | {"ranks": ranks, "shared": shared | {"LOCAL_WORLD_SIZE": str(len(slots))}}
+        name = plan.site.device_variable or DEVICE_VARIABLES.get(plan.device or "")
+        if slots != list(range(len(slots))) and name:  # a slot is a device, also where another rank takes it
+            shown = [device for device in os.environ.get(name, "").split(",") if device]
+            order = plan.device_order or shown or list(range(plan.per_host))
+            message |= {"device_variable": name, "device_order": [order[slot] for slot in slots]}
+        made[host] = message
+        first += len(slots)
     return made
 
 

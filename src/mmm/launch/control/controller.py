@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 
-from mmm.contract import Report, open_files
+from mmm.contract import open_files
 from mmm.errors import LaunchError
 from mmm.launch.control import link as links
 from mmm.launch.control import processes
@@ -70,12 +70,8 @@ class Controller(RunControl):
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ)
         port = self.server.getsockname()[1]
-        entry = {
-            "at": [[address, port] for address in addresses(plan)],
-            "token": self.token,
-            "launcher": plan.launcher,
-            "processes": plan.processes,
-        }
+        at = [[address, port] for address in addresses(plan)]
+        entry = {"at": at, "token": self.token, "launcher": plan.launcher, "processes": plan.processes}
         self.output = Output(self.selector)
         self.rendezvous_ends = time.monotonic() + self.start_timeout
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
@@ -125,9 +121,7 @@ class Controller(RunControl):
         if self.rendezvous_ends is not None and now >= self.rendezvous_ends and self.exit_code is None:
             self.rendezvous_ends = None
             self.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
-        if self.locate_until is not None and now >= self.locate_until:
-            self.locate_until = None
-            self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
+        self.locate_due(now)
         if self.stop_launcher_at is not None and now >= self.stop_launcher_at:
             self.stop_launcher_at = None
             self.stop_launcher()
@@ -141,6 +135,11 @@ class Controller(RunControl):
         if self.connections and self.exit_code is None:
             self.launcher_died()
         return bool(self.connections) and self.kill_at is not None
+
+    def locate_due(self, now: float) -> None:
+        if self.locate_until is not None and now >= self.locate_until:
+            self.locate_until = None
+            self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
 
     def accept(self, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -185,19 +184,21 @@ class Controller(RunControl):
         agent.hello = json.loads(words)
         agent.host = agent.hello["host"]
         if "error" in agent.hello:
-            self.failures.append(Failure(0, 2, time.monotonic(), 0, Report(0, "user", agent.hello["error"], 2, 0.0)))
+            self.failures.append(Failure.of_user(0, agent.hello["error"]))
             return True
-        index, processes_there = agent.hello["rank"], agent.hello["world"]
-        if processes_there != self.plan.processes or index in self.agents:
-            text = (
-                f"{self.plan.launcher} has started {processes_there} processes where {self.plan.processes} were "
-                f"asked for"
-                if processes_there != self.plan.processes
-                else f"{self.plan.launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
-            )
-            report = Report(index, "user", f"{text}: its options (--launcher-args) contradict launch's.", 2, 0.0)
-            self.failures.append(Failure(index, 2, time.monotonic(), 0, report))
-            return True
+        self.join(agent)
+        return True
+
+    def join(self, agent: RemoteAgent) -> None:
+        """Take in an agent that has said hello."""
+        index, there, wanted = agent.hello["rank"], agent.hello["world"], self.plan.processes
+        if there != wanted or index in self.agents:
+            text = f"{self.plan.launcher} has started {there} processes where {wanted} were asked for"
+            if there == wanted:
+                text = f"{self.plan.launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
+            text += ": its options (--launcher-args) contradict launch's."
+            self.failures.append(Failure.of_user(index, text))
+            return
         agent.index = index
         self.agents[index] = agent
         if len(self.agents) == self.plan.processes and self.exit_code is None:
@@ -207,7 +208,6 @@ class Controller(RunControl):
             else:
                 self.staging = Staging(self.plan, [self.agents[i] for i in range(len(self.agents))], self.failures)
                 self.staging.begin()
-        return True
 
     def decide(self, now: float) -> None:
         super().decide(now)

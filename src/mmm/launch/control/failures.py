@@ -3,10 +3,11 @@
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmm.contract import CONSEQUENCES, SAVED_EXIT, Report, shorten
+from mmm.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
 from mmm.launch.control.wire import Status
 
 WAIT = 0.06  # s to wait, after a first failure, for one that came before it
@@ -53,10 +54,15 @@ class Failure:
         where = f" on {host}" if host else ""
         return cls(status.rank, code, status.time, 0, text=f"rank {status.rank} exited with code {code}{where}")
 
+    @classmethod
+    def of_user(cls, rank: int, text: str) -> "Failure":
+        """A mistake of the user's, found before there was a program to tell it."""
+        return cls(rank, USER_ERROR_EXIT, time.monotonic(), 0, Report(rank, "user", text, USER_ERROR_EXIT, 0.0))
+
     @property
     def again(self) -> bool:
         """May a new start help? Not after the user's own mistake, which would end the same way."""
-        return not self.final and (self.report is None or self.report.kind != "user")
+        return not self.final and (self.report is None or not self.report.is_users)
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
@@ -81,7 +87,7 @@ def tell(first: Failure, failures: Sequence[Failure]) -> None:
         after = f"; {others} other{'s' if others > 1 else ''} failed after it" if others else ""
         say(f"launch: rank {first.rank} failed on {first.host or socket.gethostname()}{after}:\n{report.text.rstrip()}")
     else:
-        say(f"error: {report.text}" if report.kind == "user" else report.text.rstrip("\n"))
+        say(f"error: {report.text}" if report.is_users else report.text.rstrip("\n"))
 
 
 def in_a_line(first: Failure) -> str:

@@ -87,6 +87,9 @@ class RunControl(ABC):
             self.clean_up()
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            self.selector.close()
+            os.close(signal.set_wakeup_fd(-1))
+            os.close(self.wake)
 
     def wait(self) -> set[int]:
         """The file descriptors that have something to read, once one has or a clock is due."""

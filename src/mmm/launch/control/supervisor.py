@@ -8,16 +8,15 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
-import uuid
 
-from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, VERDICT_VARIABLE, Report
-from mmm.launch.control import processes, stacks, wire
+from mmm.contract import SOCKET_BUFFER, Report
+from mmm.launch.control import processes, stacks
 from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import Limits, RunControl
-from mmm.launch.control.wire import Instructions, Status
+from mmm.launch.control.server import ForkServerProcess
+from mmm.launch.control.wire import Status
 from mmm.launch.job.local import LaunchPlan
 
 DRAIN = 1.0  # s for the rest of the output
@@ -29,84 +28,63 @@ class Supervisor(RunControl):
 
     host = ""  # said of failures where it is not clear which host is meant
     shielded = False  # a scheduler may signal all of the run's processes, the fork server too
+    stays = False  # the fork server, for another attempt
 
-    def __init__(self, plan: LaunchPlan, limits: Limits | None = None) -> None:
+    def __init__(self, plan: LaunchPlan, limits: Limits | None = None, server: ForkServerProcess | None = None) -> None:
         super().__init__(len(plan.ranks), limits)
         self.plan = plan
+        self.server = server
         self.pids: dict[int, int] = {}  # rank → pid, of those started
-        self.marker = uuid.uuid4().hex
         self.buffer = b""
-        self.verdict_fd: int | None = None  # why the ranks are ended, once they are
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether all ranks have ended, and their fork server waits for the next."""
+        return self.stays and len(self.ended) == self.total
 
     def clean_up(self) -> None:
-        if self.verdict_fd is not None:
-            os.close(self.verdict_fd)
-        with contextlib.suppress(AttributeError, ProcessLookupError):
-            if self.fork_server.returncode is None:  # only after an error of launch's own
-                os.killpg(self.fork_server.pid, signal.SIGKILL)
+        if self.server is not None and not self.at_rest:
+            self.server.close()
+            self.server = None
 
     def start(self) -> None:
-        """Start the fork server, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
-        plan = self.plan
-        control_read, self.control = os.pipe()
-        self.status, status_write = os.pipe()
-        self.reports, failure_write = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        for end in (self.reports, failure_write):
-            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                with contextlib.suppress(OSError):
-                    end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
-        self.reports.setblocking(False)
-        target = plan.target
-        command = target.line()
-        if target.is_python:
-            command = [plan.python, *target.flags, "-m", wire.CHILD, *target.tail()]
-        inherited = (control_read, status_write, failure_write.fileno())
-        todo = Instructions(
-            *inherited, plan.ranks, plan.fork, command, os.getpid(), self.shielded, ignored=sorted(self.ignored)
-        )
-        instructions = todo.write()
-        own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}
-        if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
-            self.verdict_fd = os.memfd_create("verdict")
-            own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
-        server = [plan.python, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
-        self.output = Output(self.selector) if self.limits.timeout is not None else None
-        out = (self.output.stdout, self.output.stderr) if self.output is not None else (None, None)
-        self.fork_server = subprocess.Popen(
-            server,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **plan.shared, **own},
-            stdout=out[0],
-            stderr=out[1],
-            pass_fds=(*inherited, instructions, *self.passed_fds()),
-            start_new_session=True,
-        )
-        os.close(instructions)
-        os.close(control_read)
-        os.close(status_write)
-        failure_write.close()
-        if self.output is not None:
-            self.output.started()
-        for source in (self.status, self.reports.fileno()):
+        """Start the ranks, and their fork server if there is none yet."""
+        if self.server is None:
+            self.output = Output(self.selector) if self.limits.timeout is not None else None
+            self.server = ForkServerProcess(
+                self.plan,
+                self.output,
+                shielded=self.shielded,
+                ignored=self.ignored,
+                passed_fds=self.passed_fds(),
+                stays=self.stays,
+            )
+            if self.output is not None:
+                self.output.started()
+        else:
+            self.server.begin(self.plan)
+        for source in (self.server.status, self.server.reports.fileno()):
             self.selector.register(source, selectors.EVENT_READ)
 
     def serve(self) -> bool:
         """Take in what has happened. False once the fork server is gone."""
+        assert self.server is not None
         ready = self.wait()
         self.read_reports()  # before statuses: a report is sent before its rank ends
-        if self.status not in ready:
+        if self.server.status not in ready:
             return True
-        data = os.read(self.status, 1 << 16)
+        data = os.read(self.server.status, 1 << 16)
         self.buffer += data
         *lines, self.buffer = self.buffer.split(b"\n")
         for line in lines:
             self.on_status(Status.loads(line))
-        return bool(data)
+        return bool(data) and not self.at_rest
 
     def read_reports(self) -> None:
+        assert self.server is not None
         with contextlib.suppress(BlockingIOError):
             while True:
-                report = Report.loads(self.reports.recv(SOCKET_BUFFER))
+                report = Report.loads(self.server.reports.recv(SOCKET_BUFFER))
                 if not any(f.report and f.rank == report.rank for f in self.failures):
                     self.failures.append(Failure.reported(report, self.host))
 
@@ -121,15 +99,15 @@ class Supervisor(RunControl):
             self.failures.append(Failure.ended(status, self.host))
 
     def send(self, number: int) -> bool:
-        if self.verdict and self.verdict_fd is not None:
-            os.pwrite(self.verdict_fd, self.verdict.encode("utf-8", "backslashreplace"), 0)
+        if self.verdict and self.server is not None:
+            self.server.say_verdict(self.verdict)
         if self.pids:
             self.forward_signal(number)
         return bool(self.pids)
 
     def forward_signal(self, number: int) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.control, bytes([number]))  # the fork server reads it when all ranks have been started
+        if self.server is not None:
+            self.server.tell({"signal": int(number)})
 
     def stacks(self) -> dict[int, stacks.Stack]:
         """Where the ranks are that have not ended."""
@@ -144,19 +122,32 @@ class Supervisor(RunControl):
 
     def kill(self) -> None:
         self.kill_at = None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.fork_server.pid, signal.SIGKILL)  # not reaped yet, so the number is still the fork server's
+        assert self.server is not None
+        if self.stays and len(self.pids) == self.total:
+            processes.send(self.others(), signal.SIGKILL)
+        else:  # not reaped yet, so the number is still the fork server's
+            self.server.kill()
+
+    def others(self) -> set[int]:
+        """All processes of the run but the fork server."""
+        assert self.server is not None
+        return set(processes.of_run(self.server.pid, self.server.marker)) - {self.server.pid}
 
     def finish(self) -> int:
-        """The fork server is gone: end what it left, and decide on the exit code."""
+        """The ranks have ended, or the fork server is gone: end what is left, and decide on the exit code."""
         self.read_reports()
-        if hasattr(os, "waitid"):  # not on macOS before Python 3.13; its end of the status pipe is closed in any case
-            os.waitid(os.P_PID, self.fork_server.pid, os.WEXITED | os.WNOWAIT)
+        assert self.server is not None
+        server, gone = self.server, not self.at_rest
+        if gone and hasattr(os, "waitid"):  # not on macOS before Python 3.13; its status pipe is closed in any case
+            os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
         if self.exit_code is None and self.failures:
             self.fail()
-        processes.end(self.fork_server.pid, self.marker, grace=LEFTOVER_GRACE if self.exit_code is None else 0.0)
-        self.kill()
-        code = self.fork_server.wait()
+        grace = LEFTOVER_GRACE if self.exit_code is None else 0.0
+        processes.end(server.pid, server.marker, grace, spare=None if gone else server.pid)
+        code = 0
+        if gone:
+            server.kill()
+            code = server.process.wait()
         if self.output is not None:
             self.output.drain(self.selector, time.monotonic() + DRAIN)
         if self.exit_code is not None:
@@ -165,12 +156,12 @@ class Supervisor(RunControl):
             return 0
         self.again = True
         reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        say(f"launch: the process that holds the ranks (pid {self.fork_server.pid}) {reason}; the ranks were killed")
+        say(f"launch: the process that holds the ranks (pid {server.pid}) {reason}; the ranks were killed")
         return 128 - code if code < 0 else code or 1
 
     def stop(self) -> None:
         """Ctrl-Z: stop the ranks and launch, until launch is continued. The fork server goes on, to notice its end."""
-        ranks = set(processes.of_run(self.fork_server.pid, self.marker)) - {self.fork_server.pid}
+        ranks = self.others()
         processes.send(ranks, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         processes.send(ranks, signal.SIGCONT)

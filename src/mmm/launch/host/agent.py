@@ -8,23 +8,21 @@ ends its ranks; if launch knows how they ended, its own exit code is 0, so that 
 import contextlib
 import json
 import os
-import selectors
-import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
-from mmm.contract import ENDING, NUMBERINGS, Report, read_number
+from mmm.contract import NUMBERINGS, read_number
 from mmm.errors import LaunchError, UserError
 from mmm.launch.control import commands
 from mmm.launch.control import link as links
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Link, Lost
-from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.control.wire import CPUS_VARIABLE, PASSED_ON, Status
+from mmm.launch.control.server import ForkServerProcess
+from mmm.launch.control.wire import CPUS_VARIABLE
+from mmm.launch.host.entry import Entry, OneAttempt, host_name
 from mmm.launch.host.stage import Stager
 from mmm.launch.job import binding, local
 from mmm.launch.job import target as targets
@@ -32,123 +30,8 @@ from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.mpi import AGENT_VARIABLE
 from mmm.launch.job.target import Target
 
-# Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
-HELPERS = ("hydra_pmi_proxy", "orted", "prted")
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
 NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `NUMBERINGS`
-
-
-class Entry(Supervisor):
-    """Supervises the ranks that this process stands for."""
-
-    shielded = True
-
-    def __init__(
-        self, plan: LaunchPlan, link: Link, launcher: str, inherit: tuple[int, ...], stager: Stager | None
-    ) -> None:
-        super().__init__(plan)
-        self.stager = stager
-        self.launcher = launcher
-        self.link: Link | None = link
-        self.inherit = inherit
-        self.told = 0  # failures that launch knows of
-        self.lost = False
-        self.host = host_name()
-
-    def start(self) -> None:
-        super().start()
-        assert self.link is not None
-        self.selector.register(self.link, selectors.EVENT_READ)
-        while self.link.early:
-            self.on_command(self.link.early.pop(0))
-
-    def passed_fds(self) -> tuple[int, ...]:
-        return self.inherit
-
-    def wait(self) -> set[int]:
-        ready = super().wait()
-        if self.link is not None and self.link.fileno() in ready:
-            try:
-                for message in self.link.read():
-                    self.on_command(message)
-            except Lost as lost:
-                self.launch_is_gone(str(lost))
-        return ready
-
-    def on_command(self, message: links.Message) -> None:
-        if "kill" in message:
-            self.exit_code = 0
-            self.kill()
-        elif message.get("signal") in ENDING:
-            self.exit_code = 0
-            self.grace = message["grace"]
-            ignored = message["signal"] in self.ignored  # on this host, by who started its processes
-            self.end(signal.SIGTERM if ignored else message["signal"], message["verdict"])
-        elif "where" in message:
-            self.tell({"stacks": self.stacks()})
-        elif "signal" in message:
-            self.forward_signal(message["signal"])
-
-    def on_status(self, status: Status) -> None:
-        super().on_status(status)
-        if status.code is not None:
-            self.tell_failures()
-            self.tell({"ended": status.rank})
-
-    def decide(self, now: float) -> None:
-        """launch decides; here nothing is done but to tell it, and to kill after the grace."""
-        self.tell_failures()
-        if self.kill_at is not None and now >= self.kill_at:
-            self.kill()
-
-    def tell_failures(self) -> None:
-        for failure in self.failures[self.told :]:
-            self.tell({"failure": commands.write_failure(failure, time.monotonic())})
-        self.told = len(self.failures)
-
-    def tell(self, message: links.Message) -> None:
-        if self.link is not None:
-            try:
-                self.link.send(message)
-            except Lost as lost:
-                self.launch_is_gone(str(lost))
-
-    def launch_is_gone(self, reason: str) -> None:
-        assert self.link is not None
-        self.selector.unregister(self.link)
-        self.link.close()
-        self.link, self.lost = None, True
-        verdict = f"{self.host} has lost launch ({reason})"
-        say(f"launch: {verdict}: ending {self.left()}")
-        if self.exit_code is None:
-            self.exit_code = 1
-            self.end(signal.SIGTERM, verdict)
-
-    def fail(self) -> None:
-        self.tell_failures()
-
-    def on_signal(self, number: int) -> None:
-        if number in PASSED_ON and self.launcher == "srun":
-            return  # Slurm signals every process, the ranks too
-        super().on_signal(number)
-
-    def interrupted(self, number: int) -> None:
-        """mpiexec, srun or the scheduler ends this process: so it does the ranks."""
-        if self.exit_code is None:
-            self.exit_code = 0
-            self.tell({"interrupted": number})
-            self.end(number)
-
-    def finish(self) -> int:
-        code = super().finish()
-        self.tell_failures()
-        self.tell({"bye": True})
-        if self.stager is not None:
-            self.stager.farewell(self.link)
-        if self.lost:
-            end_helper()
-            return 1
-        return 0 if self.exit_code is not None or self.failures else code
 
 
 def main() -> int:
@@ -165,6 +48,9 @@ def main() -> int:
     hello: dict[str, Any] = {"host": host_name(), "cores": local.available_cores(), "pid": os.getpid()}
     if hasattr(os, "sched_getaffinity"):
         hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
+    if "index" in entry:  # the only one on its host
+        hello["index"] = entry["index"]
+        return run_attempts(entry, target, hello)
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
@@ -191,18 +77,56 @@ def main() -> int:
     try:
         plan = make_plan(target, command["go"], hello["host"])
     except UserError as error:
-        number = int(command["go"]["ranks"][0]["RANK"])
-        failure = Failure(number, 2, time.monotonic(), 0, Report(number, "user", str(error), 2, 0.0))
-        link.send({"failure": commands.write_failure(failure, time.monotonic())})
-        link.send({"bye": True})
+        refuse(link, command["go"], error)
         if stager is not None:
             stager.farewell(link)
         return 0
-    if command["go"]["by"] == "host":  # an MPI in a rank would take itself for all of the host
-        for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
-            del os.environ[name]
+    if command["go"]["by"] == "host":
+        forget_mpi()
         inherit = ()
     return Entry(plan, link, entry["launcher"], inherit, stager).run()
+
+
+def run_attempts(entry: dict[str, Any], target: Target, hello: dict[str, Any]) -> int:
+    """Run what launch sends, attempt after attempt, all ranks from one fork server, until launch wants no more."""
+    forget_mpi()
+    server: ForkServerProcess | None = None
+    try:
+        link = links.reach(entry["at"], entry["token"], hello)
+        while "quit" not in (message := link.one(None)):
+            if "go" not in message:
+                continue  # it was for ranks that have ended
+            try:
+                plan = make_plan(target, message["go"], hello["host"])
+            except UserError as error:
+                refuse(link, message["go"], error)
+                continue
+            attempt = OneAttempt(plan, link, entry["launcher"], server=server)
+            attempt.run()
+            server = attempt.server
+            if attempt.lost:
+                return 1
+        return 0
+    except Lost as lost:
+        if server is None:
+            say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
+        return 1
+    finally:
+        if server is not None:
+            server.close()
+
+
+def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:
+    """Tell launch why this host starts no ranks. Raises `Lost`."""
+    failure = Failure.of_user(int(go["ranks"][0]["RANK"]), str(error))
+    link.send({"failure": commands.write_failure(failure, time.monotonic())})
+    link.send({"bye": True})
+
+
+def forget_mpi() -> None:
+    """Take an MPI's variables out: one in a rank would take itself for all of the host."""
+    for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
+        del os.environ[name]
 
 
 def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int, int | None]:
@@ -292,18 +216,6 @@ def inheritable() -> tuple[int, ...]:
                 if int(name) > 2 and os.get_inheritable(int(name)):
                     found.append(int(name))
     return tuple(found)
-
-
-def host_name() -> str:
-    """This host's name, as the scheduler has it where it says so."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def end_helper() -> None:
-    """launch is gone, and so are the ranks: end the MPI's own process on this host, which may never notice."""
-    with contextlib.suppress(OSError):
-        if (Path("/proc") / str(os.getppid()) / "comm").read_text().strip() in HELPERS:
-            os.kill(os.getppid(), signal.SIGTERM)
 
 
 def run() -> NoReturn:

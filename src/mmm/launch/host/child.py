@@ -140,7 +140,7 @@ def _account(error: BaseException, caught: float) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, UserError) and contract.attached():
-        if not contract.report("user", str(error), USER_ERROR_EXIT, caught):
+        if not contract.report(error.kind, str(error), USER_ERROR_EXIT, caught):
             print(f"error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT
     text = "".join(traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__)))

@@ -10,6 +10,7 @@ of the run.
 
 import contextlib
 import gc
+import json
 import os
 import select
 import signal
@@ -35,12 +36,13 @@ from mmm.launch.control.wire import (
 from mmm.launch.host import child, lifeline
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.job import binding
-from mmm.launch.job.preloads import preloads
+from mmm.launch.job.preloads import OURS, preloads
 from mmm.launch.job.target import Target
 
 # What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
 TORCH_LATER = ("torch._dynamo",)
 TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
+READING = ("xarray", "h5netcdf")  # what rank 0 of ours imports to go on with a record, in every attempt but the first
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
@@ -61,25 +63,29 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
     for number in (*PASSED_ON, *([signal.SIGTERM] if todo.shielded else [])):
         signal.signal(number, signal.SIG_IGN)
+    if todo.stays:  # a rank that cannot save does not end of being asked to
+        todo.ignored.append(signal.SIGUSR1)
     lifeline.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, False)
     target = child.own_target()  # None where ranks are not forked
     if target is not None:
         preload(target, todo)
-    server = ForkServer(todo)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
-    for variables in todo.ranks:
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            forked = target is not None and not _fork_is_bad()
-            server.become_rank(variables, forked)
-            child.finish(child.run(target)) if forked and target is not None else execute(todo)
-        server.started(int(variables["RANK"]), pid)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    lifeline.outlive_parent()
-    server.watch()
+    server, ranks = ForkServer(todo), todo.ranks
+    while ranks:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
+        for variables in ranks:
+            sys.stdout.flush()
+            pid = os.fork()
+            if pid == 0:
+                forked = target is not None and not _fork_is_bad()
+                server.become_rank(variables, forked)
+                child.finish(child.run(target)) if forked and target is not None else execute(todo)
+            server.started(int(variables["RANK"]), pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        lifeline.outlive_parent()
+        ranks = server.watch()
+        contract.program.shared = dict.fromkeys(contract.program.shared, 0.0)  # imported for the ranks before
     os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
 
 
@@ -105,10 +111,11 @@ def preload(target: Target, todo: Instructions) -> None:
             start_anew(todo, each.module)
         if any(name in sys.modules for name in NOT_BEFORE_FORK) or _device_open():
             start_anew(todo, each.module)
-    if any(name in sys.modules for name in TORCH_LATER_FOR):
-        for name in TORCH_LATER:
-            with contextlib.suppress(ImportError):
-                __import__(name)
+    later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
+    ours = any(each.module.partition(".")[0] == OURS for each in wanted)
+    for name in (*later, *(READING if todo.stays and ours else ())):
+        with contextlib.suppress(ImportError):
+            __import__(name)
     if _shadowed(target.first_path()):
         start_anew(todo, "*")
     timer.stop()
@@ -187,6 +194,7 @@ class ForkServer:
         self.todo = todo
         self.pid = os.getpid()
         self.ranks: dict[int, int] = {}  # pid → rank, of those that live
+        self.buffer, self.messages = b"", list[dict]()
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -230,22 +238,32 @@ class ForkServer:
             os.set_inheritable(self.todo.failure, True)
             os.environ[FAILURE_VARIABLE] = str(self.todo.failure)
 
-    def watch(self) -> None:
-        """Serve launch until every rank has ended. If launch is gone, kill all that is left of the run."""
+    def watch(self) -> list[dict[str, str]]:
+        """Serve launch until every rank has ended. If launch is gone, kill all that is left of the run.
+
+        Returns:
+            The variables of each rank to start next; none where launch wants no more.
+        """
         self.reap()
-        while self.ranks:
+        while self.ranks or self.todo.stays:
+            while self.messages:
+                message = self.messages.pop(0)
+                if "ranks" in message:
+                    return list(message["ranks"])
+                for pid in self.ranks:  # not reaped, so the pid is still theirs
+                    os.kill(pid, message["signal"])
             ready, _, _ = select.select([self.todo.control, self.wake_read], [], [])
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
             self.reap()
             if self.todo.control in ready:
-                numbers = os.read(self.todo.control, 4096)
-                if not numbers:
+                data = os.read(self.todo.control, 1 << 16)
+                if not data:
                     processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
                     os.killpg(0, signal.SIGKILL)
-                for number in numbers:
-                    for pid in self.ranks:  # not reaped, so the pid is still theirs
-                        os.kill(pid, number)
+                *lines, self.buffer = (self.buffer + data).split(b"\n")
+                self.messages += map(json.loads, lines)
+        return []
 
     def reap(self) -> None:
         while self.ranks:

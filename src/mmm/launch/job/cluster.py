@@ -14,12 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, binding, hosts, local, mpi, scheduler, sites, slurm, variables
+from mmm.launch.job import accelerators, binding, elastic, hosts, local, mpi, scheduler, sites, slurm, variables
 from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.elastic import Elastic
 from mmm.launch.job.mpi import Request
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions
 from mmm.launch.job.scheduler import Job
@@ -35,7 +36,7 @@ class ClusterPlan:
     """Everything `Controller` needs.
 
     Attributes:
-        launcher: "srun", "hydra", "pals" or "openmpi". command: its whole command line.
+        launcher: "srun", "hydra", "pals" or "openmpi"; "direct": launch itself. command: its whole command line.
         site: the known machine's data, or the empty `Site`.
         hosts: those used, in order; ranks 0 … per_host − 1 are on the first. ranks: in all.
         by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
@@ -43,8 +44,8 @@ class ClusterPlan:
         settings: the site's variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
         shared: variables for every rank, `settings` too.
         environ: what the launcher backend itself gets on top of launch's environment.
-        threads: OMP_NUM_THREADS; None: computed on each host, from the cores its ranks have.
-        why: name of a value → where it came from.
+        threads: OMP_NUM_THREADS; None: of the cores that ranks have. why: name of a value → where it came from.
+        elastic: with `each`, host → command that starts its agent alone; of the spare hosts too, which come last.
     """
 
     target: Target
@@ -69,6 +70,8 @@ class ClusterPlan:
     stage: Stage | None
     why: dict[str, str]
     notes: tuple[str, ...] = ()
+    elastic: Elastic | None = None
+    each: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
@@ -96,7 +99,11 @@ def plan(
     if not listed:
         return None
     site, why["machine"] = sites.find(environ, options.site)
-    launcher, mpiexec, why["launcher"] = _launcher(options, job, site, environ, version)
+    alone = options.mpiexec is None and all(map(hosts.is_here, [*listed, *options.spare]))
+    if alone and options.elastic is not None:
+        launcher, mpiexec, why["launcher"] = "direct", "", "launch itself: all ranks are on this host"
+    else:
+        launcher, mpiexec, why["launcher"] = _launcher(options, job, site, environ, version)
     is_listed = any(hosts.is_here(name) for name in listed)
     found = (found or accelerators.find(environ=environ, build=build)) if is_listed else None
     device, why[DEVICE_VARIABLE] = _device(options, site, environ, found)
@@ -120,9 +127,8 @@ def plan(
         shared[SITE_VARIABLE] = json.dumps({"name": site.name, "set": settings, "device_order": order})
     threads, why["OMP_NUM_THREADS"] = variables.threads(options, job, environ)
 
-    all_of_job = tuple(used) == tuple(job.hosts)
+    all_of_job, by_host = tuple(used) == tuple(job.hosts), options.by == "host"
     all_listed = len(used) == len(listed) and set(listed.values()) == {1}
-    by_host = options.by == "host"
     request = Request(
         processes=len(used) if by_host else ranks,
         per_host=1 if by_host else per_host,
@@ -134,6 +140,12 @@ def plan(
         environ=environ,
         more=options.launcher_args,
     )
+    each = {}
+    if options.elastic is not None:
+        elastic.check_hosts(options.spare, used, job.hosts)
+        one = replace(request, processes=1, per_host=1, hostfile=None, subset=True)
+        for host in (*used, *options.spare):
+            each[host] = [*_line(launcher, mpiexec, replace(one, hosts=[host]), site, True), *_agent(target)]
     return ClusterPlan(
         target=target,
         launcher=launcher,
@@ -157,6 +169,8 @@ def plan(
         stage=options.stage,
         why=why,
         notes=tuple(notes),
+        elastic=options.elastic,
+        each=each,
     )
 
 
@@ -172,7 +186,7 @@ def _hosts(options: LaunchOptions, environ: Mapping[str, str], why: dict[str, st
         listed, why["hosts"] = hosts.parse_file(options.hostfile), f"--hostfile {options.hostfile}"
     else:
         why["hosts"] = job.why.get("hosts", "")
-        return job, dict.fromkeys(job.hosts, 1)
+        return job, dict.fromkeys([name for name in job.hosts if name not in options.spare], 1)
     short = {name.partition(".")[0] for name in job.hosts}
     strange = [name for name in listed if name.partition(".")[0] not in short] if job.hosts else []
     if strange:
@@ -319,6 +333,8 @@ def _binding(
 
 
 def _line(launcher: str, mpiexec: str, request: Request, site: Site, by_host: bool) -> list[str]:
+    if launcher == "direct":
+        return []
     if launcher != "srun":
         return mpi.line(launcher, mpiexec, request)
     if words := site.srun_by_host if by_host else site.srun:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmm.errors import LaunchError
+from mmm.launch.job.hosts import is_here
 
 AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
 FLAVOURS = ("hydra", "pals", "openmpi")
@@ -104,7 +105,7 @@ def _openmpi(request: Request) -> list[str]:
     words = ["--host", hosts, "--map-by", "slot", "--bind-to", "none"]
     for name, value in request.env.items():
         words += ["-x", f"{name}={value}"]
-    if len(request.hosts) > 1:
+    if not all(map(is_here, request.hosts)):
         for name in sorted({*request.environ, AGENT_VARIABLE}):
             if name.startswith(CARRIED) and name not in request.env:
                 words += ["-x", name]

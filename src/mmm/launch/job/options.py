@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from mmm.errors import LaunchError
-from mmm.launch.job import mpi, scheduler, staging
+from mmm.launch.job import elastic, mpi, scheduler, staging
+from mmm.launch.job.elastic import Elastic
 from mmm.launch.job.staging import Stage
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -53,6 +54,11 @@ class LaunchOptions:
     prefork: bool = True
     stage: Stage | None = None
     attempt: int = 0
+    elastic: Elastic | None = None
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return self.elastic.spare if self.elastic is not None else ()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,7 +87,17 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--env", metavar="K=V", action="append", default=[], help="a variable for every rank; repeatable")
     made.add_argument("--timeout", metavar="S", help="end a run that has printed nothing for S seconds")
-    made.add_argument("--retries", metavar="N", default="0", help="start CMD again after a failure, up to N times")
+    made.add_argument("--retries", metavar="N", help="start CMD again after a failure, up to N times (default: 0)")
+    made.add_argument(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="begin with MAX ranks; go on from the last checkpoint with those that are left, if there are MIN",
+    )
+    made.add_argument(
+        "--rejoin",
+        metavar="S",
+        help="with --elastic: take killed ranks and lost hosts in again, S seconds after a failure (default: 60)",
+    )
     made.add_argument(
         "--signal", metavar="NAME@S", help="send every rank signal NAME (USR1, TERM, …) S seconds before the job's end"
     )
@@ -105,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument("-N", "--nhosts", metavar="N", help="use the first N hosts")
     many.add_argument("--hosts", metavar="A,B", help="these hosts (of the job, inside one)")
     many.add_argument("--hostfile", metavar="FILE", help="the hosts in FILE, one a line")
+    many.add_argument("--spare-hosts", metavar="C,D", help="with --elastic: hosts that take the place of lost ones")
     many.add_argument(
         "--scheduler", choices=(*scheduler.SCHEDULERS, "none"), help="take this one's job (none: no job's)"
     )
@@ -157,8 +174,11 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         more = tuple(shlex.split(args.launcher_args))
     except ValueError as error:
         raise LaunchError(f"--launcher-args {args.launcher_args!r}: {error}.") from None
+    nproc, retries = ranks(args.nproc), count("--retries", args.retries, least=0)
+    rejoin = seconds("--rejoin", args.rejoin)
+    wanted = elastic.from_words(args.elastic, rejoin, args.spare_hosts, nproc, retries, args.stage is not None)
     return LaunchOptions(
-        nproc=ranks(args.nproc),
+        nproc=nproc if wanted is None else wanted.most,
         per_host=count("-ppn", args.ppn),
         nhosts=count("-N", args.nhosts),
         hosts=args.hosts,
@@ -168,12 +188,13 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         mpiexec=args.mpiexec,
         mpi=args.mpi,
         launcher_args=more,
-        by=args.ranks_by,
+        by=args.ranks_by if wanted is None else "host",
         cpu_bind=args.cpu_bind,
         env=dict(_variable(text) for text in args.env),
         device=args.device,
         prefork=not args.no_prefork,
         stage=staging.from_words(args.stage, args.stage_to, args.stage_keep),
+        elastic=wanted,
     )
 
 

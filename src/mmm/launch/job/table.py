@@ -56,6 +56,8 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
         rows.append(
             ("device order", f"{order} ({site.device_variable} of local rank 0, 1, …)", site.source_of("device_order"))
         )
+    if plan.elastic is not None:
+        rows.append(("elastic", str(plan.elastic), "--elastic"))
     if plan.stage is not None:
         rows.append(("stage", str(plan.stage), "--stage"))
     if len(plan.hosts) > 1:

@@ -53,13 +53,21 @@ def of_cluster(
 ) -> dict[str, str]:
     """Variables of every rank. Adds where they come from to `why`."""
     shared = {"WORLD_SIZE": str(ranks)}
-    shared["MASTER_ADDR"], why["MASTER_ADDR"] = _address(environ, site, used)
-    shared["MASTER_PORT"], why["MASTER_PORT"] = _port(environ, job, site, used, options.attempt)
+    shared |= master(environ, job, site, used, options.attempt, why)
     if device:
         shared[DEVICE_VARIABLE] = device
     shared |= torch_variables(accelerators.torch_build() if build is None else build, environ)
     why |= dict.fromkeys(options.env, "--env")
     return shared | options.env
+
+
+def master(
+    environ: Mapping[str, str], job: Job, site: Site, used: list[str], attempt: int, why: dict[str, str]
+) -> dict[str, str]:
+    """Where rank 0 of an attempt on the hosts `used` listens. Adds to `why`."""
+    address, why["MASTER_ADDR"] = _address(environ, site, used)
+    port, why["MASTER_PORT"] = _port(environ, job, site, used, attempt)
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str], why: dict[str, str]) -> dict[str, str]:

@@ -1,0 +1,107 @@
+"""The fork server of this host's ranks, as the process sees it that has started it: launch, or an agent."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import uuid
+from typing import Any
+
+from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, VERDICT_VARIABLE
+from mmm.launch.control import processes, wire
+from mmm.launch.control.output import Output
+from mmm.launch.control.wire import Instructions
+from mmm.launch.job.local import LaunchPlan
+
+
+class ForkServerProcess:
+    """One for the ranks of `plan`; if it `stays`, for those of any number of attempts, until it is closed.
+
+    Attributes:
+        status, reports: to read. marker: in the environment of every process of the run.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        output: Output | None,
+        *,
+        shielded: bool,
+        ignored: set[int],
+        passed_fds: tuple[int, ...],
+        stays: bool,
+    ) -> None:
+        """Start it, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
+        self.stays, self.marker = stays, uuid.uuid4().hex
+        control_read, self.control = os.pipe()
+        self.status, status_write = os.pipe()
+        self.reports, failure_write = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for end in (self.reports, failure_write):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+        self.reports.setblocking(False)
+        target = plan.target
+        command = target.line()
+        if target.is_python:
+            command = [plan.python, *target.flags, "-m", wire.CHILD, *target.tail()]
+        inherited = (control_read, status_write, failure_write.fileno())
+        todo = Instructions(
+            *inherited, plan.ranks, plan.fork, command, os.getpid(), shielded, ignored=sorted(ignored), stays=stays
+        )
+        instructions = todo.write()
+        own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}
+        self.verdict_fd: int | None = None  # why the ranks are ended, once they are
+        if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
+            self.verdict_fd = os.memfd_create("verdict")
+            own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
+        server = [plan.python, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
+        self.process = subprocess.Popen(
+            server,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **plan.shared, **own},
+            stdout=output.stdout if output is not None else None,
+            stderr=output.stderr if output is not None else None,
+            pass_fds=(*inherited, instructions, *passed_fds),
+            start_new_session=True,
+        )
+        os.close(instructions)
+        os.close(control_read)
+        os.close(status_write)
+        failure_write.close()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def begin(self, plan: LaunchPlan) -> None:
+        """Have it start the ranks of the next attempt; those before have ended."""
+        if self.verdict_fd is not None:
+            os.ftruncate(self.verdict_fd, 0)
+        self.tell({"ranks": [plan.shared | rank for rank in plan.ranks]})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """It reads this once all ranks have been started."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.control, json.dumps(message).encode() + b"\n")
+
+    def say_verdict(self, text: str) -> None:
+        if self.verdict_fd is not None:
+            os.pwrite(self.verdict_fd, text.encode("utf-8", "backslashreplace"), 0)
+
+    def kill(self) -> None:
+        """It, and every rank that has stayed in its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it, if it lives, and what is left of the run. No rank lives by now, unless launch has failed."""
+        if self.process.returncode is None:
+            processes.end(self.pid, self.marker, grace=0.0)
+            self.process.wait()
+        for fd in (self.control, self.status, self.verdict_fd):
+            if fd is not None:
+                os.close(fd)
+        self.reports.close()

@@ -1,0 +1,289 @@
+"""`launch --elastic`: the ranks that are left go on, those that come back are taken in."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from mmm.launch import main
+from support.clock import PATIENCE
+
+# Each rank leaves a line in `ranks`, and its pid in `pid-RANK`; what the test has written for an attempt happens then.
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+rank, world, attempt = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MMM_ATTEMPT"))
+host = os.environ.get("SLURMD_NODENAME", "")
+with open("ranks", "a") as file:
+    file.write(f"{attempt} {world} {rank} {os.environ['LOCAL_RANK']} {os.getppid()} {host}\\n")
+Path(f"pid-{rank}").write_text(str(os.getpid()))
+"""
+SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+KILLED = "if (attempt, rank) == ('0', '1'): time.sleep(0.3); os.kill(os.getpid(), 9)\n"
+WAITS = "time.sleep(90 if attempt == '0' else 0)\n"
+MPIEXEC = """#!{python}
+import os, sys
+words = sys.argv[1:]
+if words == ["--version"]: sys.exit(print("HYDRA build details:"))
+host = words[words.index("-hosts") + 1]
+if os.path.exists("down-" + host): sys.exit(1)
+os.environ["SLURMD_NODENAME"] = host
+open("agent-" + host, "w").write(str(os.getpid()))
+command = words[words.index(sys.executable):]
+os.execv(command[0], command)
+"""
+
+
+@pytest.fixture
+def elastic(launcher):
+    """Starts `launch --elastic` on `before`, PROGRAM and `more`."""
+
+    def start(bounds, more, *words, before=SAVES, **variables):
+        launcher.write("t.py", before + PROGRAM + more)
+        return launcher.start("--elastic", bounds, "--device", "cpu", *words, "python3", "t.py", **variables)
+
+    return start
+
+
+def ended(process):
+    """Exit code and what launch has said."""
+    _, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, err
+
+
+def attempts(launcher):
+    """Of each attempt, its ranks: number of ranks, rank, local rank, parent, host; sorted."""
+    found = {}
+    for line in (launcher.folder / "ranks").read_text().splitlines():
+        attempt, *words = line.split(" ")
+        found.setdefault(int(attempt), []).append(words)
+    return [sorted(found[attempt], key=lambda words: int(words[1])) for attempt in sorted(found)]
+
+
+def sizes(launcher):
+    """Ranks of each attempt."""
+    made = attempts(launcher)
+    assert all(ranks[0][0] == str(len(ranks)) for ranks in made)
+    return [len(ranks) for ranks in made]
+
+
+def test_the_ranks_that_are_left_go_on(launcher, elastic):
+    code, err = ended(elastic("2:4", KILLED + WAITS))
+    assert (code, sizes(launcher)) == (0, [4, 3]), err
+    killed, on = err.splitlines()
+    assert "was killed by SIGKILL" in killed
+    assert on == "launch: exit code 137: going on with 3 ranks (--elastic)"
+    assert [ranks[1:3] for ranks in attempts(launcher)[1]] == [["0", "0"], ["1", "1"], ["2", "2"]]
+    assert launcher.gone(within=1.0)
+
+
+def test_new_ranks_come_from_the_same_fork_server(launcher, elastic):
+    assert ended(elastic("1:3", KILLED + WAITS))[0] == 0
+    assert len({rank[3] for ranks in attempts(launcher) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize(("refused", "then"), [("3", [4, 2]), ("23", [4, 1])])
+def test_the_next_number_that_the_layout_takes(launcher, elastic, refused, then):
+    check = (
+        "import os\nfrom mmm.errors import LayoutError\nworld = os.environ['WORLD_SIZE']\n"
+        f"if world in '{refused}': raise LayoutError(world + ' do not divide')\n"
+    )
+    process = elastic("1:4", KILLED + WAITS, before=check)
+    code, err = ended(process)
+    assert (code, sizes(launcher)) == (0, then), err
+    for number in refused:
+        assert f"error: {number} do not divide\nlaunch: {number} ranks do not fit: going on with" in err
+
+
+def test_a_layout_that_does_not_fit_at_first_is_the_users(launcher, elastic):
+    code, err = ended(elastic("1:4", "from mmm.errors import LayoutError\nraise LayoutError('4 do not divide')\n"))
+    assert (code, err, sizes(launcher)) == (2, "error: 4 do not divide\n", [4])
+
+
+def test_another_mistake_of_the_user_ends_the_run(launcher, elastic):
+    fails = "from mmm.errors import DataError\nif attempt == '1': raise DataError('no data')\n"
+    code, err = ended(elastic("1:4", fails + KILLED + WAITS))
+    assert (code, err.splitlines()[-1], sizes(launcher)) == (2, "error: no data", [4, 3])
+
+
+def test_fewer_than_the_least(launcher, elastic):
+    code, err = ended(elastic("2:2", KILLED + WAITS))
+    assert (code, sizes(launcher)) == (137, [2])
+    assert err.splitlines()[-1] == "launch: there is room for 1 ranks, and --elastic asks for at least 2"
+    assert launcher.gone(within=1.0)
+
+
+def test_a_mistake_of_the_program_ends_in_so_many_attempts(launcher, elastic):
+    code, err = ended(elastic("2:4", "if rank == '1': raise OSError('no file')\ntime.sleep(90)", "--rejoin", "0.01"))
+    assert (code, sizes(launcher)) == (1, [4, 3, 2])
+    assert err.count("OSError: no file") == 3
+
+
+def test_a_rank_that_failed_by_itself_stays_out(launcher, elastic):
+    fails = "if (attempt, rank) == ('0', '1'): raise OSError('no file')\ntime.sleep(90 if attempt == '0' else 1.5)"
+    code, err = ended(elastic("2:4", fails, "--rejoin", "0.2"))
+    assert (code, sizes(launcher)) == (0, [4, 3]), err
+    assert "there is room" not in err
+
+
+def test_no_more_retries(launcher, elastic):
+    always = "if rank == '1': os.kill(os.getpid(), 9)\ntime.sleep(90)"
+    code, err = ended(elastic("1:4", always, "--retries", "1"))
+    assert (code, sizes(launcher)) == (137, [4, 3])
+    assert "going on with 3 ranks (--elastic; --retries: 0 left)" in err
+
+
+def test_a_rank_that_was_killed_is_taken_in_again(launcher, elastic):
+    code, err = ended(elastic("2:4", KILLED + "time.sleep(0 if attempt == '2' else 90)", "--rejoin", "0.5"))
+    assert (code, sizes(launcher)) == (0, [4, 3, 4]), err
+    assert "launch: there is room for 4 ranks: 3 are to save (SIGUSR1)\n" in err
+    assert err.splitlines()[-1] == "launch: exit code 75: going on with 4 ranks (--elastic)"
+
+
+def test_a_program_that_does_not_save_goes_on(launcher, elastic):
+    waits = "time.sleep(90 if attempt == '0' else 2)"
+    code, err = ended(elastic("2:4", KILLED + waits, "--rejoin", "0.3", before=""))
+    assert (code, sizes(launcher)) == (0, [4, 3]), err
+    assert err.splitlines()[-1] == "launch: there is room for 4 ranks: 3 are to save (SIGUSR1)"
+
+
+def test_signals_end_it_for_good(launcher, elastic):
+    process = elastic("1:2", KILLED + "time.sleep(90)")
+    launcher.wait_for("ranks")
+    while len(attempts(launcher)) < 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert (code, err.splitlines()[-1]) == (143, "launch: SIGTERM: ending 1 rank")
+    assert launcher.gone(within=1.0)
+
+
+def test_ctrl_c_while_it_starts(launcher, elastic):
+    process = elastic("1:2", "time.sleep(90)")
+    time.sleep(0.4)
+    process.send_signal(signal.SIGINT)
+    code, err = ended(process)
+    assert code in (130, -signal.SIGINT), err  # before it listens, Python ends as any program does
+    assert launcher.gone(within=2.0)
+
+
+def test_nothing_outlives_launch(launcher, elastic):
+    process = elastic("1:2", KILLED + "time.sleep(90)")
+    launcher.wait_for("ranks")
+    while len(attempts(launcher)) < 2:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    assert launcher.gone(within=5.0)
+
+
+def test_a_fork_server_that_is_killed(launcher, elastic):
+    process = elastic("2:2", WAITS)
+    launcher.wait_for("pid-0", "pid-1")
+    os.kill(int(attempts(launcher)[0][0][3]), signal.SIGKILL)
+    code, err = ended(process)
+    assert (code, sizes(launcher)) == (0, [2, 2]), err
+
+
+@pytest.fixture
+def hosts(launcher, elastic):
+    """Starts `launch --elastic` on hosts that are all this one, two ranks on each."""
+    mpiexec = launcher.write("mpiexec", MPIEXEC.format(python=sys.executable))
+    mpiexec.chmod(0o755)
+
+    def start(names, bounds, more, *words):
+        options = ["--scheduler", "none", "--hosts", names, "-ppn", "2", "--mpiexec", str(mpiexec)]
+        here = {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1"}
+        return elastic(bounds, more, *options, *words, **here)
+
+    return start
+
+
+def kill_host(launcher, name, stays_down=False):
+    """Kill the agent of a host: its ranks end with it."""
+    path = launcher.folder / f"agent-{name}"
+    pid = int(path.read_text())
+    path.unlink()
+    if stays_down:
+        launcher.write(f"down-{name}", "")
+    os.kill(pid, signal.SIGKILL)
+
+
+def on(ranks):
+    return [words[4] for words in ranks]
+
+
+def test_a_host_that_is_lost(launcher, hosts):
+    process = hosts("hA,hB", "2:4", WAITS)
+    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
+    kill_host(launcher, "hB", stays_down=True)
+    code, err = ended(process)
+    assert (code, [on(ranks) for ranks in attempts(launcher)]) == (0, [["hA", "hA", "hB", "hB"], ["hA", "hA"]]), err
+    assert "launch: lost ranks 2, 3 on hB" in err
+
+
+def test_a_spare_host(launcher, hosts):
+    process = hosts("hA,hB", "3:4", WAITS, "--spare-hosts", "hC")
+    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
+    kill_host(launcher, "hA", stays_down=True)
+    code, err = ended(process)
+    assert (code, [on(ranks) for ranks in attempts(launcher)[1:]]) == (0, [["hB", "hB", "hC", "hC"]]), err
+
+
+def test_a_host_that_comes_back(launcher, hosts):
+    process = hosts("hA,hB", "2:4", "time.sleep(0 if attempt == '2' else 90)", "--rejoin", "0.5")
+    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
+    kill_host(launcher, "hB")
+    code, err = ended(process)
+    assert (code, sizes(launcher)) == (0, [4, 2, 4]), err
+
+
+def test_the_only_host_that_can_go_on_is_awaited(launcher, hosts):
+    process = hosts("hA,hB", "3:4", WAITS)
+    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
+    kill_host(launcher, "hB")
+    code, err = ended(process)
+    assert (code, sizes(launcher)) == (0, [4, 4]), err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--elastic 8 x.py", "--elastic 8: write MIN:MAX, the fewest and the most ranks, such as 2:8."),
+        ("--elastic 2:many x.py", "--elastic 2:many: write MIN:MAX, the fewest and the most ranks, such as 2:8."),
+        ("--elastic 8:2 x.py", "--elastic 8:2: MIN is above MAX."),
+        ("--elastic 0:2 x.py", "--elastic 0:2: MIN has to be at least 1."),
+        ("--elastic 1:9999 x.py", "-n 9999: the number of ranks on a host must be from 1 to 4096."),
+        ("--elastic 2:8 -n 4 x.py", "-n 4 --elastic 2:8: it begins with MAX ranks. Leave -n out."),
+        (
+            "--elastic 2:8 --retries 0 x.py",
+            "--retries 0 --elastic 2:8: the run could not go on. Leave --retries out, or give more.",
+        ),
+        ("--elastic 2:8 --stage . x.py", "--stage and --elastic 2:8 do not go together: leave one out."),
+        ("--rejoin 5 x.py", "--rejoin is of --elastic MIN:MAX, which is not given."),
+        ("--elastic 2:8 --rejoin 0 x.py", "--rejoin 0: it has to be a number of seconds, greater than 0."),
+        ("--spare-hosts a x.py", "--spare-hosts is of --elastic MIN:MAX, which is not given."),
+        (
+            "--elastic 2:8 --spare-hosts a x.py",
+            "--spare-hosts a: ranks on this host alone are started by launch itself. Name the hosts (--hosts, "
+            "--hostfile), or start inside a PBS or Slurm job.",
+        ),
+        (
+            "--elastic 2:8 --hosts a,b --spare-hosts b --mpi hydra --mpiexec true x.py",
+            "--spare-hosts b: b is to have ranks from the beginning.",
+        ),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, capsys, line, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("raise SystemExit('this was run')")
+    assert main.main(line.replace("x.py", "python3 x.py").split()) == 2
+    assert capsys.readouterr().err == f"launch: error: {says}\n"
+
+
+def test_a_dry_run_says_it(launcher):
+    done = launcher.run("--elastic", "2:4", "--device", "cpu", "--dry-run", "python3", "-c", "pass")
+    assert done.returncode == 0
+    assert "elastic         2 to 4 ranks" in done.stdout
