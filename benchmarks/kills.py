@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -33,7 +35,7 @@ from mmm.history import load
 
 EVERY = 4  # steps between two checkpoints
 STEPS_A_KILL = 8  # of the whole run: so many kills find it still running
-SHARE = 0.6  # of the run in one go, after which no kill comes: there has to be a run to kill
+EARLY = 0.3  # of the kills come by the clock, while ranks start; the others once a step is reached
 GONE = 20.0  # s within which nothing is left of a run that was killed
 TRAINER = (
     "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
@@ -77,6 +79,13 @@ def kill(process: subprocess.Popen, what: str, outdir: Path, chance: random.Rand
             continue
 
 
+def logged(outdir: Path) -> int:
+    """The last step that the run has logged; 0 before."""
+    log = outdir / "log.txt"
+    steps = re.findall(r" iter=(\d+) ", log.read_text()) if log.exists() else []
+    return int(steps[-1]) if steps else 0
+
+
 def rows(outdir: Path) -> tuple[np.ndarray, np.ndarray]:
     """Steps and losses of the record."""
     data = load(outdir)
@@ -102,7 +111,6 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", nargs="+", default=[""], help="flags of the trainer, in turn")
-    parser.add_argument("--longest", type=float, default=9.0, help="seconds until a kill, at most (a fast run: less)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     chance, steps, wrong, lost = random.Random(given.seed), STEPS_A_KILL * given.kills, [], []
@@ -114,16 +122,18 @@ def main() -> int:
         if run.returncode:
             print(err)
             return 1
-        seconds = time.monotonic() - began
-        longest = min(given.longest, SHARE * seconds)
-        print(f"{given.ranks} ranks, {steps} steps in {seconds:.1f} s; seed {given.seed}", flush=True)
+        print(f"{given.ranks} ranks, {steps} steps in {time.monotonic() - began:.1f} s; seed {given.seed}", flush=True)
         newest, done = 0, 0
         while done < given.kills:
             run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)])
-            after, what = chance.uniform(min(0.5, longest), longest), chance.choice(("rank", "rank", "all", "launch"))
-            try:
-                run.wait(after)
-            except subprocess.TimeoutExpired:
+            what = chance.choice(("rank", "rank", "all", "launch"))
+            after = chance.uniform(0.3, 3.0) if chance.random() < EARLY else math.inf
+            goal = min(logged(killed) + chance.randint(1, 2 * STEPS_A_KILL), steps - EVERY)
+            began = time.monotonic()
+            while run.poll() is None and time.monotonic() < began + after and logged(killed) < goal:
+                time.sleep(0.005)
+            after = time.monotonic() - began
+            if run.poll() is None:
                 kill(run, what, killed, chance)
                 err = run.communicate()[1]
             else:

@@ -39,7 +39,7 @@ def timed(*args, **more):
     try: return row(*args, **more)
     finally: seconds.append(time.perf_counter() - begin)
 Run.row = timed
-lm.main()
+lm.train(lm.parse(lm.Config, lm.__doc__))
 print("row", sum(seconds[3:]) / len(seconds[3:]))
 """
 TORCH_ALONE = """

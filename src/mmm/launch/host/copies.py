@@ -184,22 +184,17 @@ class Copy:
             made = inside[0]  # an archive of a folder, not of what is in it
         _repoint(made, self.source.path, str(self.path))
         (made / MARK).write_text(json.dumps({"contents": _contents(made), "source": self.source.path}))
-        self.trial.mkdir()
         try:
             os.rename(made, self.path)
         except OSError:
             if self.there():  # made by another run meanwhile
-                self.trial.rmdir()
                 return
             shutil.rmtree(self.path, ignore_errors=True)  # incomplete: something has removed files from it
             os.rename(made, self.path)
+        self.trial.mkdir()  # until then `discard` would take another run's copy for this one's
         python = staging.interpreter(self.source.path, str(self.path))
-        try:
-            if python is not None:
-                _try(python, self.path, self.source.path)
-        except BaseException:
-            self.discard()
-            raise
+        if python is not None:
+            _try(python, self.path, self.source.path)
         self.trial.rmdir()
 
 
