@@ -278,27 +278,40 @@ def test_none_is_whole(run_on_ranks, tmp_path, text):
 # --- a signal ---------------------------------------------------------------------------------------------------------
 
 
-def stopped(rank, flags, number, at):
-    """A run that a signal comes to on rank 1 alone, while it makes a step; its exit code on this rank."""
+def stopped(rank, flags, number, at, ahead=False):
+    """A run that a signal comes to on rank 1 alone, while it makes a step; its exit code on this rank.
+
+    Args:
+        ahead: whether the host is taken to be ahead of the device.
+    """
 
     def step(seed, step, coordinate):
         if step == at and rank.rank == 1:
             os.kill(os.getpid(), number)
 
-    with patch("support.resuming.before_step", step):
+    event = torch.cpu.Event if ahead else None
+    with patch("support.resuming.before_step", step), patch("mmm.trainer.checkpoints.event_class", lambda _: event):
         try:
             return train(rank, LM, flags)
         except SystemExit as ended:
             return ended.code
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGUSR1])
-def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number):
+@pytest.mark.parametrize(
+    ("number", "ahead"),
+    [
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.long),
+        (signal.SIGUSR1, False),
+        pytest.param(signal.SIGUSR1, True, marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number, ahead):
+    """After the next one, where the host is ahead of the device."""
     flags = {**TEXT, "text": text}
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_on_ranks(train, 2, LM, {**flags, "outdir": one}) == ["", ""]
     before = signal.getsignal(number)
-    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 5) == [75, 75]
+    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 5 - ahead, ahead) == [75, 75]
     assert signal.getsignal(number) == before
     assert os.listdir(two / "checkpoints") == ["step-6"]
     assert len(curve(two)) == 6

@@ -14,6 +14,11 @@ PIPELINE_PARTS = ("dtd", "dtf", "dtb", "dtw", "dto")  # with a pipeline, a rank 
 MOST_LAPS = 1024  # whose events are kept
 
 
+def event_class(device: torch.device) -> Any:
+    """PyTorch's Event, where the host runs ahead of the device; else None."""
+    return getattr(torch, device.type).Event if device.type in ("cuda", "xpu") else None
+
+
 class StepClock:
     """Stopwatch of one step.
 
@@ -32,7 +37,7 @@ class StepClock:
     def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
         self.device = device
         self.parts = parts
-        self._event = getattr(torch, device.type).Event if device.type in ("cuda", "xpu") else None
+        self._event = event_class(device)
         self._last: Any = None  # mark
         self._laps: list[tuple[str, Any, Any]] = []  # part and the marks around it: those not yet added up
         self._seconds: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from mmm.contract import SAVED_EXIT
 from mmm.models.weights import widest
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.resume import CHECKPOINTS
 from mmm.trainer.run import Run
@@ -36,6 +37,8 @@ class Checkpoints:
                 self.repeated.append((name, parameter))
         self.every: int | None = run.options.checkpoint_every
         self.saver: Saver | None = None
+        self._event = event_class(run.device)
+        self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
         if self.every is not None:
             folder = [run.outdir]
             if run.rank.world_size > 1:
@@ -73,13 +76,23 @@ class Checkpoints:
         return manifest.step, state["since"], state["counted"], local_loss
 
     def stop_asked(self) -> bool:
-        """Whether a signal to stop has come to any rank. A collective; the host waits for the device."""
+        """Whether a signal to stop has come to any rank. A collective. On CUDA and XPU, where the host is ahead of the
+        device, whether one had come when the step before was over: the host waits for that step alone."""
         if self.every is None:
             return False
-        came = torch.tensor([self.run.stop.came is not None], dtype=torch.float32, device=self.run.device)
-        if self.run.rank.world_size > 1:
+        run = self.run
+        came = torch.full((1,), float(run.stop.came is not None), device=run.device)  # a kernel: no copy to wait for
+        if run.rank.world_size > 1:
             dist.all_reduce(came, dist.ReduceOp.MAX)
-        return bool(came.item())
+        if self._event is None:
+            return bool(came.item())
+        here, ready = came.to("cpu", non_blocking=True), self._event()
+        ready.record()
+        before, self._asked = self._asked, (here, ready)
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0].item())
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to save after this step."""
