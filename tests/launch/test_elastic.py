@@ -98,7 +98,9 @@ def test_the_next_number_that_the_layout_takes(launcher, elastic, refused, then)
 
 
 def test_a_layout_that_does_not_fit_at_first_is_the_users(launcher, elastic):
-    code, err = ended(elastic("1:4", "from mmm.errors import LayoutError\nraise LayoutError('4 do not divide')\n"))
+    all_there = "while not all(os.path.exists(f'pid-{rank}') for rank in range(4)): time.sleep(0.01)\n"
+    refuses = "from mmm.errors import LayoutError\nraise LayoutError('4 do not divide')\n"
+    code, err = ended(elastic("1:4", all_there + refuses))
     assert (code, err, sizes(launcher)) == (2, "error: 4 do not divide\n", [4])
 
 
