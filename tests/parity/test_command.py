@@ -97,7 +97,8 @@ def test_what_is_left(parity, tmp_path):
     )
     assert done.code == 0, done.out + done.err
     assert "[2/3] cnn dp2 (fsdp): sgd pass, adamw pass" in done.out
-    assert re.search(r"^cnn +pp2 +2 +1F1B +adamw +(0|\S+e-1\d) +\S+e-1\d +16,392 +[\d.]+ +pass$", done.out, re.MULTILINE)
+    row = r"^cnn +pp2 +2 +1F1B +adamw +(0|\S+e-1\d) +\S+e-1\d +16,392 +[\d.]+ +pass$"
+    assert re.search(row, done.out, re.MULTILINE)
     assert "6 of 6 trainings on 3 layouts passed" in done.out
     rows = rows_of(tmp_path / "out" / "parity.json")
     assert [(row["layout"], row["ranks"], row["optimizer"]) for row in rows] == [

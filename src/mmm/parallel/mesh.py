@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class Layout:
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
-    @property
+    @cached_property
     def of_loss_ranks(self) -> slice:
         """`loss_ranks`, of a table by rank."""
         return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)

@@ -30,8 +30,9 @@ class _Formatter(logging.Formatter):
         self.tag, self.colour = tag, colour
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")
-        head = f"[{time}][{record.levelname}][{record.module}:{record.lineno}]{self.tag} - "
+        if not hasattr(record, "asctime"):  # of two handlers the first makes it
+            record.asctime = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")
+        head = f"[{record.asctime}][{record.levelname}][{record.module}:{record.lineno}]{self.tag} - "
         if self.colour:
             head = f"{_COLOURS.get(record.levelname, _DIM)}{head}{_PLAIN}"
         text = head + record.getMessage()
