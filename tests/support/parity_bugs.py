@@ -28,8 +28,8 @@ def mean_of_each_microbatch():
     """The loss is divided by the targets of a micro-batch, not of the global batch."""
     right = mmm.parallel.parallel_model.ParallelModel.step
 
-    def step(self, inputs, targets, count):
-        return right(self, inputs, targets, targets.numel() // self.microbatches)
+    def step(self, inputs, targets, count, *rest, **named):
+        return right(self, inputs, targets, targets.numel() // self.microbatches, *rest, **named)
 
     mmm.parallel.parallel_model.ParallelModel.step = step
 
