@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,6 +17,7 @@ import torch
 import mmm.history
 from mmm.checkpoint import read_manifest
 from mmm.data.prepare import Preparation, prepare
+from mmm.history.figures import metric_figure
 from mmm.history.resume import marks_of
 from mmm.runtime.stop import stop_signal
 from support.resuming import curve, tensors, train
@@ -136,6 +140,80 @@ def test_the_record_is_one(run_on_ranks, tmp_path, text):
     assert [(mark["draw"], mark["step"]) for mark in marks_of(ds)] == [(EVERY, EVERY)]
     notes = json.loads((two / "config.json").read_text())["notes"]
     assert f"resumed from {two}/checkpoints/step-10 at step 10" in notes
+
+
+# Ranks, layout, and the step before which the run ends.
+CUTS = [
+    (4, {}, 4),
+    (2, {"tpsize": 2}, 8),
+    (4, {"pp": 2}, 11),
+    (4, {}, 14),
+    (2, {"tpsize": 2}, 17),
+    (4, {"pp": 2}, None),
+]
+
+
+@pytest.mark.long
+def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "checkpoint_every": 3}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_on_ranks(train, 1, LM, {**flags, "outdir": one}) == [""]
+    for ranks, layout, ends_at in CUTS:
+        given = {**flags, **layout, "outdir": two, "resume": Path("auto")}
+        ended = run_on_ranks(train, ranks, LM, given, ends_at, timeout=120)
+        assert ended == ["" if ends_at is None else "ended"] * ranks
+    ds = mmm.history.load(two)
+    assert ds["iter"].values.tolist() == list(range(STEPS))
+    assert ds["loss"].values.tolist() == pytest.approx(curve(one), rel=1e-9)
+    marks = [(mark["draw"], mark["step"], mark["layout"]) for mark in marks_of(ds)]
+    assert marks == [(3, 3, "tp2"), (6, 6, "pp2·dp2"), (9, 9, "dp4"), (12, 12, "tp2"), (15, 15, "pp2·dp2")]
+    (axes,) = metric_figure(ds, "loss").axes
+    dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    assert dotted == [2.5, 5.5, 8.5, 11.5, 14.5]
+
+
+@contextmanager
+def small_disk(folder, options):
+    """A file system of its own at `folder`, for the length of a ``with`` block."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+CAN_MOUNT = pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
+
+
+@CAN_MOUNT
+def test_a_folder_that_is_read_only(run_on_ranks, tmp_path, text):
+    with small_disk(tmp_path, "ro"):
+        found = run_on_ranks(train, 2, LM, {**TEXT, "text": text, "outdir": tmp_path / "run"})
+    words = f"cannot make the folder {tmp_path}/run: Read-only file system. Give an --outdir you may write to."
+    assert found == [words] * 2
+
+
+@pytest.mark.long
+@CAN_MOUNT
+def test_a_full_disk_does_not_end_the_run(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "max_iters": 6, "checkpoint_every": 2, "outdir": tmp_path / "a/run"}
+    assert run_on_ranks(train, 2, LM, flags) == ["", ""]
+    size = sum(path.stat().st_size for path in (tmp_path / "a/run/checkpoints/step-6").iterdir())
+    (tmp_path / "b").mkdir()
+    with small_disk(tmp_path / "b", f"size={int(1.5 * size) // 1024}k"):
+        outdir = tmp_path / "b/run"
+        assert run_on_ranks(train, 2, LM, {**flags, "outdir": outdir}) == ["", ""]
+        assert os.listdir(outdir / "checkpoints") == ["step-2"]
+        assert curve(outdir) == curve(tmp_path / "a/run")
+        notes = json.loads((outdir / "config.json").read_text())["notes"]
+        assert [note for note in notes if re.match(r"no checkpoint of step [46]: .*No space left on device", note)]
+        again = {**flags, "outdir": tmp_path / "c", "resume": outdir}
+        assert run_on_ranks(train, 1, LM, again) == [""]
+    assert curve(tmp_path / "c") == pytest.approx(curve(tmp_path / "a/run")[2:], rel=1e-9)
 
 
 @pytest.mark.long
