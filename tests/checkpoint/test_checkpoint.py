@@ -12,12 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmm.checkpoint import Manifest, Saver, load_tensors, read_manifest, steps_of
+from mmm.checkpoint.local_metadata import Overlaps
 from mmm.checkpoint.manifest import MANIFEST, FileSum, broken_file, file_sum, remove_partial
 from mmm.checkpoint.state import training_state
 from mmm.checkpoint.storage import METADATA, read_metadata
@@ -92,8 +94,7 @@ def read_back(path):
 
 def load(rank, folder):
     parameters, buffers, optimizer = model(rank.world_size)
-    found = read_metadata(folder, read_manifest(folder).files)
-    load_tensors(folder, found, parameters, buffers, optimizer)
+    load_tensors(folder, read_manifest(folder).files, parameters, buffers, optimizer)
     return full(rank, parameters, buffers, optimizer)
 
 
@@ -161,6 +162,42 @@ def test_what_every_rank_gets_does_not_grow_with_the_ranks(run_on_ranks, tmp_pat
     two, four = (run_on_ranks(broadcast_sizes, ranks, tmp_path / str(ranks))[0] for ranks in (2, 4))
     assert two == four
     assert len(two) == 1
+
+
+def sharded_metadata(ranks, rows):
+    """As DCP writes them, of two tensors whose rows so many ranks have."""
+    properties = dcp_metadata.TensorProperties(dtype=torch.float32)
+    state, storage = {}, {}
+    for name in ("model.a", "optimizer.a.exp_avg"):
+        boxes = [(torch.Size([rank * rows, 0]), torch.Size([rows, 8])) for rank in range(ranks)]
+        chunks = [dcp_metadata.ChunkStorageMetadata(*box) for box in boxes]
+        size = torch.Size([ranks * rows, 8])
+        state[name] = dcp_metadata.TensorStorageMetadata(properties, size, chunks)
+        for rank, (offsets, _) in enumerate(boxes):
+            place = filesystem._StorageInfo(f"__{rank}_0.distcp", 0, rows * 32)
+            storage[dcp_metadata.MetadataIndex(name, offsets)] = place
+    paths = {"model.a": ("model", "a"), "optimizer.a.exp_avg": ("optimizer", "a", "exp_avg")}
+    return dcp_metadata.Metadata(state_dict_metadata=state, planner_data=paths, storage_data=storage)
+
+
+@pytest.mark.parametrize("saved_on", [64, 2048])
+def test_a_rank_is_sent_the_metadata_of_its_own_tensors(saved_on):
+    """Two ranks' entries where it has half of each, whatever the number of ranks; and all ranks together each entry."""
+    rows, overlaps = 4, Overlaps(sharded_metadata(saved_on, 4))
+    sizes, seen = [], set()
+    for rank in range(saved_on):
+        begin = max(rank * rows - 2, 0)
+        local = ((begin, 0), (rank * rows + 2 - begin, 8))
+        part = overlaps.part({"a": ((saved_on * rows, 8), [local]), "b": ((3,), [((0,), (3,))])})
+        expected = [place for place in (rank - 1, rank) if place >= 0]
+        for entry in part.state_dict_metadata.values():
+            assert entry.size == (saved_on * rows, 8)
+            assert [chunk.offsets[0] // rows for chunk in entry.chunks] == expected
+        assert len(part.storage_data) == 2 * len(expected)
+        seen |= set(part.storage_data)
+        sizes.append(len(pickle.dumps(part)))
+    assert len(seen) == 2 * saved_on
+    assert max(sizes) < 1200  # bytes
 
 
 def test_a_file_that_does_not_fit(run_on_ranks, tmp_path):
@@ -309,11 +346,11 @@ def test_a_file_elsewhere_is_not_read(copy):
 
 def load_other(rank, folder):
     parameters, _, optimizer = model(rank.world_size)
-    found = read_metadata(folder, read_manifest(folder).files)
+    files = read_manifest(folder).files
     texts = []
     for buffers in ({"bias": torch.zeros(4)}, {"other": torch.zeros(3)}):
         with pytest.raises(CheckpointError) as raised:
-            load_tensors(folder, found, parameters, buffers if rank.rank else {}, optimizer)
+            load_tensors(folder, files, parameters, buffers if rank.rank else {}, optimizer)
         texts.append(str(raised.value))
     return texts
 

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
+from mmm.checkpoint.local_metadata import metadata_of_rank
+from mmm.checkpoint.manifest import FileSum
 from mmm.checkpoint.storage import Reader
 from mmm.errors import CheckpointError
 
@@ -52,7 +54,7 @@ def shapes_of(found: Metadata) -> dict[tuple[str, ...], Any]:
 
 def load_tensors(
     folder: Path,
-    found: Metadata,
+    files: Mapping[str, FileSum],
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
@@ -61,12 +63,13 @@ def load_tensors(
     """Load into a model, in place, and into an optimizer that has made no step. A collective.
 
     Args:
-        found: of `mmm.checkpoint.storage.read_metadata`. parameters, buffers: as for `training_state`.
+        files: the checkpoint's, of its manifest. parameters, buffers: as for `training_state`.
         repeated: further parameters under a name of `parameters`, to be equal to that one, as their states.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
     """
+    found = metadata_of_rank(folder, files, {**parameters, **buffers})
     moments: dict[str, dict[str, Tensor]] = {}  # by parameter, then as the optimizer calls them
     for path, entry in shapes_of(found).items():
         if path[0] == OPTIMIZER and path[1] in parameters:

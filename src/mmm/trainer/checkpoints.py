@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
-from mmm.checkpoint.storage import read_metadata
 from mmm.contract import SAVED_EXIT
 from mmm.models.weights import widest
 from mmm.parallel.grad_scaler import GradScaler
@@ -54,9 +53,8 @@ class Checkpoints:
         if (origin := self.run.origin) is None:
             return 0, 0, 0, None
         manifest, run = origin.manifest, self.run
-        found = read_metadata(origin.path, manifest.files)
         buffers = self.model.saved_buffers()
-        load_tensors(origin.path, found, self.parameters, buffers, self.optimizer, self.repeated)
+        load_tensors(origin.path, manifest.files, self.parameters, buffers, self.optimizer, self.repeated)
         self.model.gather_updated()
         state, there = manifest.state, manifest.about["layout"]
         if state["scaler"]:
