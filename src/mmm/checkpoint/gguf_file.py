@@ -231,8 +231,7 @@ class GGUFWeights(Weights):
         shape = self._entries[other].shape
         if not prod(length):
             return torch.empty(tuple(length), dtype=self._entries[other].dtype)
-        *rows, columns = shape
-        first, many = (start[0], length[0]) if rows else (0, 1)
+        first, many = (start[0], length[0]) if len(shape) > 1 else (0, 1)
         part = np.frombuffer(self._bytes, np.uint8, many * row, begin + first * row).reshape(many, row)
         if kind in PLAIN:
             dtype, bits = PLAIN[kind]

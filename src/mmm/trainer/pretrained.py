@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,9 @@ def evaluation_model(
     plan, techniques = transformer_plan(config), Techniques()
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, device.type, timeout, experts=has_experts(model))
+    if layout.dp * layout.cp == 1:  # nothing for FSDP to shard: it would copy each unit, for each token
+        mesh = replace(mesh, one_device=True)
+        precision = replace(precision, storage=precision.compute)
     parallel = ParallelModel(model, plan, mesh, precision, techniques, partition, device=device, seed=0)
     parallel.train(False)
     return parallel
