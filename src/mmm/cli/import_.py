@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from pathlib import Path
 
 EPILOG = """\
@@ -36,9 +35,7 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     weights = open_weights(args.weights)
     config, tokenizer = config_of(weights), tokenizer_on_disk(weights.origins)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        write_own(weights, args.outdir)
+    write_own(weights, args.outdir)
     for note in weights.origins.notes:
         print(f"{args.weights}: {note}", file=sys.stderr)
     elements = sum(entry.elements for entry in weights.entries.values())
