@@ -17,7 +17,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 
 CPU, FP64 = torch.device("cpu"), Precision("fp64", torch.float64, torch.float64)
-SIZES = TransformerConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, vocab_size=71, ffn_dim=60)
+SIZES = TransformerConfig(dim=48, n_layers=2, n_heads=12, n_kv_heads=6, vocab_size=71, ffn_dim=60)
 PROMPT = [5, 17, 3, 70, 44, 8, 21, 60]
 BLOCK, TOKENS = 14, 16  # more than a block: the text goes on from its last half
 HOT = Sampling(temperature=3.0, top_k=60, seed=4)  # weights as they start give nearly even logits: any token comes

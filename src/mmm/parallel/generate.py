@@ -8,8 +8,9 @@ all ranks compute the same; FSDP gathers its units for each token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Decoder:
         for module, cache in zip(self.attention, self.caches, strict=True):
             module.attention_fn = cache  # type: ignore[assignment]
         try:
-            with torch.compiler.set_stance("force_eager"), torch.no_grad():
+            with _eager(), torch.no_grad():
                 yield
         finally:
             for module, attention_fn in zip(self.attention, before, strict=True):
@@ -165,6 +166,11 @@ class Decoder:
         """The group of this rank's pipeline, and the rank in it that has a stage."""
         group = self.model.mesh["pp"].get_group()
         return group, dist.get_global_rank(group, self.model.places[number])
+
+
+def _eager() -> AbstractContextManager:
+    """Inside, compiled modules run as they are: each token would have them compiled anew, for another length."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def generate(
