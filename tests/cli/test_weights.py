@@ -11,7 +11,7 @@ from mmm.cli import sample
 from mmm.errors import UserError
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import Transformer
-from mmm.trainer.pretrained import config_of
+from mmm.trainer.pretrained import config_of, tokenizer_on_disk
 from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.llamas import CHARS, CONFIG, logits, tensors, write_gguf, write_hugging_face
@@ -96,7 +96,7 @@ def test_an_error_of_all_ranks_is_said_once(imported, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["sample", "OWN", "--prompt", "Zoë"], "--prompt: character 'ë' is not among the 61 of the vocabulary"),
+        (["sample", "OWN", "--prompt", "Zoë"], "--prompt: character 'ë' is not among the 60 of the vocabulary"),
         (["sample", "OWN", "--prompt", ""], "--prompt is empty"),
         (["sample", "OWN", "--prompt", "x" * 65], "--prompt has 65 tokens, and the model's block 64: shorten it"),
         (["sample", "OWN", "--prompt", "x", "--top_p", "2"], "--top_p 2.0: it must be above 0, and at most 1"),
@@ -145,8 +145,6 @@ def test_the_tokenizer_of_a_gguf(tmp_path, capsys):
     )
     assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
     assert "tokenizer: tokenizers, 67 tokens" in capsys.readouterr().out
-    from mmm.trainer.pretrained import tokenizer_on_disk
-
     tokenizer = tokenizer_on_disk(open_weights(tmp_path / "own").origins)
     assert tokenizer.encode(b"ab abc").tolist() == [4, 5, 2]
     assert tokenizer.decode([4, 5, 2]) == "ab abc"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mmm.checkpoint import llama
-from mmm.checkpoint.weights import Entry, Origins, Weights
+from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
 
 MAGIC, VERSIONS, STRING, ARRAY = b"GGUF", (2, 3), 8, 9
@@ -101,7 +101,7 @@ class GGUFWeights(Weights):
         for _ in range(keys):
             key = self._value(STRING)
             self.keys[key] = self._value(self._take("I"))
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
         self._tensors: dict[str, tuple[int, int, int]] = {}  # type, first byte, bytes of a row
         found = []
         for _ in range(tensors):
@@ -120,7 +120,7 @@ class GGUFWeights(Weights):
                     f"{self.path} is truncated: {len(self._bytes):,} bytes end before those of {name}"
                 )
             dtype = PLAIN[kind][0] if kind in PLAIN else torch.float32
-            self._entries[name], self._tensors[name] = Entry(shape, dtype), (kind, begin + offset, row)
+            self._entries[name], self._tensors[name] = TensorEntry(shape, dtype), (kind, begin + offset, row)
 
     def _take(self, kind: str) -> Any:
         (value,) = struct.unpack_from(f"<{kind}", self._bytes, self._at)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmm.checkpoint import llama, safetensors
 from mmm.checkpoint.manifest import PARTIAL
-from mmm.checkpoint.weights import Entry, Origins, Weights
+from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
 from mmm.history.record import cannot_write, reason
 
@@ -56,7 +56,7 @@ class HuggingFace(Weights):
     def _other(name: str) -> str:
         return llama.name_elsewhere(name, "hugging_face")
 
-    def _files(self) -> list[safetensors.File]:
+    def _files(self) -> list[safetensors.SafetensorsFile]:
         if (self.path / INDEX).exists():
             names = _json(self.path / INDEX).get("weight_map")
             if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -66,7 +66,7 @@ class HuggingFace(Weights):
             paths = sorted(self.path.glob("*.safetensors"))
         if missing := [path for path in paths if not path.exists()]:
             raise CheckpointError(f"{missing[0]} is missing")
-        return [safetensors.File(path) for path in paths]
+        return [safetensors.SafetensorsFile(path) for path in paths]
 
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         file, other = self._file[name], self._other(name)
@@ -95,11 +95,11 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     head_dim = config["head_dim"]
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     of: dict[str, str] = {}  # by the name there, the name here
     for name in llama.shapes_of(weights.sizes):
         other, entry = llama.name_elsewhere(name, "hugging_face"), weights.entries[name]
-        entries[other], of[other] = Entry(entry.shape, dtype or entry.dtype), name
+        entries[other], of[other] = TensorEntry(entry.shape, dtype or entry.dtype), name
     files = _shards(entries, shard)
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
@@ -137,13 +137,13 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         raise cannot_write(folder, error) from None
 
 
-def _head_slabs(entry: Entry, rows: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """`Entry.slabs`, each of a multiple of `rows` rows."""
-    for start, length in Entry((entry.shape[0] // rows, rows, *entry.shape[1:]), entry.dtype).slabs():
+def _head_slabs(entry: TensorEntry, rows: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """`TensorEntry.slabs`, each of a multiple of `rows` rows."""
+    for start, length in TensorEntry((entry.shape[0] // rows, rows, *entry.shape[1:]), entry.dtype).slabs():
         yield (start[0] * rows, *start[2:]), (length[0] * rows, *length[2:])
 
 
-def _shards(entries: dict[str, Entry], most: int) -> dict[str, list[str]]:
+def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
     """The names of each file's tensors."""
     groups: list[list[str]] = [[]]
     room = most

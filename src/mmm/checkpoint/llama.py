@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mmm.checkpoint.weights import Entry
+from mmm.checkpoint.weights import TensorEntry
 from mmm.errors import CheckpointError
 
 
@@ -190,7 +190,9 @@ def name_elsewhere(name: str, kind: str) -> str:
     return getattr(NAMES[general], kind).replace("*", number[1] if number else "*")
 
 
-def check_entries(there: Mapping[str, Entry], sizes: Mapping[str, Any], kind: str, where: object) -> dict[str, Entry]:
+def check_entries(
+    there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], kind: str, where: object
+) -> dict[str, TensorEntry]:
     """The tensors of a model, by their names in this package.
 
     Args:
@@ -199,7 +201,7 @@ def check_entries(there: Mapping[str, Entry], sizes: Mapping[str, Any], kind: st
     Raises:
         CheckpointError: one is missing, is of another shape, or is of no use.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
     names = {name_elsewhere(name, kind): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
     for name, shape in shapes_of(sizes).items():
         other = name_elsewhere(name, kind)

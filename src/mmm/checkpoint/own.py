@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, broken_file, read_manifest, remove
 from mmm.checkpoint.state import MODEL, one_line, shapes_of
 from mmm.checkpoint.storage import Writer, read_metadata
-from mmm.checkpoint.weights import Entry, Origins, Weights, about_of, attach
+from mmm.checkpoint.weights import Origins, TensorEntry, Weights, about_of, attach
 from mmm.errors import CheckpointError
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
@@ -50,9 +50,7 @@ class OwnWeights(Weights):
         self.manifest = read_manifest(path)
         identity, about = self.manifest.identity, self.manifest.about
         if (program := identity.get("program")) not in (TRAINED, IMPORTED):
-            raise CheckpointError(
-                f"{path} is of the program {program}, whose model is no Transformer of mmm.trainer.lm"
-            )
+            raise CheckpointError(f"{path} is of the program {program}, whose model is no language model of lm")
         self.sizes = {name: identity.get(name, default) for name, default in FIELDS.items()}
         if (scaling := self.sizes["rope_scaling"]) and scaling["rope_type"] == "linear":
             self.sizes["rope_scaling"] = {name: scaling[name] for name in ("rope_type", "factor")}
@@ -64,7 +62,7 @@ class OwnWeights(Weights):
         stored = {(index.fqn, tuple(index.offset or ())): info for index, info in infos.items()}
         for (kind, name, *_), entry in shapes_of(found).items():
             if kind == MODEL:
-                self.entries[name] = Entry(tuple(entry.size), entry.properties.dtype)
+                self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
                 places = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
                 self._places[name] = places
         kept = about.get("tokenizer")
@@ -84,8 +82,8 @@ class OwnWeights(Weights):
                 continue
             tensor = self._chunk(place)
             there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
-            found[here] = tensor[there]
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
+            found[inside] = tensor[there]
         return found
 
     def _chunk(self, place: Any) -> Tensor:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmm.checkpoint.weights import Entry, slices
+from mmm.checkpoint.weights import TensorEntry, slices
 from mmm.errors import CheckpointError
 
 DTYPES = {
@@ -41,7 +41,7 @@ BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}  # by bytes of an el
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
-class File:
+class SafetensorsFile:
     """A file's tensors, to read in slices.
 
     Attributes:
@@ -52,7 +52,7 @@ class File:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.entries = path, dict[str, Entry]()
+        self.path, self.entries = path, dict[str, TensorEntry]()
         self._begin: dict[str, int] = {}
         try:
             total = path.stat().st_size
@@ -75,7 +75,7 @@ class File:
             if dtype not in DTYPES:
                 known = ", ".join(DTYPES)
                 raise CheckpointError(f"{path}: {name} is of dtype {dtype}, which is not one of {known}")
-            entry = Entry(shape, DTYPES[dtype])
+            entry = TensorEntry(shape, DTYPES[dtype])
             if not 0 <= begin <= end or end - begin != entry.bytes or min(shape, default=0) < 0:
                 raise CheckpointError(f"{path} is damaged: {name} has {end - begin} bytes, and its shape {entry.bytes}")
             if 8 + size + end > total:
@@ -96,7 +96,7 @@ class File:
         return torch.from_numpy(part).view(entry.dtype).view(length)
 
 
-def header_of(entries: Mapping[str, Entry]) -> bytes:
+def header_of(entries: Mapping[str, TensorEntry]) -> bytes:
     """The beginning of a file of these tensors, in this order."""
     at, header = 0, dict[str, object]({"__metadata__": {"format": "pt"}})
     for name, entry in entries.items():

@@ -29,7 +29,7 @@ ROWS = 1 << 24  # bytes of a tensor that are read, or written, at once
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor's shape, and its dtype on disk."""
 
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Weights(ABC):
 
     path: Path
     sizes: dict[str, Any]
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     origins: Origins
 
     @abstractmethod

@@ -93,8 +93,8 @@ def load_weights(rank: Rank, model: ParallelModel, weights: Weights) -> None:
             box, entry = local_box(tensor.detach()), weights.entries.get(name)
             if entry is None or entry.shape != box.full:
                 there = "no such tensor" if entry is None else f"it as {'×'.join(map(str, entry.shape))}"
-                here = "×".join(map(str, box.full))
-                raise CheckpointError(f"{weights.path} has {there}: {name}, which is {here} in the model")
+                own = "×".join(map(str, box.full))
+                raise CheckpointError(f"{weights.path} has {there}: {name}, which is {own} in the model")
             to_local(tensor.detach()).copy_(weights.read(name, box.start, box.length))
     except CheckpointError as found:
         error = found
@@ -142,8 +142,8 @@ class PretrainedOptions(ModelOptions):
             own = self.base_config()
             for name in SHAPES:
                 if getattr(config, name) != getattr(own, name):
-                    there, here = getattr(own, name), getattr(config, name)
-                    raise ConfigError(f"--init_from {self.init_from} has {name} {there}, and the flags say {here}")
+                    there, asked = getattr(own, name), getattr(config, name)
+                    raise ConfigError(f"--init_from {self.init_from} has {name} {there}, and the flags say {asked}")
         return config
 
     def default_tokenizer(self) -> Tokenizer | None:
