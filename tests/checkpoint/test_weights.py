@@ -2,6 +2,7 @@
 
 import json
 import random
+import weakref
 
 import pytest
 import torch
@@ -119,9 +120,9 @@ def test_export_in_another_dtype(imported, tmp_path, kind):
 
 
 def test_no_more_than_a_few_rows_at_once(folder, tmp_path, monkeypatch):
-    """Neither import nor export ever asks for more than its limit, or one head of a matrix."""
+    """Neither import nor export asks for more than its limit, or one head of a matrix, or keeps what it has read."""
     monkeypatch.setattr(rows, "ROWS", 1024)
-    asked = []
+    asked, tensors_read = [], []
 
     def watched(kind):
         read = kind.read
@@ -129,6 +130,8 @@ def test_no_more_than_a_few_rows_at_once(folder, tmp_path, monkeypatch):
         def noting(self, name, start, length):
             found = read(self, name, start, length)
             asked.append(found.nbytes)
+            assert sum(each() is not None for each in tensors_read) < 3  # the others have been freed
+            tensors_read.append(weakref.ref(found))
             return found
 
         monkeypatch.setattr(kind, "read", noting)

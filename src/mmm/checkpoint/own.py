@@ -15,8 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, broken_file, read_manifest, remove
 from mmm.checkpoint.state import MODEL, one_line, shapes_of
@@ -122,6 +125,26 @@ class _Slabs(DefaultSavePlanner):
         return self.weights.read(name, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
+class _SlabWriter(Writer):
+    """Writes one slab after the other. PyTorch's own way keeps all tensors of a file until it is closed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        name, results = "__0_0.distcp", []
+        with self._files.create_stream(self._folder / name, "wb") as stream:
+            for item in plan.items:
+                tensor, first = planner.resolve_data(item), stream.tell()
+                assert isinstance(tensor, Tensor)
+                # torch.save writes a tensor's whole storage.
+                torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
+                size = stream.tell() - first
+                results.append(WriteResult(item.index, size, _StorageInfo(name, first, size)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        future: Future = Future()
+        future.set_result((results, self._files.sums))
+        return future
+
+
 def write_own(weights: Weights, folder: Path) -> None:
     """Write weights as a checkpoint of this package, of step 0 and without an optimizer's state, a slab of rows at a
     time. The folder has its name once it is complete.
@@ -143,7 +166,7 @@ def write_own(weights: Weights, folder: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-            dcp.save({}, storage_writer=Writer(partial, finished), planner=_Slabs(weights), no_dist=True)
+            dcp.save({}, storage_writer=_SlabWriter(partial, finished), planner=_Slabs(weights), no_dist=True)
     except (CheckpointException, OSError) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         remove([partial])
