@@ -60,6 +60,8 @@ class OwnWeights(Weights):
         found = read_metadata(path, self.manifest.files)
         self._places: dict[str, list[tuple[ChunkStorageMetadata, Any]]] = {}
         self.entries = {}
+        # Of the tensor that was read last: a saved shard is read from the disk as one, and rows of it come in turn.
+        self._cached: tuple[str, dict[tuple[int, ...], Tensor]] = ("", {})
         fqns = {where[1]: fqn for fqn, where in (found.planner_data or {}).items() if where[0] == MODEL}
         infos = cast(dict, found.storage_data)
         stored = {(index.fqn, tuple(index.offset or ())): info for index, info in infos.items()}
@@ -83,7 +85,11 @@ class OwnWeights(Weights):
             high = [min(a + n, b + m) for a, n, b, m in zip(start, length, chunk.offsets, chunk.sizes, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            tensor = self._chunk(place)
+            if name != self._cached[0]:
+                self._cached = (name, {})
+            if (key := tuple(chunk.offsets)) not in self._cached[1]:
+                self._cached[1][key] = self._chunk(place)
+            tensor = self._cached[1][key]
             there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
             found[inside] = tensor[there]
