@@ -2,10 +2,10 @@
 
 import json
 import random
-import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmm.checkpoint import own
 from mmm.checkpoint import weights as rows
@@ -130,8 +130,8 @@ def test_no_more_than_a_few_rows_at_once(folder, tmp_path, monkeypatch):
         def noting(self, name, start, length):
             found = read(self, name, start, length)
             asked.append(found.nbytes)
-            alive.append(sum(each() is not None for each in before))
-            before.append(weakref.ref(found))
+            alive.append(sum(not each.expired() for each in before))
+            before.append(StorageWeakRef(found.untyped_storage()))
             return found
 
         monkeypatch.setattr(kind, "read", noting)
