@@ -134,7 +134,7 @@ def test_transformers_makes_the_same_tokens(exported, transformers, tokens):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_of_transformers_is_read(run_on_ranks, transformers, tmp_path, tied):
+def test_a_llama_of_transformers_there_and_back(run_on_ranks, transformers, tmp_path, tied):
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -155,6 +155,12 @@ def test_a_llama_of_transformers_is_read(run_on_ranks, transformers, tmp_path, t
         theirs = model(torch.from_numpy(tokens)[None]).logits
     (ours,) = run_on_ranks(logits_of, 1, tmp_path / "theirs", tokens)
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-6  # their angles are in float32
+    assert import_.main([str(tmp_path / "theirs"), "-o", str(tmp_path / "own")]) == 0
+    assert export.main([str(tmp_path / "own"), str(tmp_path / "back"), "--shard-gb", "1e-4"]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(again(torch.from_numpy(tokens)[None]).logits, theirs)
+    assert again.config.tie_word_embeddings == tied
 
 
 def write(rank, path, prompt):

@@ -189,7 +189,8 @@ def generate(
         block: tokens that the model sees at once; where there are more, it goes on from the last half of a block.
         vocabulary: tokens from there on are never drawn.
     """
-    decoder, source, world = Decoder(model, block), _drawing_rank(model), dist.get_world_size()
+    decoder = Decoder(model, min(block, len(prompt) + tokens))
+    source, world = _drawing_rank(model), dist.get_world_size()
     given, found = list(prompt), list[int]()
     with decoder.attached():
         while len(found) < tokens and not (found and found[-1] in stop):
