@@ -106,6 +106,7 @@ def test_one_that_is_not_installed_is_refused_before_the_ranks_meet(name, monkey
     check_tracker("csv")
 
 
+@pytest.mark.long
 def test_a_run_of_the_trainer(tmp_path):
     flags = {"preset": "debug", "seq_length": 16, "batch_size": 2, "max_iters": 3, "plots": False, "device": "cpu"}
     lm.train(lm.Config(**flags, tracker="csv", outdir=tmp_path, eval_batches=1))

@@ -9,7 +9,7 @@ PROBABILITIES = torch.tensor([0.05, 0.4, 0.25, 0.3])
 LOGITS = PROBABILITIES.log()
 
 
-def drawn(logits=LOGITS, times=4000, **given):
+def drawn(logits=LOGITS, times=2000, **given):
     sampling = Sampling(**given)
     counts = torch.zeros(len(logits))
     for number in range(times):
@@ -18,17 +18,17 @@ def drawn(logits=LOGITS, times=4000, **given):
 
 
 def test_as_often_as_its_probability():
-    torch.testing.assert_close(drawn(), PROBABILITIES, rtol=0, atol=0.03)
+    torch.testing.assert_close(drawn(), PROBABILITIES, rtol=0, atol=0.04)
     squared = PROBABILITIES**2 / (PROBABILITIES**2).sum()
-    torch.testing.assert_close(drawn(temperature=0.5), squared, rtol=0, atol=0.03)
+    torch.testing.assert_close(drawn(temperature=0.5), squared, rtol=0, atol=0.04)
 
 
 def test_only_the_most_probable():
     some = torch.tensor([0.0, 0.4, 0.0, 0.3]) / 0.7
-    torch.testing.assert_close(drawn(top_k=2), some, rtol=0, atol=0.03)
-    torch.testing.assert_close(drawn(top_p=0.6), some, rtol=0, atol=0.03)  # 0.4 is too little, 0.7 is enough
+    torch.testing.assert_close(drawn(top_k=2), some, rtol=0, atol=0.04)
+    torch.testing.assert_close(drawn(top_p=0.6), some, rtol=0, atol=0.04)  # 0.4 is too little, 0.7 is enough
     assert drawn(top_p=0.39, times=50)[1] == drawn(top_k=1, times=50)[1] == drawn(temperature=0, times=5)[1] == 1
-    torch.testing.assert_close(drawn(top_k=9), PROBABILITIES, rtol=0, atol=0.03)
+    torch.testing.assert_close(drawn(top_k=9), PROBABILITIES, rtol=0, atol=0.04)
 
 
 def test_seed_and_number_decide():

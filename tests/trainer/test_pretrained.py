@@ -172,6 +172,7 @@ def test_weights_that_are_damaged(imported, alone, tmp_path):
     torch.distributed.destroy_process_group()  # which a run that fails leaves
 
 
+@pytest.mark.long
 def test_a_gguf_is_a_start_too(folder, alone, tmp_path, text):
     (tmp_path / "chars.json").write_text(json.dumps({"kind": "chars", "chars": CHARS}))
     flags = {**alone, "init_from": write_gguf(tmp_path / "a.gguf", TIED, tensors(TIED))}
