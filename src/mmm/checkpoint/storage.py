@@ -96,7 +96,7 @@ class Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path, finished: Callable[[dict[str, FileSum]], None]) -> None:
         super().__init__(path)
         self.fs = self._files = _HashedFiles()
-        self._finished = finished
+        self._folder, self._finished = path, finished
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # without DCP's path, which would be the temporary one

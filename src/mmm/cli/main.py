@@ -14,7 +14,10 @@ from mmm.errors import UserError
 SUBCOMMANDS = {
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
     "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
+    "export": ("mmm.cli.export", "write a language model's weights as transformers loads them"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
+    "import": ("mmm.cli.import_", "weights of the Llama family, safetensors or GGUF, as a checkpoint"),
+    "sample": ("mmm.cli.sample", "text from a language model, on one device or sharded over ranks"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
     "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
 }

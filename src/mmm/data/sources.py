@@ -91,14 +91,16 @@ class Sources:
         return {"source": names, "sha256": hashlib.sha256(parts.encode()).hexdigest(), "mixture": mixture}
 
 
-def open_sources(text: Sequence[Path] = (), tokenizer: str | None = None) -> Sources:
+def open_sources(
+    text: Sequence[Path] = (), tokenizer: str | None = None, default: Callable[[], Tokenizer | None] = lambda: None
+) -> Sources:
     """The data that the flags name.
 
     Args:
         text: files, or each with a weight, as ``PATH:0.7``; none for the standard library. Several files of text
             without weights are one text.
         tokenizer: bytes, chars (the characters of the texts) or a tokenizer's file. None: that of the token files, else
-            bytes.
+            `default`, else bytes.
 
     Raises:
         ConfigError, DataError: what does not fit together, or cannot be read.
@@ -115,7 +117,7 @@ def open_sources(text: Sequence[Path] = (), tokenizer: str | None = None) -> Sou
         raise ConfigError(f"--text: give each of several token files a weight, such as {example}")
     chosen, of_text = _tokenizer(files, tokenizer), tokenizer == CharTokenizer.kind
     if chosen is None and not of_text and not (files and all(files)):
-        chosen = ByteTokenizer()
+        chosen = default() or ByteTokenizer()
     between_characters = chosen is None or chosen.kind != ByteTokenizer.kind
     if any(files) or weighted:
         texts = [

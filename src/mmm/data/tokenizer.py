@@ -171,12 +171,22 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     if str(name) == ByteTokenizer.kind:
         return ByteTokenizer()
-    path = Path(name)
     try:
-        content = path.read_bytes()
+        content = Path(name).read_bytes()
     except OSError as error:
         raise DataError(f"--tokenizer {name}: {error.strerror or error}; give bytes, chars or a file") from None
-    if path.suffix == ".model":
+    return tokenizer_of(Path(name), content)
+
+
+def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
+    """The tokenizer of a file that has been read; without a name that of bytes, which has none.
+
+    Raises:
+        DataError: as `load_tokenizer`.
+    """
+    if not name.name:
+        return ByteTokenizer()
+    if name.suffix == ".model":
         return SentencePieceTokenizer(content, name)
     try:
         about = json.loads(content)

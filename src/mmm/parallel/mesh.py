@@ -145,8 +145,8 @@ class Mesh:
         experts: the same ranks as (pp, dp_replicate, expert_dp, ep), again without axes of one rank but for expert_dp,
             which is what ep leaves of dp_shard, × cp × tp: the ranks with the same experts and other tokens. None where
             experts are sharded as all other parameters are.
-        one_device: MPS, on which PyTorch makes no groups and FSDP does not run: there is one rank, and its model stays
-            as it is.
+        one_device: nothing is data parallel, and the model stays as it is. On MPS, where PyTorch makes no groups and
+            FSDP does not run: there is one rank. And where a model without replicas or shards is not trained.
         p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
             receiver) on pp; those of this rank (`mmm.parallel.pipeline.p2p` says why). Gloo needs none.
     """

@@ -54,6 +54,7 @@ class ParallelModel:
 
     Attributes:
         modules: this rank's stages by number; number 0 alone is the full model where there is no pipeline.
+        stages: of the pipeline, on all ranks; 0 without one. places: the coordinate along pp that has each stage.
         first_names: the further names of tied weights, and the first of each.
         draws: whether the model has dropout, and takes ``sample_keys``.
     """
@@ -86,19 +87,20 @@ class ParallelModel:
         self._experts, self.draws = has_experts(model), has_dropout(model)
         self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
         self.modules: dict[int, nn.Module] = {0: model}
+        self.stages, self.places = len(partition.stages), dict[int, int]()
         self._rules, rules, ties = InitRules(model), None, list[dict[int, str]]()
         if partition.stages:
             warn_unmatched(plan, model)
             pp, each = mesh.layout.pp, len(partition.stages) // mesh.layout.pp
-            at = {n: place for place in range(pp) for n in stages_of(place, pp, techniques.schedule, each)}
-            numbers = [n for n, place in at.items() if place == self.coordinates["pp"]]
+            self.places = {n: place for place in range(pp) for n in stages_of(place, pp, techniques.schedule, each)}
+            numbers = [n for n, place in self.places.items() if place == self.coordinates["pp"]]
             rules, ties = self._rules, stage_ties(model, partition.names())
             self.modules = {n: take_stage(model, partition.parts, partition.stages[n]) for n in numbers}
         for number, stage in self.modules.items():
             self.modules[number] = apply(stage, mesh, plan, precision, techniques)
             materialize(self.modules[number], device, seed, rules)
         self.first_names = self._rules.first_names
-        self.ties = StageTies(ties, self.modules, at, mesh["pp"]) if ties else None
+        self.ties = StageTies(ties, self.modules, self.places, mesh["pp"]) if ties else None
         self._report = CompileReport(self.modules.values()) if techniques.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
+from mmm.checkpoint.weights import Origins
 from mmm.contract import SAVED_EXIT
 from mmm.models.weights import widest
 from mmm.parallel.grad_scaler import GradScaler
@@ -27,7 +28,14 @@ class Checkpoints:
     the losses so far as well.
     """
 
-    def __init__(self, run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    def __init__(
+        self,
+        run: Run,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        scaler: GradScaler,
+        origins: Origins,
+    ) -> None:
         self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
         self.parameters: dict[str, Tensor] = {}
         self.repeated: list[tuple[str, Tensor]] = []  # of a tied weight that this rank has in two stages
@@ -45,7 +53,7 @@ class Checkpoints:
             assert folder[0] is not None
             keep, keep_every = run.options.keep or 2, run.options.keep_every
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
-            self.saver = Saver(folder[0] / CHECKPOINTS, group, keep, keep_every, run.note)
+            self.saver = Saver(folder[0] / CHECKPOINTS, group, keep, keep_every, run.note, origins)
 
     def load(self) -> tuple[int, int, float, Tensor | None]:
         """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's

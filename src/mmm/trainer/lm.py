@@ -25,22 +25,25 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.presets import preset_defaults
+from mmm.trainer.pretrained import PretrainedOptions, start_from, without_draws
 from mmm.trainer.rates import measure_utilization
 from mmm.trainer.report import print_once
 from mmm.trainer.run import start_run
+from mmm.trainer.samples import SampleOptions, log_sample
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import DocumentOptions, ModelOptions, TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.text import DocumentOptions, TextProgramOptions, ValidationOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(
     LayoutOptions,
-    ModelOptions,
+    PretrainedOptions,
     DocumentOptions,
     TextProgramOptions,
     ValidationOptions,
+    SampleOptions,
     MemoryOptions,
     TrainingOptions,
 ):
@@ -65,19 +68,24 @@ class Config(
 
 def train(config: Config) -> None:
     resolved = resolve(config)  # everything here is checked before any rank talks to another
+    config.check_prompt(resolved)
     if config.summary:
         print_once(resolved.summary())
         return
 
     with start_run("lm", config, resolved) as run:
         measure_utilization(run, resolved)
+        if (weights := config.weights()) is not None:
+            without_draws(resolved.model)
         model = parallelize(run, resolved)
+        start_from(run, model, weights)
         rates = (config.lr, config.weight_decay, config.decayed)
         if config.optimizer == "muon":
             optimizer: Optimizer = make_muon(model, resolved.plan, *rates)
         else:
             optimizer = make_optimizer(config.optimizer, model.parameters(), *rates)
-        task = TokenTask(run, resolved, config.eval_batches)
+        eos = () if weights is None else weights.origins.eos
+        task = TokenTask(run, resolved, config.eval_batches, eos, lambda model: log_sample(run, model, resolved, eos))
         run.log.info("%d steps of %d × %d tokens", resolved.steps, resolved.global_batch_size, config.seq_length)
         options = Fit(
             steps=resolved.steps,

@@ -54,7 +54,7 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
     coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-    checkpoints = Checkpoints(run, model, optimizer, scaler)
+    checkpoints = Checkpoints(run, model, optimizer, scaler, task.origins)
     clock, evaluated = run.clock, dict[str, float]()
     named = list(model.named_parameters())
     counted: float | Tensor  # steps in it

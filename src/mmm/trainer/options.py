@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from mmm.errors import ConfigError
+from mmm.history.trackers import check_tracker
 from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import Techniques
 from mmm.runtime.failure import said_once
@@ -116,6 +117,7 @@ class BaseOptions:
     break_ = None
     checkpoint_every = None
     resume = None
+    tracker = None
     RUNS_ON_MPS: ClassVar = False
 
     @classmethod
@@ -236,6 +238,9 @@ class LoopOptions(RunOptions):
     on_nan: Literal["stop", "skip"] = "stop"
     """Of a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave weights and
     optimizer as they are, and go on."""
+    tracker: Literal["csv", "tensorboard", "wandb", "mlflow"] | None = None  # type: ignore[assignment]
+    """Rows go there as well, in the run's folder. wandb is offline, and mlflow a folder, unless WANDB_MODE or
+    MLFLOW_TRACKING_URI says otherwise."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
     checkpoint_every: int | None = None  # type: ignore[assignment]
@@ -251,6 +256,7 @@ class LoopOptions(RunOptions):
 
     def check(self) -> None:
         super().check()
+        check_tracker(self.tracker)
         for name in ("checkpoint_every", "keep", "keep_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")

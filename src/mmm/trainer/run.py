@@ -32,6 +32,7 @@ from mmm.contract import LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import DeviceError, DivergedError
 from mmm.history.attempts import this_attempt
 from mmm.history.ending import RUNNING, Ending
+from mmm.history.trackers import Tracked
 from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Layout
@@ -336,7 +337,10 @@ def start_run(
                 run.record_startup()  # of a program that has no steps
         else:
             goes_on = resume.record_goes_on(prepared[0], run.origin, str(layout))
-            record = history.History(outdir, ranks=ranks, flush_every=options.flush_every, resume=goes_on)
+            tracked = Tracked(options.tracker, outdir, {"command": command_line(), "layout": str(layout)})
+            record = history.History(
+                outdir, ranks=ranks, flush_every=options.flush_every, resume=goes_on, tracker=tracked
+            )
             with record as run.record, watch:
                 yield run
                 run.record_startup()

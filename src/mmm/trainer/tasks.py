@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmm.checkpoint.weights import Origins
 from mmm.data import Batch
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
 from mmm.data.tokens import PADDING
@@ -31,11 +32,13 @@ class Task(ABC):
     Attributes:
         global_batch_size: samples of an optimizer step. tokens: targets of it, where they are tokens, else 0.
         steps_per_epoch: optimizer steps.
+        origins: what a checkpoint keeps for those who sample from it.
     """
 
     global_batch_size: int
     tokens: int = 0
     steps_per_epoch: int
+    origins: Origins = Origins()
 
     @abstractmethod
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
@@ -64,14 +67,28 @@ def fetched_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 class TokenTask(Task):
-    """The next token of a text."""
+    """The next token of a text.
 
-    def __init__(self, run: Run, resolved: Resolved, eval_batches: int):
+    Args:
+        sample: called after each evaluation, with the model.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        resolved: Resolved,
+        eval_batches: int,
+        eos: tuple[int, ...] = (),
+        sample: Callable[[ParallelModel], object] = lambda model: None,
+    ):
         self.run, self.resolved, self.eval_batches = run, resolved, eval_batches
         self.global_batch_size = resolved.global_batch_size
         train = resolved.data.train
         self.tokens = self.global_batch_size * train.seq_length
         self.steps_per_epoch = train.steps_per_epoch(self.global_batch_size)
+        tokenizer = resolved.data.tokenizer
+        kept = None if tokenizer is None else (tokenizer.file, tokenizer.content)
+        self.origins, self.sample = Origins(train.seq_length, eos, kept), sample
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)
@@ -82,7 +99,12 @@ class TokenTask(Task):
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time. In
-        bits a byte, ``val_bpb``, where the bytes of the text are known."""
+        bits a byte, ``val_bpb``, where the bytes of the text are known. Then a sample, where there is to be one."""
+        found = self._losses(model)
+        self.sample(model)
+        return found
+
+    def _losses(self, model: ParallelModel) -> dict[str, float]:
         batches = validation_batches(self.run, self.resolved, self.eval_batches)
         if self.resolved.data.validation.has_padding:  # batches have different numbers of targets
             parts = [self._loss_and_count(model, batch) for batch in batches]

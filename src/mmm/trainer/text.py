@@ -16,6 +16,7 @@ import tyro
 from mmm.data import Batch, RandomTokens, Tokens
 from mmm.data.datasets.shakespeare import shakespeare
 from mmm.data.sources import Sources, open_sources
+from mmm.data.tokenizer import Tokenizer
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
@@ -55,6 +56,10 @@ class TransformerOptions:
     vocab_size: int | None = None
     TIES: ClassVar = False  # whether the program keeps tied weights one
 
+    def base_config(self) -> TransformerConfig:
+        """The sizes that flags change."""
+        return PRESETS[self.preset]
+
     def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
         """The sizes asked for.
 
@@ -65,7 +70,7 @@ class TransformerOptions:
         changed = {name: value for name, value in changed.items() if value is not None}
         if default_vocab is not None:
             changed.setdefault("vocab_size", default_vocab)
-        preset = PRESETS[self.preset]
+        preset = self.base_config()
         if "dim" in changed and "ffn_dim" not in changed:
             changed["ffn_dim"] = None  # follows dim
         if preset.tie_word_embeddings and not self.TIES:
@@ -147,13 +152,14 @@ class TextData:
     """Tokens to train on, tokens to validate on, and what the record says of them.
 
     Attributes:
-        bytes_per_token: of the text to validate on; None where nobody knows.
+        bytes_per_token: of the text to validate on; None where nobody knows. tokenizer: None where nobody knows.
     """
 
     train: Tokens
     validation: Tokens
     about: dict[str, object]
     bytes_per_token: float | None = None
+    tokenizer: Tokenizer | None = None
 
     def describe(self) -> dict[str, object]:
         return self.about
@@ -194,9 +200,13 @@ class TextOptions:
             if self.text and self.dataset != "text":
                 raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
             text = (shakespeare(whoami()),) if self.dataset == "shakespeare" else self.text
-            opened = open_sources(text, None if self.tokenizer is None else str(self.tokenizer))
+            opened = open_sources(text, None if self.tokenizer is None else str(self.tokenizer), self.default_tokenizer)
             object.__setattr__(self, "_sources", opened)  # no field: no flag, and no part of the record
         return opened
+
+    def default_tokenizer(self) -> Tokenizer | None:
+        """Of texts, where no flag and no file of tokens says; None for bytes."""
+        return None
 
     def default_vocab(self) -> int | None:
         """Vocabulary of the data; None for random tokens, or files of tokens that do not say: the model's."""
@@ -227,7 +237,7 @@ class TextOptions:
         about: dict[str, object] = {"dataset": self.dataset, **sources.describe()}
         if given := [name for name, value in self.documents().items() if value]:
             about["documents"] = given
-        return TextData(*tokens, about, sources.bytes_per_token)
+        return TextData(*tokens, about, sources.bytes_per_token, sources.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

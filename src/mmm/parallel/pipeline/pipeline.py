@@ -158,7 +158,7 @@ class Pipeline:
         return value
 
     def _add_unsplit(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return given, {**named, **self._unsplit}
+        return given, {**self._unsplit, **named}
 
     def record_to(self, recorder: Recorder | None) -> None:
         """Note the actions of the next steps, on all ranks of the pipeline or on none; None: no longer."""

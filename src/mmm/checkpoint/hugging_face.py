@@ -1,0 +1,170 @@
+"""Folders as `transformers` writes and reads them: config.json, safetensors in one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmm.checkpoint import llama, safetensors
+from mmm.checkpoint.manifest import PARTIAL
+from mmm.checkpoint.weights import Origins, TensorEntry, Weights
+from mmm.errors import CheckpointError
+from mmm.history.record import cannot_write, reason
+
+CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
+
+
+class HuggingFace(Weights):
+    """A folder's weights.
+
+    Raises:
+        CheckpointError: no Llama of this kind (`llama.sizes_of`), a file or a tensor is missing, damaged, or of another
+            shape.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        config = _json(path / CONFIG)
+        self.sizes = llama.sizes_of(config, path / CONFIG)
+        there = {name: file for file in self._files() for name in file.entries}
+        self._file = {name: there[other] for name in self._names() if (other := self._other(name)) in there}
+        if self.sizes["tie_word_embeddings"]:
+            there.pop(llama.NAMES["output.weight"].hugging_face, None)
+        entries = {name: file.entries[name] for name, file in there.items()}
+        self.entries = llama.check_entries(entries, self.sizes, "hugging_face", path)
+        eos = config.get("eos_token_id")
+        tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
+        self.origins = Origins(
+            config.get("max_position_embeddings"),
+            tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            None if tokenizer is None else (tokenizer.name, tokenizer.read_bytes()),
+        )
+
+    def _names(self) -> Iterator[str]:
+        return iter(llama.shapes_of(self.sizes))
+
+    @staticmethod
+    def _other(name: str) -> str:
+        return llama.name_elsewhere(name, "hugging_face")
+
+    def _files(self) -> list[safetensors.SafetensorsFile]:
+        if (self.path / INDEX).exists():
+            names = _json(self.path / INDEX).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
+            paths = [self.path / Path(name).name for name in sorted(set(names.values()))]
+        else:
+            paths = sorted(self.path.glob("*.safetensors"))
+        if missing := [path for path in paths if not path.exists()]:
+            raise CheckpointError(f"{missing[0]} is missing")
+        return [safetensors.SafetensorsFile(path) for path in paths]
+
+    def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
+        file, other = self._file[name], self._other(name)
+        if not llama.is_rotated(name) or not length[0]:
+            return file.read(other, tuple(start), tuple(length))
+        head = self.sizes["dim"] // self.sizes["n_heads"]
+        first, last = start[0] // head * head, -(-(start[0] + length[0]) // head) * head  # full heads
+        rows = llama.to_pairs(file.read(other, (first, *start[1:]), (last - first, *length[1:])), head)
+        return rows[start[0] - first : start[0] - first + length[0]].contiguous()
+
+
+def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int, say: Callable[[str], None]) -> None:
+    """Write a model as `transformers` reads it; the folder has its name once it is complete.
+
+    Args:
+        dtype: of floating-point tensors; None: as they are.
+        shard: bytes of a file, at most, but for a tensor that has more by itself. say: called with a line for people.
+
+    Raises:
+        CheckpointError: a model with experts; the folder is there; a tensor has NaN. RecordError: it cannot be written.
+    """
+    kinds = {entry.dtype for name, entry in weights.entries.items() if name in llama.shapes_of(weights.sizes)}
+    kind = str(dtype or torch.promote_types(*kinds) if len(kinds) == 2 else dtype or next(iter(kinds)))
+    origins = weights.origins
+    config = llama.config_of(weights.sizes, origins.block, origins.eos, kind.removeprefix("torch."))
+    head_dim = config["head_dim"]
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
+    entries: dict[str, TensorEntry] = {}
+    of: dict[str, str] = {}  # by the name there, the name here
+    for name in llama.shapes_of(weights.sizes):
+        other, entry = llama.name_elsewhere(name, "hugging_face"), weights.entries[name]
+        entries[other], of[other] = TensorEntry(entry.shape, dtype or entry.dtype), name
+    files = _shards(entries, shard)
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+
+    def slabs(names: Sequence[str]) -> Iterator[Tensor]:
+        for other in names:
+            for start, length in _head_slabs(
+                weights.entries[of[other]], head_dim if llama.is_rotated(of[other]) else 1
+            ):
+                rows = weights.read(of[other], start, length).to(entries[other].dtype)
+                yield llama.to_halves(rows, head_dim) if llama.is_rotated(of[other]) else rows
+
+    try:
+        partial.mkdir(parents=True)
+        for file_name, names in files.items():
+            with open(partial / file_name, "wb") as file:
+                file.write(safetensors.header_of({name: entries[name] for name in names}))
+                safetensors.write(file, slabs(names))
+                file.flush()
+                os.fsync(file.fileno())
+        if len(files) > 1:
+            weight_map = {name: file_name for file_name, names in files.items() for name in names}
+            total = sum(entry.bytes for entry in entries.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / INDEX).write_text(json.dumps(index, indent=2))
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer = origins.tokenizer
+        if tokenizer is not None and tokenizer[0] and not tokenizer[1].startswith(b'{"kind": "chars"'):
+            (partial / tokenizer[0]).write_bytes(tokenizer[1])
+        elif tokenizer is not None:
+            say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
+        os.rename(partial, folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cannot_write(folder, error) from None
+
+
+def _head_slabs(entry: TensorEntry, rows: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """`TensorEntry.slabs`, each of a multiple of `rows` rows."""
+    for start, length in TensorEntry((entry.shape[0] // rows, rows, *entry.shape[1:]), entry.dtype).slabs():
+        yield (start[0] * rows, *start[2:]), (length[0] * rows, *length[2:])
+
+
+def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
+    """The names of each file's tensors."""
+    groups: list[list[str]] = [[]]
+    room = most
+    for name, entry in entries.items():
+        if entry.bytes > room and groups[-1]:
+            groups.append([])
+            room = most
+        groups[-1].append(name)
+        room -= entry.bytes
+    if len(groups) == 1:
+        return {ONE_FILE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return found

@@ -1,0 +1,180 @@
+"""The weights of this package's own checkpoints: read in slices, and written from others', a few rows at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, broken_file, read_manifest, remove
+from mmm.checkpoint.state import MODEL, one_line, shapes_of
+from mmm.checkpoint.storage import Writer, read_metadata
+from mmm.checkpoint.weights import Origins, TensorEntry, Weights, about_of, attach
+from mmm.errors import CheckpointError
+
+TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
+# Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
+FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "rope_scaling")),
+    "multiple_of": 360,
+    "norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "n_experts": 0,
+    "top_k": 2,
+    "expert_dim": None,
+    "tie_word_embeddings": False,
+}
+
+
+class OwnWeights(Weights):
+    """A checkpoint's weights; its optimizer's state is not read.
+
+    Raises:
+        CheckpointError: it is damaged, or of another kind of model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        identity, about = self.manifest.identity, self.manifest.about
+        if (program := identity.get("program")) not in (TRAINED, IMPORTED):
+            raise CheckpointError(f"{path} is of the program {program}, whose model is no language model of lm")
+        self.sizes = {name: identity.get(name, default) for name, default in FIELDS.items()}
+        if (scaling := self.sizes["rope_scaling"]) and scaling["rope_type"] == "linear":
+            self.sizes["rope_scaling"] = {name: scaling[name] for name in ("rope_type", "factor")}
+        found = read_metadata(path, self.manifest.files)
+        self._places: dict[str, list[tuple[ChunkStorageMetadata, Any]]] = {}
+        self.entries = {}
+        # Of the tensor that was read last: a saved shard is read from the disk as one, and rows of it come in turn.
+        self._cached: tuple[str, dict[tuple[int, ...], Tensor]] = ("", {})
+        fqns = {where[1]: fqn for fqn, where in (found.planner_data or {}).items() if where[0] == MODEL}
+        infos = cast(dict, found.storage_data)
+        stored = {(index.fqn, tuple(index.offset or ())): info for index, info in infos.items()}
+        for (kind, name, *_), entry in shapes_of(found).items():
+            if kind == MODEL:
+                self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
+                places = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
+                self._places[name] = places
+        kept = about.get("tokenizer")
+        tokenizer = None if kept is None else (kept, (path / kept).read_bytes() if kept else b"")
+        self.origins = Origins(about.get("block"), tuple(about.get("eos") or ()), tokenizer)
+
+    def check(self, part: int = 0, parts: int = 1) -> str | None:
+        files = self.manifest.files
+        return broken_file(self.path, {name: files[name] for name in sorted(files)[part::parts]})
+
+    def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
+        found = torch.empty(tuple(length), dtype=self.entries[name].dtype)
+        for chunk, place in self._places[name]:
+            low = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(start, length, chunk.offsets, chunk.sizes, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            if name != self._cached[0]:
+                self._cached = (name, {})
+            if (key := tuple(chunk.offsets)) not in self._cached[1]:
+                self._cached[1][key] = self._chunk(place)
+            tensor = self._cached[1][key]
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
+            found[inside] = tensor[there]
+        return found
+
+    def _chunk(self, place: Any) -> Tensor:
+        path = self.path / place.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(place.offset)
+                return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # what is no tensor raises anything
+            raise CheckpointError(f"{path} is not read: {one_line(error)}") from None
+
+
+class _Slabs(DefaultSavePlanner):
+    """Plans to save weights that are elsewhere, and reads each slab of rows when it is its turn to be written."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def create_local_plan(self) -> SavePlan:
+        items, names = [], {}
+        for name, entry in self.weights.entries.items():
+            fqn = f"{MODEL}.{name}"
+            names[fqn] = (MODEL, name)
+            for start, length in entry.slabs():
+                chunk = ChunkStorageMetadata(torch.Size(start), torch.Size(length))
+                about = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(entry.shape))
+                items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=about))
+        self.plan = SavePlan(items, planner_data=names)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        name = write_item.index.fqn.removeprefix(f"{MODEL}.")
+        return self.weights.read(name, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+class _SlabWriter(Writer):
+    """Writes one slab after the other. PyTorch's own way keeps all tensors of a file until it is closed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        name, results = "__0_0.distcp", []
+        with self._files.create_stream(self._folder / name, "wb") as stream:
+            for item in plan.items:
+                tensor, first = planner.resolve_data(item), stream.tell()
+                assert isinstance(tensor, Tensor)
+                # torch.save writes a tensor's whole storage.
+                torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
+                size = stream.tell() - first
+                results.append(WriteResult(item.index, size, _StorageInfo(name, first, size)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        future: Future = Future()
+        future.set_result((results, self._files.sums))
+        return future
+
+
+def write_own(weights: Weights, folder: Path) -> None:
+    """Write weights as a checkpoint of this package, of step 0 and without an optimizer's state, a slab of rows at a
+    time. The folder has its name once it is complete.
+
+    Raises:
+        CheckpointError: the folder is there, or it cannot be written.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
+    origins, partial = weights.origins, folder.with_name(folder.name + PARTIAL)
+    remove([partial])
+    about = {"from": str(weights.path), **about_of(origins)}
+    manifest = Manifest(0, {"program": IMPORTED, **weights.sizes}, {}, about, {})
+
+    def finished(files: dict[str, FileSum]) -> None:
+        replace(manifest, files=files | attach(partial, origins)).write(partial)
+        os.rename(partial, folder)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+            dcp.save({}, storage_writer=_SlabWriter(partial, finished), planner=_Slabs(weights), no_dist=True)
+    except (CheckpointException, OSError) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        remove([partial])
+        text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not written: {one_line(first)}"
+        raise CheckpointError(text) from None

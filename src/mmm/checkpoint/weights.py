@@ -1,0 +1,142 @@
+"""A model's weights on disk, whoever has written them, read slice by slice.
+
+::
+
+    checkpoint of this package (`OwnWeights`) ──┐
+    safetensors + config.json (`HuggingFace`) ──┼──► Weights.read(name, start, length)
+    GGUF (`GGUFWeights`)                      ──┘
+
+A rank reads its own part of each tensor, an export a few rows at a time: nobody has the full model in memory. Names,
+shapes and the order of rows are those of this package's Transformer, whatever is on disk.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmm.checkpoint.manifest import MANIFEST, FileSum, file_sum, steps_of
+from mmm.errors import CheckpointError
+
+ROWS = 1 << 24  # bytes of a tensor that are read, or written, at once
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor's shape, and its dtype on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def slabs(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The tensor as slices along its first dim, of `ROWS` bytes at most where a row is no larger: start and length
+        of each."""
+        first, *rest = self.shape or (1,)
+        step = max(1, ROWS // max(1, prod(rest) * self.dtype.itemsize))
+        for start in range(0, first, step):
+            yield (start, *[0] * len(rest)), (min(step, first - start), *rest)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """What is known of a model besides its sizes.
+
+    Attributes:
+        block: tokens of the longest sequence that it was trained for; None where nobody says.
+        eos: the tokens that end a text; empty where nobody says.
+        tokenizer: name of the file, as `mmm.data.tokenizer` writes it, and its content; for bytes both are empty. None
+            where there is none.
+        notes: what is not taken along, for people.
+    """
+
+    block: int | None = None
+    eos: tuple[int, ...] = ()
+    tokenizer: tuple[str, bytes] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def about_of(origins: Origins) -> dict[str, Any]:
+    """What a checkpoint's `Manifest.about` says of the model, beside its file of the tokenizer."""
+    tokenizer = None if origins.tokenizer is None else origins.tokenizer[0]
+    return {"block": origins.block, "eos": list(origins.eos), "tokenizer": tokenizer}
+
+
+def attach(folder: Path, origins: Origins) -> dict[str, FileSum]:
+    """Write the tokenizer's file into a folder; its sum, by name."""
+    if origins.tokenizer is None or not origins.tokenizer[0]:
+        return {}
+    name, content = origins.tokenizer
+    (folder / name).write_bytes(content)
+    return {name: file_sum(folder / name)}
+
+
+class Weights(ABC):
+    """
+    Attributes:
+        path: for messages. sizes: fields of ``TransformerConfig``, ``rope_scaling`` as a config.json has it.
+        entries: by names in the model; a tied weight once, under its first name. origins: what else is known.
+    """
+
+    path: Path
+    sizes: dict[str, Any]
+    entries: dict[str, TensorEntry]
+    origins: Origins
+
+    @abstractmethod
+    def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
+        """A slice of a tensor, in the dtype that it has on disk, on the CPU.
+
+        Args:
+            start, length: first index and number of elements, per dim.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+
+    def check(self, part: int = 0, parts: int = 1) -> str | None:
+        """What is wrong with the files, where they have checksums; of every `parts`-th of them, from `part` on."""
+        return None
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights at a path: a GGUF file, a folder of safetensors and config.json, a checkpoint or a run's folder.
+
+    Raises:
+        CheckpointError: there are none, or they are of another kind of model.
+    """
+    from mmm.checkpoint.gguf_file import GGUFWeights
+    from mmm.checkpoint.hugging_face import HuggingFace
+    from mmm.checkpoint.own import OwnWeights
+
+    if path.is_file():
+        return GGUFWeights(path)
+    for folder in (path, *steps_of(path)[:1], *steps_of(path / "checkpoints")[:1]):
+        if (folder / MANIFEST).exists():
+            return OwnWeights(folder)
+    if not path.exists():
+        raise CheckpointError(f"{path}: No such file or directory")
+    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        return HuggingFace(path)
+    raise CheckpointError(
+        f"{path}: no weights are there; give a checkpoint or a run's folder, a folder with config.json and "
+        "*.safetensors, or a GGUF file"
+    )
+
+
+def slices(start: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(start, length, strict=True))

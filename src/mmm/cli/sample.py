@@ -1,0 +1,96 @@
+"""``mmm sample CKPT --prompt TEXT``: text from a language model, on one device or sharded over ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mmm.errors import UserError
+
+EPILOG = """\
+CKPT is a checkpoint or a folder of a run of mmm.trainer.lm, a checkpoint of mmm import, a folder of safetensors, or a
+GGUF file. On several ranks, whose tokens are the same in float64:
+  launch -n 3 python3 -m mmm.cli.main sample CKPT --prompt TEXT --tp 3
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Write a prompt and what follows to stdout. Returns 0. Raises UserError for what does not fit."""
+    parser = argparse.ArgumentParser(
+        prog="mmm sample", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("weights", metavar="CKPT", type=Path)
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    for name, kind, default, about in (
+        ("max-new-tokens", int, 200, "tokens to write, unless the text ends before"),
+        ("temperature", float, 1.0, "divides the logits; 0: always the most probable token"),
+        ("top-k", int, None, "only among so many of the most probable tokens (all)"),
+        ("top-p", float, 1.0, "only among the most probable tokens with this probability together"),
+        ("seed", int, 0, "another one: another text"),
+        ("tp", int, 1, "ranks that each matrix is sharded over"),
+        ("pp", int, 1, "ranks that the layers are split over"),
+        ("block", int, None, "tokens that the model sees at once (as in training)"),
+        ("timeout", float, 600.0, "seconds that a collective may take"),
+    ):
+        text = about if default is None else f"{about} ({default})"
+        flags = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*flags, type=kind, default=default, metavar="N", help=text)
+    parser.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp64"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "xpu", "mps"])
+    args = parser.parse_args(argv)
+
+    from mmm.runtime.failure import report_user_error
+    from mmm.runtime.ranks import whoami
+
+    try:
+        _sample(args)
+    except UserError as error:
+        if whoami().world_size == 1:
+            raise
+        report_user_error(error)
+        return 2
+    return 0
+
+
+def _sample(args: Any) -> None:
+    from mmm.checkpoint.weights import open_weights  # imports torch
+    from mmm.errors import ConfigError
+    from mmm.models.sampling import Sampling
+    from mmm.parallel.mesh import Layout
+    from mmm.runtime.device import choose_device, choose_precision, full_float32
+    from mmm.runtime.process_group import locate, process_group
+    from mmm.runtime.ranks import whoami
+    from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
+    from mmm.trainer.samples import checked, encode_prompt, sample_text
+
+    for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(f"--{name} {value}: it must be at least {least}")
+    sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
+    rank = whoami()
+    layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)
+    weights = open_weights(args.weights)
+    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.origins)
+    block = args.block or weights.origins.block or 2048
+    prompt = encode_prompt(args.prompt, tokenizer, block, config.vocab_size)
+    assert tokenizer is not None
+    rank = locate(rank, args.timeout)
+    device = choose_device(args.device, rank)
+    precision = choose_precision(args.dtype, device)
+    with process_group(rank, device, args.timeout), full_float32(precision):
+        model = evaluation_model(config, layout, precision, device, args.timeout)
+        load_weights(rank, model, weights)
+        stop, began = weights.origins.eos, time.monotonic()
+        text = sample_text(model, prompt, tokenizer, args.max_new_tokens, sampling, block, config.vocab_size, stop)
+        if rank.is_main:
+            print(text, flush=True)
+            seconds = time.monotonic() - began
+            many = len(tokenizer.encode(text.encode())) - len(prompt)
+            print(f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""A run's rows where others look for them, beside the record: CSV, TensorBoard, Weights & Biases, MLflow.
+
+Each writes into the run's folder unless its own environment variables name a server. One that fails is given up with a
+warning: a run never ends for it.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmm.errors import ConfigError
+
+PACKAGES = {"csv": "csv", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # by name, what it needs
+log = logging.getLogger("mmm")
+Row = Mapping[str, float | int]
+
+
+class Tracker(ABC):
+    """Made on rank 0, once the run's folder is there.
+
+    Args:
+        outdir: the run's folder. config: of the record, to keep with the run.
+    """
+
+    @abstractmethod
+    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def row(self, step: int, row: Row) -> None:
+        """Numbers of a step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The run is over."""
+
+
+class CSVTracker(Tracker):
+    """metrics.csv: a row a logged step, a column a number; empty where a row has none. A run that goes on appends."""
+
+    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
+        self.path, self.columns = outdir / "metrics.csv", list[str]()
+        if self.path.exists():
+            with open(self.path, newline="") as file:
+                self.columns = next(csv.reader(file), [])
+
+    def row(self, step: int, row: Row) -> None:
+        if new := [name for name in row if name not in self.columns]:
+            self._widen(new)
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, self.columns, restval="").writerow(row)
+
+    def close(self) -> None:
+        pass  # each row is written at once
+
+    def _widen(self, new: Sequence[str]) -> None:
+        """Write the file again, with more columns."""
+        rows: list[dict[str, str]] = []
+        if self.path.exists():
+            with open(self.path, newline="") as file:
+                rows = list(csv.DictReader(file))
+        self.columns += new
+        part = self.path.with_suffix(".part")
+        with open(part, "w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        part.replace(self.path)
+
+
+class TensorBoardTracker(Tracker):
+    """The folder tensorboard: ``tensorboard --logdir OUTDIR``."""
+
+    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(outdir / "tensorboard"))
+
+    def row(self, step: int, row: Row) -> None:
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbTracker(Tracker):
+    """The folder wandb, for ``wandb sync``; a server where WANDB_MODE says ``online``."""
+
+    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE", "offline")
+        self.run = wandb.init(project="mmm", dir=str(outdir), config=dict(config), mode=mode, name=outdir.name)
+
+    def row(self, step: int, row: Row) -> None:
+        self.run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflowTracker(Tracker):
+    """The folder mlruns; a server where MLFLOW_TRACKING_URI names one."""
+
+    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
+        import mlflow
+
+        self.client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (outdir / "mlruns").as_uri())
+        found = self.client.get_experiment_by_name("mmm")
+        experiment = found.experiment_id if found else self.client.create_experiment("mmm")
+        self.run = self.client.create_run(experiment, run_name=outdir.name).info.run_id
+        for name, value in config.items():
+            self.client.log_param(self.run, name, str(value)[:500])
+
+    def row(self, step: int, row: Row) -> None:
+        for name, value in row.items():
+            self.client.log_metric(self.run, name, value, step=step)
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run)
+
+
+KINDS: dict[str, type[Tracker]] = {
+    "csv": CSVTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MLflowTracker,
+}
+
+
+def check_tracker(name: str | None) -> None:
+    """Raises ConfigError where the package that a tracker needs is not installed."""
+    if name is not None and importlib.util.find_spec(PACKAGES[name]) is None:
+        package = PACKAGES[name]
+        raise ConfigError(
+            f"--tracker {name} needs the package {package}, which is not installed: pip install {package}"
+        )
+
+
+class Tracked:
+    """A tracker that is given up once it fails; or none.
+
+    Args:
+        name: a key of `KINDS`, or None.
+    """
+
+    def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
+        self.name, self.tracker = name, None
+        self._try("start", lambda: setattr(self, "tracker", KINDS[name](outdir, config)) if name else None)
+
+    def row(self, row: Row) -> None:
+        step = int(row.get("iter", row.get("epoch", 0)))
+        if self.tracker is not None:
+            self._try("take a row", lambda: self.tracker.row(step, row))
+
+    def close(self) -> None:
+        if self.tracker is not None:
+            self._try("end", lambda: self.tracker.close())
+
+    def _try(self, what: str, work: Any) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever a tracker raises, the run goes on
+            self.tracker = None
+            text = str(error).partition("\n")[0] or type(error).__name__
+            log.warning("--tracker %s could not %s, and is given up: %s", self.name, what, text)

@@ -1,0 +1,215 @@
+"""Text from a model on any layout, token after token, with the keys and values of the tokens before it kept.
+
+Each rank keeps those of its own heads and layers. A step computes one token; under tp, where the sequence between the
+matrices is sharded, so many that each rank has one: those behind the first are padding, which the causal mask hides and
+the next step overwrites. With pp the hidden states pass from stage to stage, and the other stages wait. Along dp and cp
+all ranks compute the same; FSDP gathers its units for each token.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from mmm.models.sampling import Sampling
+from mmm.parallel.data.fsdp import reshard
+from mmm.parallel.local import to_local, unsharded
+from mmm.parallel.memory.chunked_loss import DeferredLMHead
+from mmm.parallel.parallel_model import ParallelModel
+
+AT_ONCE = 256  # tokens of a prompt, whose logits exist together
+
+
+class KVCache:
+    """Takes the place of an ``attention_fn``, and keeps keys and values.
+
+    Args:
+        tokens: room for so many.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.length = tokens, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of further tokens to those before them and to themselves.
+
+        Args:
+            q: (batch, heads, new, head_dim). k, v: (batch, kv heads, new, head_dim).
+        """
+        if self.keys is None or self.values is None:
+            batch, heads, _, head_dim = k.shape
+            self.keys = k.new_empty(batch, heads, self.tokens, head_dim)
+            self.values = torch.empty_like(self.keys)
+        end = self.length + k.shape[2]
+        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v
+        place = torch.arange(end, device=q.device)
+        seen = place <= place[self.length :, None]  # (new, end)
+        k, v = self.keys[:, :, :end], self.values[:, :, :end]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] > k.shape[1])
+
+
+class Decoder:
+    """A model that goes on with one text.
+
+    Args:
+        model: evaluating (``train(False)``). tokens: of the longest text.
+    """
+
+    def __init__(self, model: ParallelModel, tokens: int) -> None:
+        self.model, self.length = model, 0
+        room = tokens + model.layout.tp
+        inside = (module for stage in model.modules.values() for module in stage.modules())
+        self.attention = [module for module in inside if hasattr(module, "attention_fn")]
+        self.caches = [KVCache(room) for _ in self.attention]
+        self._hidden: dict[int, Any] = {}  # by stage, shape after (batch, seq) and dtype of what comes from it
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the model attends to what the caches have."""
+        before = [module.attention_fn for module in self.attention]
+        for module, cache in zip(self.attention, self.caches, strict=True):
+            module.attention_fn = cache  # type: ignore[assignment]
+        try:
+            with _eager(), torch.no_grad():
+                yield
+        finally:
+            for module, attention_fn in zip(self.attention, before, strict=True):
+                module.attention_fn = attention_fn
+            for stage in self.model.modules.values():
+                reshard(stage)  # FSDP itself does so only after a backward
+
+    def restart(self) -> None:
+        """Forget the text."""
+        self.length = 0
+        for cache in self.caches:
+            cache.length = 0
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Of the token after these, which come after all before. A collective.
+
+        Args:
+            tokens: (1, new) int64, at least one.
+
+        Returns:
+            (vocabulary,); None on the ranks of pp that have not the last stage.
+        """
+        found = None
+        for some in tokens.split(AT_ONCE, 1):
+            found = self._forward(some)
+        return found
+
+    def _forward(self, tokens: Tensor) -> Tensor | None:
+        model, new = self.model, tokens.shape[1]
+        h: Any = F.pad(tokens, (0, -new % model.layout.tp))
+        positions = torch.arange(self.length, self.length + h.shape[1], device=h.device)
+        local = h.shape[1] // model.layout.tp  # tokens of a rank between two stages
+        for number in range(max(model.stages, 1)):
+            if number not in model.modules:
+                continue
+            if number and number - 1 not in model.modules:
+                h = self._receive(number - 1, local)
+            stage = model.modules[number]
+            h = stage(h, positions=positions)
+            if number + 1 < model.stages and number + 1 not in model.modules:
+                self._send(h, number)
+            last = h if number + 1 >= model.stages else None
+        self.length += new
+        for cache in self.caches:
+            cache.length = self.length
+        return None if last is None else self._last_logits(stage, last, new - 1)
+
+    @staticmethod
+    def _last_logits(stage: nn.Module, output: Tensor, index: int) -> Tensor:
+        """
+        Args:
+            output: (1, seq, vocabulary), or of a chunked loss the hidden states.
+        """
+        deferred = next((module for module in stage.modules() if isinstance(module, DeferredLMHead)), None)
+        if deferred is None:
+            return unsharded(output[0, index])
+        weight, hidden = deferred.weight, unsharded(output)[0, index].to(deferred.dtype)
+        logits = hidden @ to_local(weight).to(deferred.dtype).mT  # of the local vocabulary
+        if isinstance(weight, DTensor):
+            shape, stride = torch.Size(weight.shape[:1]), (1,)
+            logits = DTensor.from_local(logits, weight.device_mesh, [Shard(0)], shape=shape, stride=stride)
+        return unsharded(logits)
+
+    def _send(self, h: Tensor, number: int) -> None:
+        group, to = self._peer(number + 1)
+        if number not in self._hidden:
+            self._hidden[number] = tuple(h.shape[2:]), h.dtype
+            dist.send_object_list([self._hidden[number]], to, group=group, device=self.model.device)
+        dist.send(h.contiguous(), to, group=group)
+
+    def _receive(self, number: int, tokens: int) -> Tensor:
+        group, source = self._peer(number)
+        if number not in self._hidden:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, source, group=group, device=self.model.device)
+            self._hidden[number] = box[0]
+        rest, dtype = self._hidden[number]
+        h = torch.empty(1, tokens, *rest, dtype=dtype, device=self.model.device)
+        dist.recv(h, source, group=group)
+        return h
+
+    def _peer(self, number: int) -> tuple[dist.ProcessGroup, int]:
+        """The group of this rank's pipeline, and the rank in it that has a stage."""
+        group = self.model.mesh["pp"].get_group()
+        return group, dist.get_global_rank(group, self.model.places[number])
+
+
+def _eager() -> AbstractContextManager:
+    """Inside, compiled modules run as they are: each token would have them compiled anew, for another length."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def generate(
+    model: ParallelModel,
+    prompt: Sequence[int],
+    tokens: int,
+    block: int,
+    sampling: Sampling,
+    vocabulary: int,
+    stop: Sequence[int] = (),
+) -> list[int]:
+    """Tokens that go on with a prompt, the same on every rank. A collective.
+
+    Args:
+        prompt: at least one token, and at most `block`. tokens: how many, unless one of `stop` ends the text.
+        block: tokens that the model sees at once; where there are more, it goes on from the last half of a block.
+        vocabulary: tokens from there on are never drawn.
+    """
+    decoder = Decoder(model, min(block, len(prompt) + tokens))
+    source, world = _drawing_rank(model), dist.get_world_size()
+    given, found = list(prompt), list[int]()
+    with decoder.attached():
+        while len(found) < tokens and not (found and found[-1] in stop):
+            if decoder.length + len(given) > block:
+                decoder.restart()
+                given = [*prompt, *found][-(block // 2 or 1) :]
+            logits = decoder.logits(torch.tensor([given], device=model.device))
+            token = torch.zeros((), dtype=torch.int64, device=model.device)
+            if logits is not None:
+                token.fill_(sampling.draw(logits[:vocabulary], len(found)))
+            if world > 1:
+                dist.broadcast(token, source)
+            given = [int(token)]
+            found += given
+    return found
+
+
+def _drawing_rank(model: ParallelModel) -> int:
+    """The first rank that has the last stage."""
+    last = model.places[max(model.places)] if model.places else 0
+    ranks = range(dist.get_world_size())
+    return next(rank for rank in ranks if model.layout.coordinates(rank)["pp"] == last)

@@ -1,0 +1,280 @@
+"""Weights of the Llama family: read in slices, whoever has written them; rotations of halves and of pairs; refusals."""
+
+import json
+import random
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mmm.checkpoint import own
+from mmm.checkpoint import weights as rows
+from mmm.checkpoint.hugging_face import export
+from mmm.checkpoint.own import write_own
+from mmm.checkpoint.weights import open_weights
+from mmm.errors import CheckpointError
+from mmm.models.transformer import Transformer
+from mmm.trainer.pretrained import config_of
+from support.llamas import CONFIG, logits, tensors, write_gguf, write_hugging_face
+
+TOKENS = torch.arange(40).view(2, 20) * 7 % 67
+TIED = {**CONFIG, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+
+
+def full(weights):
+    return {name: weights.read(name, (0,) * len(entry.shape), entry.shape) for name, entry in weights.entries.items()}
+
+
+def model_of(weights):
+    model = Transformer(config_of(weights)).double()
+    state = full(weights)
+    if model.config.tie_word_embeddings:
+        state["output.weight"] = state["tok_embeddings.weight"]
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_hugging_face(tmp_path / "hf", files=3)
+
+
+@pytest.fixture
+def imported(folder, tmp_path):
+    write_own(open_weights(folder), tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["plain", "tied, scaled"])
+@pytest.mark.parametrize("files", [1, 2])
+def test_the_model_computes_what_transformers_does(tmp_path, config, files):
+    weights = tensors(config)
+    read = open_weights(write_hugging_face(tmp_path / "hf", config, weights, files))
+    with torch.no_grad():
+        ours = model_of(read)(TOKENS)
+    torch.testing.assert_close(ours, logits(config, weights, TOKENS), rtol=1e-11, atol=1e-11)
+
+
+def test_rows_in_the_wrong_order_are_seen(tmp_path, monkeypatch):
+    """The test above can fail: halves taken for pairs compute something else."""
+    weights = tensors()
+    read = open_weights(write_hugging_face(tmp_path / "hf", CONFIG, weights))
+    monkeypatch.setattr("mmm.checkpoint.llama.to_pairs", lambda rows, head_dim: rows)
+    with torch.no_grad():
+        ours = model_of(read)(TOKENS)
+    assert (ours - logits(CONFIG, weights, TOKENS)).abs().max() > 0.01
+
+
+def test_gguf_has_the_same_model(tmp_path, folder):
+    read = open_weights(write_gguf(tmp_path / "a.gguf"))
+    other = open_weights(folder)
+    ours, theirs = full(read), full(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert config_of(read) == config_of(other)
+    assert (read.origins.block, read.origins.eos) == (64, (66,))
+
+
+def test_tied_gguf_and_float16(tmp_path):
+    weights = tensors(TIED, dtype=torch.float16)
+    read = open_weights(write_gguf(tmp_path / "a.gguf", TIED, weights))
+    assert config_of(read).tie_word_embeddings
+    assert read.entries["tok_embeddings.weight"].dtype == torch.float16
+    assert torch.equal(full(read)["tok_embeddings.weight"], weights["model.embed_tokens.weight"])
+
+
+def test_any_slice(folder, imported, tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "ROWS", 1000)
+    write_own(open_weights(folder), tmp_path / "in small parts")
+    gguf = write_gguf(tmp_path / "a.gguf")
+    numbers = random.Random(0)
+    expected = full(open_weights(folder))
+    for path in (folder, gguf, imported, tmp_path / "in small parts"):
+        weights = open_weights(path)
+        for name, tensor in expected.items():
+            ends = [sorted(numbers.choices(range(size + 1), k=2)) for size in tensor.shape]
+            start, length = [a for a, _ in ends], [b - a for a, b in ends]
+            found = weights.read(name, start, length)
+            assert torch.equal(found, tensor[tuple(slice(a, b) for a, b in ends)]), (path, name, ends)
+
+
+def test_there_and_back(folder, imported, tmp_path):
+    export(open_weights(imported), tmp_path / "again", None, 20_000, print)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 2
+    assert max(path.stat().st_size for path in (tmp_path / "again").glob("*.safetensors")) < 25_000
+    first, again, own_again = open_weights(folder), open_weights(tmp_path / "again"), open_weights(imported)
+    for other in (again, own_again):
+        assert config_of(other) == config_of(first)
+        assert (other.origins.block, other.origins.eos) == (64, (66,))
+        there, here = full(first), full(other)
+        assert all(torch.equal(there[name], here[name]) for name in there)
+    assert own_again.origins == first.origins
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_export_in_another_dtype(imported, tmp_path, kind):
+    export(open_weights(imported), tmp_path / "b", kind, 10**9, print)
+    read, before = full(open_weights(tmp_path / "b")), full(open_weights(imported))
+    assert all(torch.equal(read[name], before[name].to(kind)) for name in before)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == str(kind).removeprefix("torch.")
+
+
+def test_no_more_than_a_few_rows_at_once(folder, tmp_path, monkeypatch):
+    """Neither import nor export asks for more than its limit, or one head of a matrix, or keeps what it has read."""
+    monkeypatch.setattr(rows, "ROWS", 1024)
+    asked, alive, before = [], [], []
+
+    def watched(kind):
+        read = kind.read
+
+        def noting(self, name, start, length):
+            found = read(self, name, start, length)
+            asked.append(found.nbytes)
+            alive.append(sum(not each.expired() for each in before))
+            before.append(StorageWeakRef(found.untyped_storage()))
+            return found
+
+        monkeypatch.setattr(kind, "read", noting)
+
+    weights = open_weights(folder)
+    watched(type(weights))
+    write_own(weights, tmp_path / "own")
+    watched(own.OwnWeights)
+    export(open_weights(tmp_path / "own"), tmp_path / "again", None, 10**9, print)
+    assert len(asked) > 100
+    assert max(asked) <= 1024
+    assert max(alive) < 3  # the others have been freed
+    there, here = full(weights), full(open_weights(tmp_path / "again"))
+    assert all(torch.equal(there[name], here[name]) for name in there)
+
+
+def without(name):
+    return {key: tensor for key, tensor in tensors().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "words"),
+    [
+        ({"sliding_rope": 3}, None, "unknown key sliding_rope (3): it may change the computation"),
+        ({"attention_bias": True}, None, "attention_bias is True, which this model has not"),
+        ({"hidden_act": "gelu"}, None, "hidden_act is 'gelu'"),
+        ({"model_type": "qwen2"}, None, "model_type is 'qwen2'; llama is the one that is known"),
+        ({"head_dim": 16}, None, "head_dim 16 · 4 heads is not hidden_size 32"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, None, "rope_type 'yarn' is not one of"),
+        ({"vocab_size": 68}, None, "model.embed_tokens.weight is 67×32, and the sizes of the model make it 68×32"),
+        ({"num_key_value_heads": 3}, None, "k_proj.weight is 16×32, and the sizes of the model make it 24×32"),
+        ({"hidden_size": "32"}, None, "hidden_size is '32'"),
+        ({}, without("model.norm.weight"), "lacks the tensor model.norm.weight"),
+        ({}, {**tensors(), "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "unknown tensor model.layers.0."),
+        ({}, {**tensors(), "model.norm.weight": torch.ones(32, dtype=torch.int64)}, "dtype torch.int64"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+)
+def test_what_is_refused(tmp_path, config, weights, words):
+    write_hugging_face(tmp_path / "hf", {**CONFIG, **config}, weights if weights is not None else tensors())
+    with pytest.raises(CheckpointError) as refused:
+        config_of(open_weights(tmp_path / "hf"))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_size(tmp_path):
+    write_hugging_face(tmp_path / "hf")
+    config = {key: value for key, value in CONFIG.items() if key != "intermediate_size"}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="lacks intermediate_size"):
+        open_weights(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"general__architecture": "gemma"}, "the architecture is 'gemma'"),
+        ({"llama__rope__scaling__factor": 2.0}, "unknown key llama.rope.scaling.factor (2.0)"),
+        ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, and a head has 8 elements"),
+        ({"llama__attention__head_count_kv": 4}, "attn_k.weight is 16×32, and the sizes of the model make it 32×32"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused_of_a_gguf(tmp_path, keys, words):
+    with pytest.raises(CheckpointError) as refused:
+        open_weights(write_gguf(tmp_path / "a.gguf", **keys))
+    assert words in str(refused.value)
+
+
+def test_factors_of_rotary_frequencies_are_refused(tmp_path):
+    weights = {**tensors(), "rope_freqs.weight": torch.ones(4)}
+    with pytest.raises(CheckpointError, match=r"unknown tensor rope_freqs\.weight"):
+        open_weights(write_gguf(tmp_path / "a.gguf", CONFIG, weights))
+
+
+def test_files_that_are_damaged(folder, imported, tmp_path):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    content = path.read_bytes()
+    for wrong, words in (
+        (content[:-3], "is truncated"),
+        (content[:40], "no safetensors file, or is truncated in its header"),
+        (b"\0" * 100, "no safetensors file"),
+        (content.replace(b'"F32"', b'"Q32"', 1), "dtype Q32"),
+        (content.replace(b"[32]", b"[31]", 1), "is damaged"),
+    ):
+        path.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=words):
+            open_weights(folder)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        open_weights(folder)
+    gguf = write_gguf(tmp_path / "a.gguf")
+    content = gguf.read_bytes()
+    for wrong, words in (
+        (content[:-4], "is truncated"),
+        (content[:300], "truncated in its header"),
+        (b"text", "no GGUF"),
+    ):
+        gguf.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=words):
+            open_weights(gguf)
+    gguf.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="GGUF"):
+        open_weights(gguf)
+    assert open_weights(imported).check() is None
+    file = next(imported.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert "is damaged: its checksum" in open_weights(imported).check()
+
+
+def test_folders_without_weights(tmp_path, imported):
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_weights(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no weights are there; give a checkpoint"):
+        open_weights(tmp_path / "empty")
+    weights = open_weights(imported)
+    with pytest.raises(CheckpointError, match="is there already"):
+        export(weights, tmp_path / "empty", None, 10**9, print)
+    with pytest.raises(CheckpointError, match="is there already"):
+        write_own(weights, tmp_path / "empty")
+    weights.sizes["n_experts"] = 4
+    with pytest.raises(CheckpointError, match="n_experts is 4: a Llama has no experts"):
+        export(weights, tmp_path / "moe", None, 10**9, print)
+
+
+def test_a_damaged_import_leaves_nothing(folder, tmp_path, monkeypatch):
+    weights = open_weights(folder)
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    path.unlink()  # after it was opened
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        write_own(weights, tmp_path / "own")
+    assert not list(tmp_path.glob("own*"))
+
+
+def test_what_the_package_safetensors_would_read(tmp_path, imported):
+    """The header's length is a multiple of 8, so that the tensors are aligned."""
+    export(open_weights(imported), tmp_path / "a", None, 10**9, print)
+    content = (tmp_path / "a" / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    assert size % 8 == 0
+    header = json.loads(content[8 : 8 + size])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert max(about["data_offsets"][1] for about in header.values()) == len(content) - 8 - size
+    assert header.keys() == tensors().keys()

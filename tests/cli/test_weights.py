@@ -1,0 +1,151 @@
+"""``mmm import``, ``mmm export`` and ``mmm sample`` as commands."""
+
+import json
+
+import pytest
+import torch
+
+from mmm.checkpoint.weights import open_weights
+from mmm.cli import main as cli
+from mmm.cli import sample
+from mmm.errors import UserError
+from mmm.models.sampling import Sampling
+from mmm.models.transformer import Transformer
+from mmm.trainer.pretrained import config_of, tokenizer_on_disk
+from support.clock import PATIENCE
+from support.launcher import Launcher
+from support.llamas import CHARS, CONFIG, logits, tensors, write_gguf, write_hugging_face
+
+TOKENS, PROMPT = 20, "First Citizen:"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_hugging_face(tmp_path_factory.mktemp("llama") / "hf")
+
+
+@pytest.fixture(scope="module")
+def imported(folder):
+    assert cli.main(["import", str(folder), "-o", str(folder.parent / "own")]) == 0
+    return folder.parent / "own"
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the weights write, token by token, by what `transformers` computes."""
+    text = [CHARS.index(letter) for letter in PROMPT]
+    for number in range(TOKENS):
+        last = logits(CONFIG, tensors(), torch.tensor([text]))[0, -1, : len(CHARS)]
+        text.append(Sampling(temperature=0.5, top_k=20, seed=3).draw(last, number))
+    return "".join(CHARS[token] for token in text)
+
+
+FLAGS = ["--prompt", PROMPT, "--max_new_tokens", str(TOKENS), "--temperature", "0.5", "--top_k", "20", "--seed", "3"]
+
+
+def test_import_says_what_it_is(folder, tmp_path, capsys):
+    assert cli.main(["import", str(folder), "-o", str(tmp_path / "own")]) == 0
+    said = capsys.readouterr().out
+    elements = sum(tensor.numel() for tensor in tensors().values())
+    assert f"{elements:,} parameters, 2 layers, dim 32, vocabulary 67; tokenizer: chars, {len(CHARS)} tokens" in said
+
+
+def test_export_and_import_again(imported, tmp_path, capsys):
+    assert cli.main(["export", str(imported), str(tmp_path / "hf"), "--dtype", "fp64", "--shard-gb", "2e-5"]) == 0
+    out = capsys.readouterr()
+    assert "files of tensors" in out.out
+    assert "bytes or characters, which transformers has no file for" in out.err
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["num_key_value_heads"] == 2
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors().keys()
+    weights = open_weights(tmp_path / "hf")
+    model = Transformer(config_of(weights)).double()
+    model.load_state_dict({n: weights.read(n, (0,) * len(e.shape), e.shape) for n, e in weights.entries.items()})
+    tokens = torch.arange(30)[None]
+    torch.testing.assert_close(model(tokens), logits(CONFIG, tensors(), tokens), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["own", "hf"])
+def test_sample_writes_what_the_weights_say(folder, imported, expected, capsys, kind):
+    assert cli.main(["sample", str(imported if kind == "own" else folder), *FLAGS, "--dtype", "fp64"]) == 0
+    out = capsys.readouterr()
+    assert out.out == expected + "\n"
+    assert f"{TOKENS} tokens in " in out.err
+
+
+@pytest.mark.parametrize(
+    "axes", [["--tp", "2"], pytest.param(["--tp", "2", "--pp", "2"], marks=pytest.mark.long)], ids=" ".join
+)
+def test_sample_on_ranks(imported, expected, tmp_path, axes):
+    launcher = Launcher(tmp_path)
+    ranks = "4" if "--pp" in axes else "2"
+    words = ["-n", ranks, "--device", "cpu", "python3", "-m", "mmm.cli.main", "sample", str(imported), *FLAGS]
+    done = launcher.run(*words, "--dtype", "fp64", *axes, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+@pytest.mark.long
+def test_an_error_of_all_ranks_is_said_once(imported, tmp_path):
+    words = ["-n", "2", "--device", "cpu", "python3", "-m", "mmm.cli.main", "sample", str(imported), "--prompt", "Zoë"]
+    done = Launcher(tmp_path).run(*words, "--tp", "2", timeout=PATIENCE)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("character 'ë' is not among the") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sample", "OWN", "--prompt", "Zoë"], "--prompt: character 'ë' is not among the 60 of the vocabulary"),
+        (["sample", "OWN", "--prompt", ""], "--prompt is empty"),
+        (["sample", "OWN", "--prompt", "x" * 65], "--prompt has 65 tokens, and the model's block 64: shorten it"),
+        (["sample", "OWN", "--prompt", "x", "--top_p", "2"], "--top_p 2.0: it must be above 0, and at most 1"),
+        (["sample", "OWN", "--prompt", "x", "--tp", "2"], "tp 2"),
+        (["sample", "OWN", "--prompt", "x", "--max-new-tokens", "0"], "--max_new_tokens 0: it must be at least 1"),
+        (["sample", "GGUF", "--prompt", "x"], "--prompt: no tokenizer is known"),
+        (["sample", "GONE", "--prompt", "x"], "No such file or directory"),
+        (["import", "GONE", "-o", "OUT"], "No such file or directory"),
+        (["import", "OWN.gguf", "-o", "OUT"], "No such file or directory"),
+        (["import", "HF", "-o", "OWN"], "is there already: give another folder"),
+        (["export", "OWN", "HF"], "is there already: give another folder"),
+        (["export", "OWN", "OUT", "--shard-gb", "0"], "--shard-gb 0.0: it must be above 0"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(folder, imported, tmp_path, capsys, words, said):
+    paths = {"OWN": imported, "HF": folder, "OUT": tmp_path / "out", "GONE": tmp_path / "gone"}
+    if "GGUF" in words:
+        paths["GGUF"] = write_gguf(tmp_path / "a.gguf")
+    assert cli.main([str(paths.get(word, word)) for word in words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert err.startswith("mmm: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_note_of_a_tokenizer_that_stays_behind(tmp_path, capsys):
+    path = write_gguf(tmp_path / "a.gguf", tokenizer__ggml__model="llama", tokenizer__ggml__pre="default")
+    assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
+    assert "its tokenizer (llama, default) is none of smollm" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no tokenizer is known"):
+        sample.main([str(tmp_path / "own"), "--prompt", "x"])
+
+
+def test_the_tokenizer_of_a_gguf(tmp_path, capsys):
+    """Bytes as GPT-2 writes them, two merges, and a token that ends texts."""
+    letters = ["a", "b", "c", "Ġ"]
+    tokens = [*letters, "ab", "Ġab", *(f"<{i}>" for i in range(60)), "<|end|>"]
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        tokenizer__ggml__model="gpt2",
+        tokenizer__ggml__pre="gpt-2",
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__merges=["a b", "Ġ ab"],
+    )
+    assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
+    assert "tokenizer: tokenizers, 67 tokens" in capsys.readouterr().out
+    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "own").origins)
+    assert tokenizer.encode(b"ab abc").tolist() == [4, 5, 2]
+    assert tokenizer.decode([4, 5, 2]) == "ab abc"

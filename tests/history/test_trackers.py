@@ -1,0 +1,115 @@
+"""Rows go to trackers as well; one that fails costs a warning."""
+
+import csv
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from mmm.errors import ConfigError
+from mmm.history import History, load
+from mmm.history.trackers import PACKAGES, Tracked, check_tracker
+from mmm.trainer import lm
+
+ROWS = [{"iter": 0, "loss": 4.5}, {"iter": 1, "loss": 4.25, "val_loss": 4.75}, {"iter": 2, "loss": 3.5}]
+
+
+def keep(outdir, tracker, rows=ROWS):
+    with History(outdir, ranks=[{"rank": 0}], tracker=tracker) as record:
+        for row in rows:
+            record.update(row)
+    return load(outdir)
+
+
+def table(outdir):
+    with open(outdir / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_all_rows_and_columns(tmp_path):
+    keep(tmp_path, Tracked("csv", tmp_path, {}))
+    rows = table(tmp_path)
+    assert [row["iter"] for row in rows] == ["0", "1", "2"]
+    assert [float(row["loss"]) for row in rows] == [4.5, 4.25, 3.5]
+    assert [row["val_loss"] for row in rows] == ["", "4.75", ""]
+
+
+def test_csv_goes_on(tmp_path):
+    first = Tracked("csv", tmp_path, {})
+    first.row(ROWS[1])
+    again = Tracked("csv", tmp_path, {})
+    again.row(ROWS[2] | {"grad_norm": 1.5})
+    rows = table(tmp_path)
+    assert [row["val_loss"] for row in rows] == ["4.75", ""]
+    assert [row["grad_norm"] for row in rows] == ["", "1.5"]
+
+
+@pytest.mark.parametrize("when", ["row", "close"])
+def test_one_that_fails_costs_a_warning(tmp_path, caplog, monkeypatch, when):
+    called = []
+
+    def fails(*given):
+        called.append(given)
+        raise RuntimeError("no room\nfor it")
+
+    monkeypatch.setattr(f"mmm.history.trackers.CSVTracker.{when}", fails)
+    found = keep(tmp_path, Tracked("csv", tmp_path, {}))
+    assert found.loss.values.tolist() == [4.5, 4.25, 3.5]
+    assert [r.message for r in caplog.records if "--tracker" in r.message] == [
+        f"--tracker csv could not {'take a row' if when == 'row' else 'end'}, and is given up: no room"
+    ]
+    assert len(called) == 1
+
+
+def test_one_that_does_not_start(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: 1 / 0))
+    assert len(keep(tmp_path, Tracked("wandb", tmp_path, {})).loss) == 3
+    assert "--tracker wandb could not start, and is given up: division by zero" in caplog.text
+
+
+def test_what_wandb_is_told(tmp_path, monkeypatch):
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    keep(tmp_path, Tracked("wandb", tmp_path, {"layout": "tp2"}))
+    given = wandb.init.call_args.kwargs
+    assert (given["mode"], given["dir"], given["config"]) == ("offline", str(tmp_path), {"layout": "tp2"})
+    run = wandb.init.return_value
+    assert [(call.args[0]["loss"], call.kwargs["step"]) for call in run.log.call_args_list] == [
+        (4.5, 0),
+        (4.25, 1),
+        (3.5, 2),
+    ]
+    run.finish.assert_called_once_with()
+
+
+def test_what_mlflow_is_told(tmp_path, monkeypatch):
+    mlflow = MagicMock()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    keep(tmp_path, Tracked("mlflow", tmp_path, {"layout": "tp2"}))
+    mlflow.MlflowClient.assert_called_once_with((tmp_path / "mlruns").as_uri())
+    client = mlflow.MlflowClient.return_value
+    logged = [(call.args[1], call.args[2], call.kwargs["step"]) for call in client.log_metric.call_args_list]
+    assert ("val_loss", 4.75, 1) in logged
+    assert len(logged) == 7
+    assert client.set_terminated.called
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_one_that_is_not_installed_is_refused_before_the_ranks_meet(name, monkeypatch):
+    monkeypatch.setitem(PACKAGES, name, "a_package_that_nobody_has")
+    with pytest.raises(ConfigError, match="needs the package a_package_that_nobody_has, which is not installed: pip"):
+        lm.train(lm.Config(tracker=name))
+    check_tracker(None)
+    check_tracker("csv")
+
+
+@pytest.mark.long
+def test_a_run_of_the_trainer(tmp_path):
+    flags = {"preset": "debug", "seq_length": 16, "batch_size": 2, "max_iters": 3, "plots": False, "device": "cpu"}
+    lm.train(lm.Config(**flags, tracker="csv", outdir=tmp_path, eval_batches=1))
+    rows, found = table(tmp_path), load(tmp_path)
+    assert [float(row["loss"]) for row in rows] == found.loss.values.tolist()
+    assert float(rows[-1]["val_loss"]) == found.val_loss.values[-1]

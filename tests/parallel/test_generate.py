@@ -1,0 +1,140 @@
+"""The same tokens on every layout, with the keys and values kept, as when all is computed anew for each token."""
+
+from dataclasses import replace
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from mmm.models.sampling import Sampling
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.weights import initialize
+from mmm.parallel import Layout, Techniques, build_mesh, partition_model
+from mmm.parallel.generate import Decoder, generate
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.device import Precision
+
+CPU, FP64 = torch.device("cpu"), Precision("fp64", torch.float64, torch.float64)
+SIZES = TransformerConfig(dim=48, n_layers=2, n_heads=12, n_kv_heads=6, vocab_size=71, ffn_dim=60)
+PROMPT = [5, 17, 3, 70, 44, 8, 21, 60]
+BLOCK, TOKENS = 14, 16  # more than a block: the text goes on from its last half
+HOT = Sampling(temperature=3.0, top_k=60, seed=4)  # weights as they start give nearly even logits: any token comes
+
+
+def made(axes, sizes=SIZES, **fields):
+    ranks = torch.distributed.get_world_size()
+    layout, techniques = Layout(**axes).fit(ranks), Techniques(**fields)
+    with torch.device("meta"):
+        model, inputs = Transformer(sizes), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
+    plan = transformer_plan(sizes)
+    partition = partition_model(model, plan, layout, techniques, inputs)
+    mesh = build_mesh(layout, "cpu", experts=sizes.n_experts > 0)
+    return ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
+
+
+def texts(rank, axes, fields):
+    fields = dict(fields)
+    sizes = replace(SIZES, **fields.pop("changed", {}))
+    model = made(axes, sizes, **fields)
+    inputs, targets = torch.arange(96).view(4, 24) % 71, torch.arange(1, 97).view(4, 24) % 71
+    inputs, targets = inputs[: 2 * model.layout.pp], targets[: 2 * model.layout.pp]
+    model.train(False)
+    before = model.evaluate(inputs, targets, 1)
+    found = [generate(model, PROMPT, TOKENS, BLOCK, each, 70) for each in (HOT, Sampling(temperature=0))]
+    assert torch.equal(model.evaluate(inputs, targets, 1), before)  # attention is the model's own again
+    return found
+
+
+@cache
+def anew(sizes):
+    """The same texts by one plain model, which computes everything for each token."""
+    model = Transformer(sizes).double()
+    initialize(model, 0)
+    found = []
+    for sampling in (HOT, Sampling(temperature=0)):
+        text, first = list(PROMPT), 0
+        for number in range(TOKENS):
+            if len(text) - first > BLOCK:
+                first = len(text) - BLOCK // 2
+            with torch.no_grad():
+                logits = model(torch.tensor([text[first:]]))[0, -1]
+            text.append(sampling.draw(logits[:70], number))
+        found.append(text[len(PROMPT) :])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "fields"),
+    [
+        (1, {}, {}),
+        (3, {"tp": 3}, {}),
+        (4, {"pp": 2, "tp": 2}, {"changed": {"n_kv_heads": 1, "n_layers": 3, "tie_word_embeddings": True}}),
+        (2, {"cp": 2, "dp_shard": 1}, {"checkpointing": "full"}),
+        (4, {"tp": 2}, {"loss_chunks": 2, "tile": 2}),
+        pytest.param(2, {"pp": 2}, {"schedule": "ZBVZeroBubble", "changed": {"n_layers": 4}}, marks=pytest.mark.long),
+        pytest.param(
+            4,
+            {"pp": 2},
+            {"schedule": "Interleaved1F1B", "loss_chunks": 3, "changed": {"n_layers": 4}},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, {}, {"data_parallel": "zero2"}, marks=pytest.mark.long),
+        pytest.param(2, {"dp_replicate": 2}, {"data_parallel": "ddp", "loss_chunks": 2}, marks=pytest.mark.long),
+        pytest.param(4, {"cp": 2, "tp": 2}, {"cp_style": "ulysses"}, marks=pytest.mark.long),
+        pytest.param(4, {"tp": 2}, {"changed": {"n_experts": 4, "ffn_dim": 16}}, marks=pytest.mark.long),
+        pytest.param(4, {"ep": 2}, {"changed": {"n_experts": 4, "ffn_dim": 16}}, marks=pytest.mark.long),
+        pytest.param(2, {"tp": 2}, {"changed": {"n_kv_heads": 1}}, marks=pytest.mark.long),
+        pytest.param(1, {}, {"compile": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_the_same_tokens(run_on_ranks, ranks, axes, fields):
+    expected = anew(replace(SIZES, **fields.get("changed", {})))
+    assert len(set(expected[0])) > 10
+    for found in run_on_ranks(texts, ranks, axes, fields):
+        assert found == expected
+
+
+def cached_logits(rank, axes, parts):
+    """Logits after each part of a text, from one decoder."""
+    model = made(axes)
+    model.train(False)
+    decoder, found = Decoder(model, BLOCK), []
+    with decoder.attached():
+        for some in torch.arange(BLOCK)[None].split(parts, 1):
+            found.append(decoder.logits(some * 7 % 71))
+    return found
+
+
+def test_logits_of_a_text_that_comes_in_parts(run_on_ranks):
+    parts = [3, 1, 5, 2, 3]
+    (whole,) = run_on_ranks(cached_logits, 1, {}, [BLOCK])
+    for some, axes in (([3, 1, 5, 2, 3], {}), ([1] * BLOCK, {"tp": 3}), (parts, {"tp": 3})):
+        ranks = axes.get("tp", 1)
+        for found in run_on_ranks(cached_logits, ranks, axes, some):
+            torch.testing.assert_close(found[-1], whole[-1], rtol=1e-11, atol=1e-13)
+
+
+def stopping(rank):
+    model = made({})
+    model.train(False)
+    text = generate(model, PROMPT, TOKENS, BLOCK, HOT, 70)
+    return text, generate(model, PROMPT, TOKENS, BLOCK, HOT, 70, stop=(text[3],))
+
+
+def test_a_text_ends_at_the_token_that_ends_texts(run_on_ranks):
+    ((text, short),) = run_on_ranks(stopping, 1)
+    assert short == text[: text.index(text[3]) + 1]
+
+
+def in_small_parts(rank, parts):
+    model = made({})
+    model.train(False)
+    with patch("mmm.parallel.generate.AT_ONCE", parts):
+        return generate(model, PROMPT, 5, BLOCK, HOT, 70)
+
+
+def test_a_long_prompt_goes_in_parts(run_on_ranks):
+    assert run_on_ranks(in_small_parts, 1, 3) == run_on_ranks(in_small_parts, 1, 256)

@@ -1,0 +1,214 @@
+"""Tiny models of the Llama family on disk, written by hand: what others write, and what their readers compute."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 67,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "eos_token_id": 66,
+    "torch_dtype": "float32",
+    "transformers_version": "4.45.0",
+}
+CHARS = (
+    "\n !,.:;?" + "".join(map(chr, range(ord("A"), ord("Z") + 1))) + "".join(map(chr, range(ord("a"), ord("z") + 1)))
+)
+KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+
+
+def tensors(config: dict = CONFIG, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random weights by the names of Hugging Face's files."""
+    numbers = torch.Generator().manual_seed(seed)
+    dim, hidden, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = dim // config["num_attention_heads"] * config["num_key_value_heads"]
+
+    def some(*shape: int) -> Tensor:
+        scale = 0.3 if len(shape) > 1 else 0.1
+        return ((len(shape) == 1) + scale * torch.randn(*shape, generator=numbers)).to(dtype)
+
+    found = {"model.embed_tokens.weight": some(vocabulary, dim), "model.norm.weight": some(dim)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        found |= {
+            f"{layer}input_layernorm.weight": some(dim),
+            f"{layer}post_attention_layernorm.weight": some(dim),
+            f"{layer}self_attn.q_proj.weight": some(dim, dim),
+            f"{layer}self_attn.k_proj.weight": some(kv, dim),
+            f"{layer}self_attn.v_proj.weight": some(kv, dim),
+            f"{layer}self_attn.o_proj.weight": some(dim, dim),
+            f"{layer}mlp.gate_proj.weight": some(hidden, dim),
+            f"{layer}mlp.up_proj.weight": some(hidden, dim),
+            f"{layer}mlp.down_proj.weight": some(dim, hidden),
+        }
+    if not config.get("tie_word_embeddings"):
+        found["lm_head.weight"] = some(vocabulary, dim)
+    return found
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.itemsize
+        offsets = [at, at + size]
+        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        at += size
+    text = json.dumps(header).encode()
+    content = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+
+
+def write_hugging_face(
+    folder: Path, config: dict = CONFIG, weights: dict[str, Tensor] | None = None, files: int = 1
+) -> Path:
+    """A folder as `transformers` writes it, with a tokenizer of characters.
+
+    Args:
+        files: of tensors; with more than one there is an index.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps({"kind": "chars", "chars": CHARS}))
+    weights = tensors(config) if weights is None else weights
+    if files == 1:
+        write_safetensors(folder / "model.safetensors", weights)
+        return folder
+    names = list(weights)
+    parts = {f"model-{i + 1:05}-of-{files:05}.safetensors": names[i::files] for i in range(files)}
+    for file, some in parts.items():
+        write_safetensors(folder / file, {name: weights[name] for name in some})
+    index = {"metadata": {}, "weight_map": {name: file for file, some in parts.items() for name in some}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """What `transformers` computes, in float64: rotations of halves, and names of its own.
+
+    Args:
+        tokens: (batch, seq).
+    """
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim, seq = config["hidden_size"] // heads, tokens.shape[1]
+    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "linear":
+        frequencies = frequencies / scaling["factor"]
+    angles = torch.arange(seq).double()[:, None] * torch.cat([frequencies, frequencies])  # (seq, head_dim)
+    above = torch.full((seq, seq), -torch.inf, dtype=torch.float64).triu(1)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * w[name]
+
+    def rotated(x: Tensor) -> Tensor:  # (batch, heads, seq, head_dim)
+        first, second = x.chunk(2, -1)
+        return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        y = norm(x, f"{layer}input_layernorm.weight")
+        q, k, v = (
+            (y @ w[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+            for name in "qkv"
+        )
+        k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+        scores = rotated(q) @ rotated(k).mT / head_dim**0.5 + above
+        out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = x + out @ w[f"{layer}self_attn.o_proj.weight"].T
+        y = norm(x, f"{layer}post_attention_layernorm.weight")
+        gated = F.silu(y @ w[f"{layer}mlp.gate_proj.weight"].T) * (y @ w[f"{layer}mlp.up_proj.weight"].T)
+        x = x + gated @ w[f"{layer}mlp.down_proj.weight"].T
+    return norm(x, "model.norm.weight") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+
+
+def in_pairs(name: str, tensor: Tensor, config: dict) -> Tensor:
+    """A tensor as GGUF has it: rows of q and k in Meta's order."""
+    if "q_proj" not in name and "k_proj" not in name:
+        return tensor
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    rows = [h * 2 * half + i % 2 * half + i // 2 for h in range(len(tensor) // (2 * half)) for i in range(2 * half)]
+    return tensor[rows]
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(path: Path, config: dict = CONFIG, weights: dict[str, Tensor] | None = None, **keys: object) -> Path:
+    """A GGUF file of float32 and float16 tensors.
+
+    Args:
+        keys: further ones, or others in place of these, with __ for a dot.
+    """
+    weights = tensors(config) if weights is None else weights
+    about: dict[str, object] = {
+        "general.architecture": "llama",
+        "llama.block_count": config["num_hidden_layers"],
+        "llama.context_length": config["max_position_embeddings"],
+        "llama.embedding_length": config["hidden_size"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "llama.rope.freq_base": config["rope_theta"],
+        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+    }
+    about |= {key.replace("__", "."): value for key, value in keys.items()}
+
+    def string(text: str) -> bytes:
+        return struct.pack("<Q", len(text.encode())) + text.encode()
+
+    def value(of: object) -> bytes:
+        if isinstance(of, str):
+            return struct.pack("<I", 8) + string(of)
+        if isinstance(of, list):
+            return struct.pack("<IIQ", 9, 8, len(of)) + b"".join(map(string, of))
+        return struct.pack("<If", 6, of) if isinstance(of, float) else struct.pack("<II", 4, of)
+
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(about))
+    header += b"".join(string(key) + value(of) for key, of in about.items())
+    body = b""
+    for name, tensor in weights.items():
+        tensor = in_pairs(name, tensor, config)
+        for theirs, short in GGUF_NAMES.items():
+            name = name.replace(theirs, short)
+        body += b"\0" * (-len(body) % 32)
+        kind = 1 if tensor.dtype == torch.float16 else 0
+        header += string(name) + struct.pack(f"<I{tensor.dim()}Q", tensor.dim(), *reversed(tensor.shape))
+        header += struct.pack("<IQ", kind, len(body))
+        body += tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    path.write_bytes(header + b"\0" * (-len(header) % 32) + body)
+    return path

@@ -1,0 +1,181 @@
+"""Training that starts from weights on disk, and writes text at each evaluation: the same on every layout."""
+
+import json
+import os
+import re
+import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+import mmm.history
+from mmm.checkpoint.own import write_own
+from mmm.checkpoint.weights import open_weights
+from mmm.errors import CheckpointError, ConfigError, DataError, UserError
+from mmm.trainer import lm
+from mmm.trainer.text import resolve
+from support.llamas import CHARS, CONFIG, logits, tensors, write_gguf, write_hugging_face
+from support.pool import meeting_only
+from support.resuming import curve
+
+TIED = {**CONFIG, "tie_word_embeddings": True}
+SMALL = {
+    "seq_length": 24,
+    "global_batch_size": 4,
+    "max_iters": 3,
+    "dtype": "fp64",
+    "plots": False,
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "warmup": 1,
+    "eval_every": 2,
+    "eval_batches": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pretrained")
+
+
+@pytest.fixture(scope="module")
+def text(folder):
+    numbers = np.random.RandomState(0)
+    (folder / "text").write_text("".join(numbers.choice(list(CHARS), 4000)))
+    return folder / "text"
+
+
+@pytest.fixture(scope="module")
+def imported(folder):
+    write_own(open_weights(write_hugging_face(folder / "hf", TIED)), folder / "own")
+    return folder / "own"
+
+
+def run(rank, outdir, flags):
+    """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
+    with (
+        patch("mmm.trainer.run.process_group", meeting_only),
+        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.text.whoami", lambda: rank),
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+    ):
+        lm.train(lm.Config(**{**SMALL, **flags}, device="cpu", outdir=outdir))
+
+
+@pytest.fixture(scope="module")
+def alone(folder, imported, text):
+    flags = {"init_from": imported, "text": (text,), "prompt": "Speak,", "sample_tokens": 30, "sample_temperature": 2.0}
+    lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=folder / "alone", checkpoint_every=2, save_model=True))
+    return flags
+
+
+def test_the_first_loss_is_that_of_the_weights(folder, alone):
+    """Of the same batch, by what `transformers` computes."""
+    batch = resolve(lm.Config(**SMALL, **alone)).data.train.batch(0, 4, 0, 4)
+    theirs = logits(TIED, tensors(TIED), batch.inputs)
+    loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), batch.targets.flatten())
+    assert curve(folder / "alone")[0] == pytest.approx(float(loss), rel=1e-10)
+    about = json.loads((folder / "alone" / "config.json").read_text())
+    assert about["init_from"]["sizes"]["tie_word_embeddings"] is True
+    assert about["data"]["tokenizer"] == f"chars, {len(CHARS)} tokens"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, {"tpsize": 2}),
+        pytest.param(4, {"pp": 2}, marks=pytest.mark.long),
+        pytest.param(2, {"parallel": "zero2"}, marks=pytest.mark.long),
+        pytest.param(2, {"parallel": "ddp"}, marks=pytest.mark.long),
+        pytest.param(4, {"cp": 2, "tpsize": 2}, marks=pytest.mark.long),
+        pytest.param(4, {"pp": 2, "tpsize": 2, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.long),
+        pytest.param(2, {"tpsize": 2, "loss_chunks": 3, "offload": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_losses_and_texts_are_the_same_on_every_layout(run_on_ranks, folder, alone, tmp_path, ranks, flags):
+    if flags.get("schedule"):
+        flags = {**flags, "init_from": write_hugging_face(tmp_path / "deep", {**TIED, "num_hidden_layers": 4})}
+        lm.train(
+            lm.Config(**{**SMALL, **alone, "init_from": flags["init_from"]}, device="cpu", outdir=tmp_path / "one")
+        )
+    one = tmp_path / "one" if flags.get("schedule") else folder / "alone"
+    run_on_ranks(run, ranks, tmp_path / "many", {**alone, **flags})
+    np.testing.assert_allclose(curve(tmp_path / "many"), curve(one), rtol=1e-9)
+    found = [json.loads((path / "config.json").read_text())["samples"] for path in (one, tmp_path / "many")]
+    assert found[0] == found[1]
+    assert [sample["iter"] for sample in found[0]] == [1, 2]
+    assert all(sample["text"].startswith("Speak,") and len(sample["text"]) == 36 for sample in found[0])
+    log = (tmp_path / "many" / "log.txt").read_text()
+    assert f"sample after step 2:\n{found[0][1]['text']}" in log
+
+
+def test_a_checkpoint_has_its_tokenizer_and_block(folder, alone):
+    weights = open_weights(folder / "alone")
+    assert weights.path.name == "step-3"
+    assert (weights.origins.block, weights.origins.eos) == (24, (66,))
+    assert json.loads(weights.origins.tokenizer[1])["chars"] == CHARS
+    assert weights.check() is None
+    saved = torch.load(folder / "alone" / "model.pt", weights_only=True)
+    for name, entry in weights.entries.items():
+        assert torch.equal(weights.read(name, (0,) * len(entry.shape), entry.shape), saved[name]), name
+
+
+def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, tmp_path):
+    flags = {**SMALL, **alone, "checkpoint_every": 2, "outdir": tmp_path / "run", "device": "cpu"}
+    lm.train(lm.Config(**{**flags, "max_iters": 2}))
+    lm.train(lm.Config(**{**flags, "resume": Path("auto")}))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count(f"weights of {imported}") == 1
+    assert "resumed from" in log
+    np.testing.assert_allclose(curve(tmp_path / "run")[2], curve(folder / "alone")[2], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"dim": 64}, "has dim 32, and the flags say 64"),
+        ({"vocab_size": 80}, "has vocab_size 67, and the flags say 80"),
+        ({"preset": "debug"}, "--preset debug and --init_from"),
+        ({"prompt": "Zoë"}, "--prompt: character 'ë' is not among the"),
+        ({"prompt": "x" * 25}, "--prompt has 25 tokens, and the model's block 24: shorten it"),
+        ({"prompt": None}, "--sample_tokens 30 without --prompt: no text is sampled"),
+        ({"sample_top_p": 0.0}, "--sample_top_p 0.0: it must be above 0"),
+        ({"sample_tokens": 0}, "--sample_tokens 0: it must be at least 1"),
+        ({"sample_temperature": -1.0}, "--sample_temperature -1.0: it must be a number from 0 on"),
+        ({"dataset": "random", "text": ()}, "--prompt: no tokenizer is known"),
+        ({"tokenizer": "bytes"}, "the model's vocabulary has 67 tokens|use at least"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_flags_that_do_not_fit(alone, tmp_path, changed, words):
+    with pytest.raises(UserError) as refused:
+        lm.train(lm.Config(**{**SMALL, **alone, **changed}, device="cpu", outdir=tmp_path / "out"))
+    assert re.search(words, str(refused.value).replace("\n", "¶")), refused.value
+    assert isinstance(refused.value, ConfigError | DataError)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_damaged(imported, alone, tmp_path):
+    shutil.copytree(imported, tmp_path / "own")
+    file = next((tmp_path / "own").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        lm.train(lm.Config(**{**SMALL, **alone, "init_from": tmp_path / "own"}, device="cpu", outdir=tmp_path / "out"))
+    torch.distributed.destroy_process_group()  # which a run that fails leaves
+
+
+@pytest.mark.long
+def test_a_gguf_is_a_start_too(folder, alone, tmp_path, text):
+    (tmp_path / "chars.json").write_text(json.dumps({"kind": "chars", "chars": CHARS}))
+    flags = {**alone, "init_from": write_gguf(tmp_path / "a.gguf", TIED, tensors(TIED))}
+    lm.train(lm.Config(**SMALL, **flags, tokenizer=tmp_path / "chars.json", device="cpu", outdir=tmp_path / "out"))
+    np.testing.assert_allclose(curve(tmp_path / "out"), curve(folder / "alone"), rtol=1e-9)
+    assert mmm.history.load(tmp_path / "out").sizes["draw"] == 3
