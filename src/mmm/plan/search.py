@@ -1,0 +1,395 @@
+"""The search: every layout that model, machine and batch allow, with the techniques that make it fit, by step time.
+
+Layouts are pp · dp_replicate · dp_shard · cp · tp, and ep; on each the data-parallel techniques that go with it, every
+schedule, checkpointing, micro-batches, chunks of the loss, and what to do when memory is short: tiles of the MLPs,
+offload. The rules are the package's own (`mmm.parallel`), so that a trainer takes what is found here. Of one layout the
+fastest choice that fits counts; of one kind (axes and data-parallel technique) its fastest layout.
+
+A layout is passed over where even its compute alone, and what tp makes it wait, takes longer than the fastest of its
+kind does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mmm.errors import ConfigError
+from mmm.models.transformer import TransformerConfig
+from mmm.models.vit import ViTConfig
+from mmm.parallel.advice import Broken
+from mmm.parallel.data.apply import UNSHARDED
+from mmm.parallel.mesh import Layout
+from mmm.parallel.pipeline.schedules import SCHEDULES
+from mmm.parallel.pipeline.stages import balance_stages
+from mmm.parallel.plans import transformer as transformer_rules
+from mmm.parallel.plans import vit as vit_rules
+from mmm.parallel.techniques import Techniques
+from mmm.plan.cost import CostModel, StepCost, bubble_of
+from mmm.plan.machine import Machine
+from mmm.plan.memory import MemoryModel, Stage, distinct, stages_for, whole_model
+from mmm.plan.spec import ModelSpec
+
+CHECKPOINTING = ("none", "selective", "full")
+CHUNK_BYTES = 250_000_000  # of the logits of a chunk, as the trainers choose it
+TILES = 8
+MOST_STAGES_PER_RANK = 4
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its techniques, and what it would cost.
+
+    Attributes:
+        kind: its axes and data-parallel technique. local_batch: samples of a step, of a data-parallel coordinate.
+        memory: bytes by part of the rank that needs most. fits: whether those are within the budget. host_memory: bytes
+            of a rank on its host. why: in a line, why it is where it is.
+    """
+
+    layout: Layout
+    techniques: Techniques
+    kind: str
+    local_batch: int
+    memory: Mapping[str, float]
+    fits: bool
+    cost: StepCost
+    tokens_per_second: float
+    mfu: float
+    host_memory: float = 0.0
+    why: str = ""
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def microbatches(self) -> int:
+        return self.techniques.microbatches or 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found. best: those that fit, fastest first, one a layout. kinds: of each kind the best, also
+    where none fits. refused: kind → why no layout of it goes with model and batch. layouts: how many were looked at."""
+
+    best: list[Candidate]
+    kinds: list[Candidate]
+    refused: dict[str, str]
+    layouts: int
+
+
+def kind_of(layout: Layout, data_parallel: str) -> str:
+    axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
+    single = layout.ranks == 1
+    return "one device" if single else "·".join([*axes, data_parallel if layout.dp * layout.cp > 1 else "no dp"])
+
+
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+class Search:
+    """All layouts of a model on a machine.
+
+    Args:
+        global_batch: samples of a step. dtype: name of a precision. optimizer: a key of `mmm.plan.memory.STATE`.
+        fixed: axis → size, or field of `Techniques` → value, that the layouts have to have.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        machine: Machine,
+        global_batch: int,
+        dtype: str,
+        optimizer: str = "adamw",
+        fixed: Mapping[str, object] | None = None,
+    ) -> None:
+        self.spec, self.machine, self.global_batch, self.dtype = spec, machine, global_batch, dtype
+        self.fixed = dict(fixed or {})
+        self.memory = MemoryModel(spec, machine.device, dtype, optimizer)
+        self.cost = CostModel(spec, machine, dtype, self.memory)
+        self.splits = lru_cache(maxsize=None)(lambda stages: balance_stages(spec.costs, stages))
+        self.stages = lru_cache(maxsize=None)(self._stages)
+        self.broken = lru_cache(maxsize=None)(self._broken)
+        self.peak = machine.peak(dtype)
+
+    def _stages(self, schedule: str, pp: int, own: int) -> list[Stage]:
+        return distinct(stages_for(self.spec, self.splits(pp * own), schedule, pp))
+
+    def _broken(self, tp: int, cp: int, ep: int, style: str) -> str:
+        """The first rule of the model that such axes break; "" for none."""
+        spec, layout = self.spec, Layout(tp=tp, cp=cp, ep=ep, dp_shard=ep)
+        if spec.plan is None:
+            return "a module without a plan has data parallelism alone" if max(tp, cp, ep) > 1 else ""
+        for axis, why in spec.plan.refused.items():
+            if getattr(layout, axis, 1) > 1:
+                return why
+        rules: list[Broken] = []
+        if isinstance(spec.config, TransformerConfig):
+            rules = transformer_rules.broken_rules(spec.config, layout, spec.seq_length, style)
+        elif isinstance(spec.config, ViTConfig):
+            rules = vit_rules.broken_rules(spec.config, layout)
+        elif spec.config is not None and spec.config.hidden % tp:
+            return f"hidden {spec.config.hidden} is not divisible by tp {tp}"
+        return rules[0].text if rules else ""
+
+    def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
+        """Layouts with a data-parallel technique. refused: kinds are added, with why one of its layouts does not go."""
+        ranks, spec = self.machine.ranks, self.spec
+        all_divisors = divisors(ranks)
+        widest_tp = max(all_divisors)
+        for tp in all_divisors:
+            if tp > widest_tp or not self._wanted("tp", tp):
+                continue
+            for cp in divisors(ranks // tp):
+                if not self._wanted("cp", cp):
+                    continue
+                styles = ("ring", "ulysses") if cp > 1 else ("ring",)
+                why = [self.broken(tp, cp, 1, style) for style in styles]
+                if all(why):
+                    refused.setdefault(kind_of(Layout(tp=tp, cp=cp, dp_shard=ranks // (tp * cp)), "fsdp"), why[0])
+                    continue
+                for pp in divisors(ranks // (tp * cp)):
+                    if not self._wanted("pp", pp):
+                        continue
+                    shape = Layout(pp=pp, cp=cp, tp=tp, dp_shard=ranks // (tp * cp * pp))
+                    if pp > len(spec.sequence) or (pp > 1 and (spec.plan is None or not spec.plan.stages)):
+                        text = f"the model has {len(spec.sequence)} parts, fewer than pp {pp}"
+                        if spec.plan is None:
+                            text = "a module without a plan has data parallelism alone"
+                        refused.setdefault(kind_of(shape, "fsdp"), text)
+                        continue
+                    if self.global_batch % shape.dp:
+                        text = f"global batch {self.global_batch} does not divide over {shape.dp} data-parallel ranks"
+                        for technique in ("fsdp", *(UNSHARDED if pp * cp * tp == 1 else ())):
+                            refused.setdefault(kind_of(shape, technique), text)
+                        continue
+                    yield from self._data_parallel(shape)
+
+    def _wanted(self, name: str, value: object) -> bool:
+        return name not in self.fixed or self.fixed[name] == value
+
+    def _data_parallel(self, shape: Layout) -> Iterator[tuple[Layout, str]]:
+        """The techniques on a layout whose data-parallel ranks are all on dp_shard, and with experts each ep."""
+        dp, experts = shape.dp_shard, getattr(self.spec.config, "n_experts", 0)
+        if shape.pp * shape.cp * shape.tp == 1:
+            for technique in UNSHARDED:
+                if (dp > 1 or technique == "ddp") and self._wanted("data_parallel", technique):
+                    yield from self._fixed_sizes(shape, technique)
+        for replicas in divisors(dp):
+            sharded = replace(shape, dp_replicate=replicas, dp_shard=dp // replicas)
+            if replicas > 1 and sharded.dp_shard * sharded.cp == 1:
+                continue
+            technique = "hsdp" if replicas > 1 else "fsdp"
+            if not self._wanted("data_parallel", technique):
+                continue
+            for ep in divisors(math.gcd(experts, sharded.dp_shard)) if experts else (1,):
+                yield from self._fixed_sizes(replace(sharded, ep=ep), technique)
+
+    def _fixed_sizes(self, layout: Layout, technique: str) -> Iterator[tuple[Layout, str]]:
+        if all(self._wanted(axis, getattr(layout, axis)) for axis in ("dp_replicate", "dp_shard", "ep")):
+            yield layout, technique
+
+    def run(self) -> Found:
+        """Look at all of them."""
+        refused: dict[str, str] = {}
+        best: list[Candidate] = []
+        kinds: dict[str, Candidate] = {}
+        looked_at = 0
+        everything = sorted((self._at_least(layout), number, layout, technique) for number, (layout, technique) in (
+            enumerate(self.layouts(refused))
+        ))
+        for least, _, layout, technique in everything:
+            looked_at += 1
+            kind = kind_of(layout, technique)
+            known = kinds.get(kind)
+            if known is not None and known.fits and least > known.cost.seconds:
+                continue
+            found = self.best_choice(layout, technique, known)
+            if found is None:
+                refused.setdefault(kind, "no schedule, or no number of micro-batches, goes with the batch")
+                continue
+            if found.fits:
+                best.append(found)
+            if known is None or _better(found, known):
+                kinds[kind] = found
+        for kind in kinds:
+            refused.pop(kind, None)
+        return Found(sorted(best, key=_rank), sorted(kinds.values(), key=_rank), refused, looked_at)
+
+    def _at_least(self, layout: Layout) -> float:
+        """Seconds that no choice on a layout can go below: its layers, and what tp makes them wait."""
+        batch = self.global_batch // layout.dp
+        layer = self.cost.layer(layout.tp, layout.cp, 1, batch, "none", 1, "ring", False, False)
+        layers = sum(1 for kind in self.spec.sequence if self.spec.kinds[kind].role == "layer")
+        return layers * (layer.forward + layer.backward + layer.tp) / layout.pp
+
+    def best_choice(self, layout: Layout, technique: str, known: Candidate | None = None) -> Candidate | None:
+        """The fastest choice on a layout that fits; where none does, that which needs least. None where none goes.
+
+        Args:
+            known: the best of other layouts: choices that cannot be faster are not looked at.
+        """
+        found: Candidate | None = None
+        limit = known.cost.seconds if known is not None and known.fits else math.inf
+        for offload in (False, True):
+            for candidate in self._choices(layout, technique, offload, limit):
+                if found is None or _better(candidate, found):
+                    found = candidate
+            if found is not None and found.fits:
+                break
+            if technique == "ddp" or self.machine.device == "cpu" or self.dtype == "fp16" or "offload" in self.fixed:
+                break
+        return found
+
+    def _choices(self, layout: Layout, technique: str, offload: bool, limit: float) -> Iterator[Candidate]:
+        local = self.global_batch // layout.dp
+        spec = self.spec
+        modes = CHECKPOINTING if spec.plan is not None and spec.plan.checkpointed else CHECKPOINTING[:1]
+        modes = tuple(mode for mode in modes if self._wanted("checkpointing", mode))
+        styles = ("ring", "ulysses") if layout.cp > 1 else ("ring",)
+        for style in styles:
+            if self.broken(layout.tp, layout.cp, layout.ep, style) or not self._wanted("cp_style", style):
+                continue
+            common = {"data_parallel": technique, "cp_style": style, "offload": offload}
+            if layout.pp == 1:
+                reshards = ("auto",) if technique in UNSHARDED else ("auto", "never")
+                for reshard in reshards:
+                    if not self._wanted("reshard_after_forward", reshard):
+                        continue
+                    yield from self._without_pipeline(layout, local, modes, {**common, "reshard_after_forward": reshard})
+            else:
+                yield from self._pipelines(layout, local, modes, common, limit)
+
+    def _without_pipeline(
+        self, layout: Layout, local: int, modes: tuple[str, ...], common: dict[str, object]
+    ) -> Iterator[Candidate]:
+        """Of each mode of checkpointing the fewest micro-batches that fit; tiles where no mode fits."""
+        stages, fits = [whole_model(self.spec)], False
+        counts = [m for m in divisors(local) if self._wanted("microbatches", m)]
+        for tile in (1, TILES) if self._has_tiles(layout) and "tile" not in self.fixed else (self.fixed.get("tile", 1),):
+            if fits:
+                return
+            for mode in modes:
+                if tile != 1 and mode == "selective":
+                    continue
+                for count in counts:
+                    techniques = Techniques(checkpointing=mode, microbatches=count, tile=tile, **common)  # type: ignore[arg-type]
+                    candidate = self.evaluate(layout, techniques, stages)
+                    fits = fits or candidate.fits
+                    if candidate.fits or count == counts[-1]:
+                        yield candidate
+                        break
+
+    def _has_tiles(self, layout: Layout) -> bool:
+        plan = self.spec.plan
+        routed = getattr(self.spec.config, "n_experts", 0)
+        return bool(plan and plan.tiled and not routed and self.spec.tokens // (layout.cp * layout.tp) >= TILES)
+
+    def _pipelines(
+        self, layout: Layout, local: int, modes: tuple[str, ...], common: dict[str, object], limit: float
+    ) -> Iterator[Candidate]:
+        """Of each schedule the mode of checkpointing that fits, with the micro-batches that are fastest; passing over
+        what cannot be faster than what was found, or than `limit` seconds."""
+        busy = self._at_least(layout)
+        choices = []
+        for name, schedule in SCHEDULES.items():
+            for own in range(schedule.least, (schedule.most or MOST_STAGES_PER_RANK) + 1):
+                wanted = self._wanted("schedule", name) and self._wanted("stages_per_rank", own)
+                least, multiple = schedule.microbatches(layout.pp)
+                counts = [m for m in divisors(local) if m >= least and m % multiple == 0]
+                counts = [m for m in counts if self._wanted("microbatches", m)]
+                if wanted and counts and layout.pp * own <= len(self.spec.sequence):
+                    bubble = bubble_of(name, layout.pp, counts[-1], own)
+                    choices.append((busy / (1 - bubble), name, own, counts))
+        for least_seconds, name, own, counts in sorted(choices):
+            if least_seconds >= limit:
+                return
+            stages = self.stages(name, layout.pp, own)
+            for mode in modes:
+                if mode == "selective" and SCHEDULES[name].splits:
+                    continue
+                before: Candidate | None = None
+                for count in counts[:-4:-1]:  # from the smallest bubble on, while that gains
+                    techniques = Techniques(
+                        checkpointing=mode,
+                        microbatches=count,
+                        schedule=name,  # type: ignore[arg-type]
+                        stages_per_rank=own,
+                        **common,  # type: ignore[arg-type]
+                    )
+                    candidate = self.evaluate(layout, techniques, stages)
+                    yield candidate
+                    if before is not None and before.cost.seconds <= candidate.cost.seconds:
+                        break
+                    before = candidate
+                    if candidate.fits:
+                        limit = min(limit, candidate.cost.seconds)
+                if before is not None and before.fits:
+                    break
+
+    def _chunked(self, layout: Layout, techniques: Techniques, batch: int) -> Techniques:
+        """With the loss in chunks where the trainers would compute it so."""
+        config = self.spec.config
+        if "loss_chunks" in self.fixed:
+            return replace(techniques, loss_chunks=self.fixed["loss_chunks"])  # type: ignore[arg-type]
+        if not isinstance(config, TransformerConfig):
+            return techniques
+        width = 8 if self.dtype == "fp64" else 4
+        logits = -(-config.vocab_size // layout.tp) * batch * self.spec.tokens // layout.cp * width
+        if logits <= 4 * CHUNK_BYTES:
+            return techniques
+        return replace(techniques, loss_chunks=min(math.ceil(logits / CHUNK_BYTES), self.spec.tokens // layout.cp))
+
+    def evaluate(self, layout: Layout, techniques: Techniques, stages: list[Stage]) -> Candidate:
+        """What a layout with its techniques costs. stages: of the pipeline ranks that differ."""
+        local = self.global_batch // layout.dp
+        count = techniques.microbatches or 1
+        batch = -(-local // count)
+        techniques = self._chunked(layout, techniques, batch)
+        memory: dict[str, float] = {}
+        most = -1.0
+        for stage in stages:
+            parts = self.memory.of_stage(stage, layout, techniques, batch, count)
+            if (total := sum(parts.values())) > most:
+                memory, most = parts, total
+        cost = self.cost.step(stages, layout, techniques, batch, count)
+        spec, machine = self.spec, self.machine
+        host = max(self.memory.on_host(stage, layout, techniques) for stage in stages) if techniques.offload else 0.0
+        fits = most <= machine.budget and host * machine.gpus_per_host <= (machine.host_memory or math.inf)
+        return Candidate(
+            layout=layout,
+            techniques=techniques,
+            kind=kind_of(layout, techniques.data_parallel) + ("·offload" if techniques.offload else ""),
+            local_batch=local,
+            memory=memory,
+            fits=fits,
+            cost=cost,
+            tokens_per_second=self.global_batch * spec.tokens / cost.seconds,
+            mfu=self.global_batch * spec.flops / (cost.seconds * self.peak * machine.ranks),
+            host_memory=host,
+        )
+
+
+def _rank(candidate: Candidate) -> tuple[object, ...]:
+    """What decides the order: what fits first; of equals what has fewer axes and needs less."""
+    if not candidate.fits:
+        return (True, candidate.bytes, 0, 0.0)
+    return (False, candidate.cost.seconds, candidate.kind.count("·"), candidate.bytes)
+
+
+def _better(one: Candidate, other: Candidate) -> bool:
+    return _rank(one) < _rank(other)
+
+
+def check_batch(global_batch: int, seq_length: int) -> None:
+    """Raises ConfigError for a batch or a sequence that no machine takes."""
+    if not 1 <= global_batch <= 10**7:
+        raise ConfigError(f"--global_batch {global_batch}: it must be from 1 to 10,000,000 samples")
+    if not 1 <= seq_length <= 10**8:
+        raise ConfigError(f"--seq_length {seq_length}: it must be from 1 to 100,000,000 tokens")
