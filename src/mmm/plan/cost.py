@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,13 +30,12 @@ from mmm.analysis.bubble import bubble_formula
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.data.apply import UNSHARDED
-from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.mesh import Layout
 from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.techniques import Techniques
 from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, Stage
-from mmm.plan.network import Group, collective, groups_of
+from mmm.plan.network import Group, collective, group_of, groups_of, send
 from mmm.plan.spec import ModelSpec
 
 
@@ -52,6 +51,17 @@ class Layer(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self)
+
+
+class Work(NamedTuple):
+    """Seconds of a step without data parallelism, of the slowest stage; forward and backward of a micro-batch."""
+
+    seconds: float
+    bubble: float
+    compute: float
+    forward: float
+    backward: float
+    exposed: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,7 @@ class CostModel:
         self.spec, self.machine, self.memory = spec, machine, memory
         self.rate = machine.peak(dtype) * machine.matmul_efficiency
         self.memory_rate = machine.memory_bandwidth * machine.memory_efficiency
+        self.work = lru_cache(maxsize=None)(self._work)
         self.layer = lru_cache(maxsize=None)(self._layer)
         self.head = lru_cache(maxsize=None)(self._head)
         self.groups = lru_cache(maxsize=None)(lambda layout: groups_of(layout, machine))
@@ -140,10 +151,7 @@ class CostModel:
             heads = config.n_heads / tp
             sent = (2 * heads + 2 * math.lcm(max(config.n_kv_heads // tp, 1), n)) * config.head_dim * tokens * c
             return (2 + repeated) * collective("all_to_all", group, sent, machine, calls=2)
-        outside = machine.network_bandwidth * machine.network_efficiency / machine.gpus_per_host
-        rate = outside if group.crosses else machine.link_bandwidth * machine.link_efficiency
-        latency = machine.network_latency if group.crosses else machine.link_latency
-        hop, hidden = 2 * kv / rate + latency, scores / n / self.rate
+        hop, hidden = send(2 * kv, group, machine), scores / n / self.rate
         wide = max(4 / c, 1.0)
         # What each hop adds to the sums of the others, in float32: read, read the hop's, write.
         merged = 12 * config.n_heads / tp * config.head_dim * tokens / self.memory_rate
@@ -164,16 +172,11 @@ class CostModel:
         waits = 4 * collective("all_gather", self.groups(Layout(tp=tp, dp_shard=1))["tp"], size, self.machine)
         return times * flops / self.rate + traffic / self.memory_rate, waits
 
-    def step(
-        self, stages: list[Stage], layout: Layout, techniques: Techniques, batch: float, microbatches: int
-    ) -> StepCost:
-        """Seconds of a step.
-
-        Args:
-            stages: of each coordinate on pp. batch: samples of a micro-batch.
-        """
-        machine, spec, groups = self.machine, self.spec, self.groups(layout)
-        replicas = techniques.data_parallel in UNSHARDED
+    def _work(
+        self, stages: tuple[Stage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
+    ) -> Work:
+        """What a step takes without data parallelism. Arguments as of `step`; of the layout pp, cp, tp and ep count."""
+        machine, spec = self.machine, self.spec
         layer = self.layer(
             layout.tp,
             layout.cp,
@@ -182,81 +185,79 @@ class CostModel:
             techniques.checkpointing,
             techniques.tile,
             techniques.cp_style,
-            replicas,
+            techniques.data_parallel in UNSHARDED,
             layout.pp > 1 and SCHEDULES[techniques.schedule].splits,
         )
         head, head_waits = self.head(layout.tp, layout.cp, batch, techniques.loss_chunks)
-        slowest, compute, tp_waits, layers_of_slowest, p2p = 0.0, 0.0, 0.0, 0, 0.0
-        module_flops = 0.0
+        slowest, p2p, bubble = (0.0, 0.0, 0.0, 0, 0.0), 0.0, 0.0
         for stage in stages:
             layers, flops = 0, 0.0
             for number, count in stage.kinds:
                 kind = spec.kinds[number]
                 layers += count * (kind.role == "layer")
                 flops += 3 * count * kind.flops * (kind.role == "module")
-            busy = layers * (layer.forward + layer.backward) + flops * batch / layout.tp / self.rate
-            waits = layers * layer.tp
-            if stage.has_head:
-                busy, waits = busy + head, waits + head_waits
-            total = busy + waits + layers * (layer.cp + layer.ep)
-            if total > slowest:
-                slowest, compute, tp_waits, layers_of_slowest, module_flops = total, busy, waits, layers, flops
-        bubble = 0.0
+            modules = flops * batch / layout.tp / self.rate
+            compute = layers * (layer.forward + layer.backward) + modules + (head if stage.has_head else 0.0)
+            waits = layers * layer.tp + (head_waits if stage.has_head else 0.0)
+            slowest = max(slowest, (compute + waits + layers * (layer.cp + layer.ep), compute, waits, layers, modules))
+        total, compute, waits, layers, modules = slowest
         if layout.pp > 1:
-            own = stages[0].own
             passed = self.memory.kept(layout.tp, False).boundary * batch * spec.tokens / layout.cp
-            rate = machine.network_bandwidth * machine.network_efficiency / machine.gpus_per_host
-            if not groups["pp"].crosses:
-                rate = machine.link_bandwidth * machine.link_efficiency
-            latency = machine.network_latency if groups["pp"].crosses else machine.link_latency
-            p2p = 2 * own * (passed / rate + latency)
-            slowest += p2p
-            bubble = bubble_of(techniques.schedule, layout.pp, microbatches, own)
-        busy = microbatches * slowest
-        exposed = {
-            "tp": microbatches * tp_waits,
-            "cp": microbatches * layers_of_slowest * layer.cp,
-            "ep": microbatches * layers_of_slowest * layer.ep,
-            "pp": microbatches * p2p,
-        }
-        forward = layers_of_slowest * layer.forward + head / 3 + module_flops / 3 * batch / self.rate
-        dp, replicate, local = self._data_parallel(stages, layout, techniques, microbatches, forward, compute - forward)
-        exposed |= {"dp_shard": dp, "dp_replicate": replicate}
-        storage = self.memory.storage
-        optimizer = 10 * storage * local / self.memory_rate
-        offload = 0.0
+            pipeline = group_of(layout.pp, machine.ranks // layout.pp, machine)
+            p2p = 2 * stages[0].own * send(passed, pipeline, machine)
+            bubble = bubble_of(techniques.schedule, layout.pp, microbatches, stages[0].own)
+        exposed = {"tp": waits, "cp": layers * layer.cp, "ep": layers * layer.ep, "pp": p2p}
+        forward = layers * layer.forward + (head + modules) / 3
+        return Work(
+            seconds=microbatches * (total + p2p) / (1 - bubble),
+            bubble=bubble,
+            compute=microbatches * compute,
+            forward=forward,
+            backward=compute - forward,
+            exposed={axis: microbatches * seconds for axis, seconds in exposed.items() if seconds},
+        )
+
+    def step(
+        self, stages: tuple[Stage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
+    ) -> StepCost:
+        """Seconds of a step.
+
+        Args:
+            stages: of the pipeline ranks that differ. batch: samples of a micro-batch.
+        """
+        machine, replicas = self.machine, techniques.data_parallel in UNSHARDED
+        work = self.work(stages, replace(layout, dp_replicate=1, dp_shard=layout.ep), techniques, batch, microbatches)
+        shard, replicate, local = self._data_parallel(stages, layout, techniques, microbatches, work)
+        updated = 10 * self.memory.storage * local  # gradients are clipped; AdamW reads four tensors and writes three
+        optimizer, offload = updated / self.memory_rate, 0.0
         if techniques.offload:
             gathers = 1 if replicas or layout.pp > 1 else 2 * microbatches
-            moved = storage * local * (1 + gathers)
+            moved = self.memory.storage * local * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
-            optimizer = 10 * storage * local * machine.gpus_per_host / (machine.host_memory_bandwidth or self.memory_rate)
-        seconds = busy / (1 - bubble) + dp + replicate + optimizer + offload
+            optimizer = updated * machine.gpus_per_host / (machine.host_memory_bandwidth or self.memory_rate)
+        exposed = {**work.exposed, "dp_shard": shard, "dp_replicate": replicate}
         return StepCost(
-            seconds=seconds,
-            compute=microbatches * compute,
+            seconds=work.seconds + shard + replicate + optimizer + offload,
+            compute=work.compute,
             exposed={axis: wait for axis, wait in exposed.items() if wait > 0},
-            bubble=bubble,
+            bubble=work.bubble,
             optimizer=optimizer,
             offload=offload,
         )
 
     def _data_parallel(
         self,
-        stages: list[Stage],
+        stages: tuple[Stage, ...],
         layout: Layout,
         techniques: Techniques,
         microbatches: int,
-        forward: float,
-        backward: float,
+        work: Work,
     ) -> tuple[float, float, int]:
         """Seconds that dp_shard (with cp) and dp_replicate make a step wait, of the rank with most parameters; and the
-        elements of these that it updates.
-
-        Args:
-            forward, backward: seconds of compute of a micro-batch that communication can hide behind.
-        """
+        elements of these that it updates. They hide behind the compute of `work`."""
         machine, memory, groups = self.machine, self.memory, self.groups(layout)
-        technique, hide = techniques.data_parallel, machine.overlap
+        technique = techniques.data_parallel
+        forward, backward = machine.overlap * work.forward, machine.overlap * work.backward
         unsharded = technique in UNSHARDED
         sizes = max((memory.of(stage, layout, technique) for stage in stages), key=lambda of: of.local)
         local, padded, sharded, tensors, units = sizes[:5]
@@ -271,7 +272,7 @@ class CostModel:
                 reduce = collective(
                     "all_reduce" if technique == "zero1" else "reduce_scatter", group, size, machine, calls=tensors
                 )
-            waits = max(reduce - hide * backward, 0.1 * reduce)
+            waits = max(reduce - backward, 0.1 * reduce)
             if technique != "ddp":
                 waits += collective("all_gather", group, size, machine, calls=tensors)
             return (0.0, waits, sharded) if axis else (waits, 0.0, local if technique == "ddp" else sharded)
@@ -281,11 +282,10 @@ class CostModel:
         replicate = collective("all_reduce", groups["dp_replicate"], sharded * storage, machine, calls=units)
         first = gather / max(units, 1)
         if layout.pp > 1:
-            waits = max(gather - hide * forward, first) + reduce
+            waits = max(gather - forward, first) + reduce
             return waits, replicate, sharded
         again = {"auto": 1 - 1 / max(units, 1), "always": 1.0, "never": 0.0}[techniques.reshard_after_forward] * gather
-        assert techniques.reshard_after_forward in RESHARD_AFTER_FORWARD
-        waits = microbatches * (max(gather - hide * forward, first) + max(again - hide * backward, 0.0))
-        last = max(again + reduce - hide * backward, 0.1 * reduce) - max(again - hide * backward, 0.0)
-        left = max(hide * backward - again - reduce, 0.0)
+        waits = microbatches * (max(gather - forward, first) + max(again - backward, 0.0))
+        last = max(again + reduce - backward, 0.1 * reduce) - max(again - backward, 0.0)
+        left = max(backward - again - reduce, 0.0)
         return waits + max(last, 0.0), max(replicate - left, 0.1 * replicate), sharded

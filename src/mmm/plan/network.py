@@ -65,3 +65,11 @@ def collective(operation: str, group: Group, size: float, machine: Machine, call
         tree = 2 * (math.log2(group.local) * machine.link_latency + math.log2(max(hosts, 1)) * machine.network_latency)
         ring = min(2 * ring, tree)
     return calls * ring + factor(operation, group.size) * size / machine.bandwidth(group.local, group.crosses)
+
+
+def send(size: float, group: Group, machine: Machine) -> float:
+    """Seconds of one message of `size` bytes to the next rank of a group."""
+    if group.crosses:
+        rate = machine.network_bandwidth * machine.network_efficiency / machine.gpus_per_host
+        return size / rate + machine.network_latency
+    return size / (machine.link_bandwidth * machine.link_efficiency) + machine.link_latency

@@ -33,8 +33,10 @@ from mmm.plan.memory import MemoryModel, Stage, distinct, stages_for, whole_mode
 from mmm.plan.spec import ModelSpec
 
 CHECKPOINTING = ("none", "selective", "full")
+STYLES = ("ring", "ulysses")
 CHUNK_BYTES = 250_000_000  # of the logits of a chunk, as the trainers choose it
 TILES = 8
+EQUAL = 0.01  # step times that differ by less count as equal: then the simpler layout comes first
 MOST_STAGES_PER_RANK = 4
 GIB = 2**30
 
@@ -64,6 +66,21 @@ class Candidate:
     @property
     def bytes(self) -> float:
         return sum(self.memory.values())
+
+    @property
+    def microbatches(self) -> int:
+        return self.techniques.microbatches or 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Techniques on a layout. seconds: of a step without data parallelism. stages: of the pipeline ranks that differ.
+    batch: samples of a micro-batch."""
+
+    seconds: float
+    techniques: Techniques
+    stages: tuple[Stage, ...]
+    batch: int
 
     @property
     def microbatches(self) -> int:
@@ -116,10 +133,12 @@ class Search:
         self.splits = lru_cache(maxsize=None)(lambda stages: balance_stages(spec.costs, stages))
         self.stages = lru_cache(maxsize=None)(self._stages)
         self.broken = lru_cache(maxsize=None)(self._broken)
+        self.choices = lru_cache(maxsize=None)(self._choices)
+        self.one_stage = (whole_model(spec),)
         self.peak = machine.peak(dtype)
 
-    def _stages(self, schedule: str, pp: int, own: int) -> list[Stage]:
-        return distinct(stages_for(self.spec, self.splits(pp * own), schedule, pp))
+    def _stages(self, schedule: str, pp: int, own: int) -> tuple[Stage, ...]:
+        return tuple(distinct(stages_for(self.spec, self.splits(pp * own), schedule, pp)))
 
     def _broken(self, tp: int, cp: int, ep: int, style: str) -> str:
         """The first rule of the model that such axes break; "" for none."""
@@ -210,7 +229,7 @@ class Search:
             known = kinds.get(kind)
             if known is not None and known.fits and least > known.cost.seconds:
                 continue
-            found = self.best_choice(layout, technique, known)
+            found = self.best_choice(layout, technique)
             if found is None:
                 refused.setdefault(kind, "no schedule, or no number of micro-batches, goes with the batch")
                 continue
@@ -223,68 +242,88 @@ class Search:
         return Found(sorted(best, key=_rank), sorted(kinds.values(), key=_rank), refused, looked_at)
 
     def _at_least(self, layout: Layout) -> float:
-        """Seconds that no choice on a layout can go below: its layers, and what tp makes them wait."""
-        batch = self.global_batch // layout.dp
-        layer = self.cost.layer(layout.tp, layout.cp, 1, batch, "none", 1, "ring", False, False)
+        """Seconds that no choice on a layout can go below: its layers, what tp and cp make them wait, and the bubble of
+        the schedule that has least."""
+        batch, pp = self.global_batch // layout.dp, layout.pp
+        styles = [style for style in STYLES if not self.broken(layout.tp, layout.cp, 1, style)]
         layers = sum(1 for kind in self.spec.sequence if self.spec.kinds[kind].role == "layer")
-        return layers * (layer.forward + layer.backward + layer.tp) / layout.pp
+        own = max(min(MOST_STAGES_PER_RANK, len(self.spec.sequence) // pp), 1)
+        bubble = (pp - 1) / (3 * batch * own + pp - 1) if batch >= pp else bubble_of("GPipe", pp, batch, own)
+        times = (self.cost.layer(layout.tp, layout.cp, 1, batch, "none", 1, style, False, False) for style in styles)
+        return layers * min(time.total for time in times) / pp / (1 - min(bubble, bubble_of("GPipe", pp, batch, own)))
 
-    def best_choice(self, layout: Layout, technique: str, known: Candidate | None = None) -> Candidate | None:
-        """The fastest choice on a layout that fits; where none does, that which needs least. None where none goes.
-
-        Args:
-            known: the best of other layouts: choices that cannot be faster are not looked at.
-        """
-        found: Candidate | None = None
-        limit = known.cost.seconds if known is not None and known.fits else math.inf
+    def best_choice(self, layout: Layout, technique: str) -> Candidate | None:
+        """The fastest choice on a layout that fits; where none does, that which needs least. None where none goes."""
+        shape = replace(layout, dp_replicate=1, dp_shard=layout.ep)
+        found, can_offload = None, technique != "ddp" and self.machine.device != "cpu" and self.dtype != "fp16"
         for offload in (False, True):
-            for candidate in self._choices(layout, technique, offload, limit):
+            least: tuple[float, Choice] | None = None
+            for choice in self.choices(shape, self.global_batch // layout.dp, technique, offload):
+                if found is not None and choice.seconds >= found.cost.seconds:
+                    break
+                most = self._most(layout, choice, self.machine.budget)[0]
+                if most > self.machine.budget:
+                    least = min(least or (most, choice), (most, choice), key=lambda each: each[0])
+                    continue
+                candidate = self._evaluate(layout, choice)
                 if found is None or _better(candidate, found):
                     found = candidate
-            if found is not None and found.fits:
-                break
-            if technique == "ddp" or self.machine.device == "cpu" or self.dtype == "fp16" or "offload" in self.fixed:
+            if found is None and least is not None and not (can_offload and not offload):
+                found = self._evaluate(layout, least[1])
+            if found is not None or not can_offload or not self._wanted("offload", True):
                 break
         return found
 
-    def _choices(self, layout: Layout, technique: str, offload: bool, limit: float) -> Iterator[Candidate]:
-        local = self.global_batch // layout.dp
-        spec = self.spec
-        modes = CHECKPOINTING if spec.plan is not None and spec.plan.checkpointed else CHECKPOINTING[:1]
-        modes = tuple(mode for mode in modes if self._wanted("checkpointing", mode))
-        styles = ("ring", "ulysses") if layout.cp > 1 else ("ring",)
-        for style in styles:
-            if self.broken(layout.tp, layout.cp, layout.ep, style) or not self._wanted("cp_style", style):
+    def _choices(self, shape: Layout, local: int, technique: str, offload: bool) -> list[Choice]:
+        """What there is to choose on a layout, fastest first, but for what data parallelism makes it wait.
+
+        Args:
+            shape: without its data-parallel axes. local: samples of a step, of a data-parallel coordinate.
+        """
+        if not self._wanted("offload", offload):
+            return []
+        found, plan = [], self.spec.plan
+        modes = CHECKPOINTING if plan is not None and plan.checkpointed else CHECKPOINTING[:1]
+        for style in STYLES if shape.cp > 1 else STYLES[:1]:
+            if self.broken(shape.tp, shape.cp, shape.ep, style):
                 continue
-            common = {"data_parallel": technique, "cp_style": style, "offload": offload}
-            if layout.pp == 1:
-                reshards = ("auto",) if technique in UNSHARDED else ("auto", "never")
-                for reshard in reshards:
-                    if not self._wanted("reshard_after_forward", reshard):
-                        continue
-                    yield from self._without_pipeline(layout, local, modes, {**common, "reshard_after_forward": reshard})
-            else:
-                yield from self._pipelines(layout, local, modes, common, limit)
+            for mode in modes:
+                common = {"data_parallel": technique, "cp_style": style, "offload": offload, "checkpointing": mode}
+                if not all(self._wanted(name, value) for name, value in common.items() if name != "data_parallel"):
+                    continue
+                pick = self._without_pipeline if shape.pp == 1 else self._pipelines
+                for stages, more in pick(shape, local, mode, technique):
+                    techniques = Techniques(**common, **more)  # type: ignore[arg-type]
+                    batch = -(-local // (techniques.microbatches or 1))
+                    techniques = self._chunked(shape, techniques, batch)
+                    work = self.cost.work(stages, shape, techniques, batch, techniques.microbatches or 1)
+                    found.append(Choice(work.seconds, techniques, stages, batch))
+        # Of those that are no faster, and need no less, whatever the data-parallel axes are, none can be the answer.
+        all_sharded = replace(shape, dp_shard=self.machine.ranks // (shape.pp * shape.cp * shape.tp))
+        useful, least = [], math.inf
+        for choice in sorted(found, key=lambda choice: choice.seconds):
+            most = self._most(all_sharded, choice, least)[0]
+            if most < least:
+                useful.append(choice)
+                least = most
+        return useful
 
     def _without_pipeline(
-        self, layout: Layout, local: int, modes: tuple[str, ...], common: dict[str, object]
-    ) -> Iterator[Candidate]:
-        """Of each mode of checkpointing the fewest micro-batches that fit; tiles where no mode fits."""
-        stages, fits = [whole_model(self.spec)], False
-        counts = [m for m in divisors(local) if self._wanted("microbatches", m)]
-        for tile in (1, TILES) if self._has_tiles(layout) and "tile" not in self.fixed else (self.fixed.get("tile", 1),):
-            if fits:
-                return
-            for mode in modes:
-                if tile != 1 and mode == "selective":
-                    continue
-                for count in counts:
-                    techniques = Techniques(checkpointing=mode, microbatches=count, tile=tile, **common)  # type: ignore[arg-type]
-                    candidate = self.evaluate(layout, techniques, stages)
-                    fits = fits or candidate.fits
-                    if candidate.fits or count == counts[-1]:
-                        yield candidate
-                        break
+        self, shape: Layout, local: int, mode: str, technique: str
+    ) -> Iterator[tuple[tuple[Stage, ...], dict[str, object]]]:
+        tiles = (1, TILES) if self._has_tiles(shape) and mode != "selective" else (1,)
+        reshards = ("auto",) if technique in UNSHARDED else ("auto", "never")
+        for tile in tiles:
+            for reshard in reshards:
+                for count in divisors(local):
+                    more = {"tile": tile, "reshard_after_forward": reshard, "microbatches": count}
+                    if all(self._wanted(name, value) for name, value in more.items()):
+                        yield self.one_stage, more
+
+    def _waits_for_host(self, shape: Layout, batch: int) -> bool:
+        """Whether a layer of so many samples takes no less time than one of half as many."""
+        layer = self.cost.layer(shape.tp, shape.cp, 1, batch, "none", 1, "ring", False, False)
+        return layer.forward < 1.5 * self.machine.layer_overhead
 
     def _has_tiles(self, layout: Layout) -> bool:
         plan = self.spec.plan
@@ -292,46 +331,21 @@ class Search:
         return bool(plan and plan.tiled and not routed and self.spec.tokens // (layout.cp * layout.tp) >= TILES)
 
     def _pipelines(
-        self, layout: Layout, local: int, modes: tuple[str, ...], common: dict[str, object], limit: float
-    ) -> Iterator[Candidate]:
-        """Of each schedule the mode of checkpointing that fits, with the micro-batches that are fastest; passing over
-        what cannot be faster than what was found, or than `limit` seconds."""
-        busy = self._at_least(layout)
-        choices = []
+        self, shape: Layout, local: int, mode: str, technique: str
+    ) -> Iterator[tuple[tuple[Stage, ...], dict[str, object]]]:
         for name, schedule in SCHEDULES.items():
+            if not self._wanted("schedule", name) or (mode == "selective" and schedule.splits):
+                continue
+            least, multiple = schedule.microbatches(shape.pp)
+            counts = [m for m in divisors(local) if m >= least and m % multiple == 0]
+            counts = [m for m in counts if self._wanted("microbatches", m)]
+            # The most have the smallest bubble; larger ones are faster where the host cannot start kernels fast enough.
+            counts = counts[: -4 if self._waits_for_host(shape, local // counts[-1]) else -2 : -1] if counts else []
             for own in range(schedule.least, (schedule.most or MOST_STAGES_PER_RANK) + 1):
-                wanted = self._wanted("schedule", name) and self._wanted("stages_per_rank", own)
-                least, multiple = schedule.microbatches(layout.pp)
-                counts = [m for m in divisors(local) if m >= least and m % multiple == 0]
-                counts = [m for m in counts if self._wanted("microbatches", m)]
-                if wanted and counts and layout.pp * own <= len(self.spec.sequence):
-                    bubble = bubble_of(name, layout.pp, counts[-1], own)
-                    choices.append((busy / (1 - bubble), name, own, counts))
-        for least_seconds, name, own, counts in sorted(choices):
-            if least_seconds >= limit:
-                return
-            stages = self.stages(name, layout.pp, own)
-            for mode in modes:
-                if mode == "selective" and SCHEDULES[name].splits:
-                    continue
-                before: Candidate | None = None
-                for count in counts[:-4:-1]:  # from the smallest bubble on, while that gains
-                    techniques = Techniques(
-                        checkpointing=mode,
-                        microbatches=count,
-                        schedule=name,  # type: ignore[arg-type]
-                        stages_per_rank=own,
-                        **common,  # type: ignore[arg-type]
-                    )
-                    candidate = self.evaluate(layout, techniques, stages)
-                    yield candidate
-                    if before is not None and before.cost.seconds <= candidate.cost.seconds:
-                        break
-                    before = candidate
-                    if candidate.fits:
-                        limit = min(limit, candidate.cost.seconds)
-                if before is not None and before.fits:
-                    break
+                if counts and shape.pp * own <= len(self.spec.sequence) and self._wanted("stages_per_rank", own):
+                    stages = self.stages(name, shape.pp, own)
+                    for count in counts:
+                        yield stages, {"schedule": name, "stages_per_rank": own, "microbatches": count}
 
     def _chunked(self, layout: Layout, techniques: Techniques, batch: int) -> Techniques:
         """With the loss in chunks where the trainers would compute it so."""
@@ -346,29 +360,30 @@ class Search:
             return techniques
         return replace(techniques, loss_chunks=min(math.ceil(logits / CHUNK_BYTES), self.spec.tokens // layout.cp))
 
-    def evaluate(self, layout: Layout, techniques: Techniques, stages: list[Stage]) -> Candidate:
-        """What a layout with its techniques costs. stages: of the pipeline ranks that differ."""
-        local = self.global_batch // layout.dp
-        count = techniques.microbatches or 1
-        batch = -(-local // count)
-        techniques = self._chunked(layout, techniques, batch)
-        memory: dict[str, float] = {}
-        most = -1.0
-        for stage in stages:
-            parts = self.memory.of_stage(stage, layout, techniques, batch, count)
+    def _most(self, layout: Layout, choice: Choice, limit: float = math.inf) -> tuple[float, dict[str, float]]:
+        """Bytes of the rank that needs most, and by part; of the first one that needs more than `limit`."""
+        most, memory = -1.0, dict[str, float]()
+        for stage in choice.stages:
+            parts = self.memory.of_stage(stage, layout, choice.techniques, choice.batch, choice.microbatches)
             if (total := sum(parts.values())) > most:
                 memory, most = parts, total
-        cost = self.cost.step(stages, layout, techniques, batch, count)
-        spec, machine = self.spec, self.machine
-        host = max(self.memory.on_host(stage, layout, techniques) for stage in stages) if techniques.offload else 0.0
-        fits = most <= machine.budget and host * machine.gpus_per_host <= (machine.host_memory or math.inf)
+            if most > limit:
+                break
+        return most, memory
+
+    def _evaluate(self, layout: Layout, choice: Choice) -> Candidate:
+        """What a choice on a layout costs."""
+        spec, machine, techniques = self.spec, self.machine, choice.techniques
+        most, memory = self._most(layout, choice)
+        cost = self.cost.step(choice.stages, layout, techniques, choice.batch, choice.microbatches)
+        host = max(self.memory.on_host(stage, layout, techniques) for stage in choice.stages)
         return Candidate(
             layout=layout,
             techniques=techniques,
             kind=kind_of(layout, techniques.data_parallel) + ("·offload" if techniques.offload else ""),
-            local_batch=local,
+            local_batch=self.global_batch // layout.dp,
             memory=memory,
-            fits=fits,
+            fits=most <= machine.budget and host * machine.gpus_per_host <= (machine.host_memory or math.inf),
             cost=cost,
             tokens_per_second=self.global_batch * spec.tokens / cost.seconds,
             mfu=self.global_batch * spec.flops / (cost.seconds * self.peak * machine.ranks),
@@ -377,10 +392,11 @@ class Search:
 
 
 def _rank(candidate: Candidate) -> tuple[object, ...]:
-    """What decides the order: what fits first; of equals what has fewer axes and needs less."""
+    """What decides the order: what fits first; of equals what has fewer axes."""
     if not candidate.fits:
         return (True, candidate.bytes, 0, 0.0)
-    return (False, candidate.cost.seconds, candidate.kind.count("·"), candidate.bytes)
+    alike = round(math.log(candidate.cost.seconds) / math.log(1 + EQUAL))
+    return (False, alike, candidate.kind.count("·") + (candidate.layout.dp_replicate > 1), candidate.cost.seconds)
 
 
 def _better(one: Candidate, other: Candidate) -> bool:
