@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
     "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
+    "plan": ("mmm.cli.plan", "which layouts fit a machine, what they need, send and take, before a job is queued"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
     "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
 }

@@ -216,3 +216,11 @@ def changed(machine: Machine, given: Mapping[str, Any]) -> Machine:
     found = {name: value for name, value in given.items() if value is not None}
     sources = {**machine.sources, **dict.fromkeys(found, "the command line")}
     return check(replace(machine, **found, sources=sources), "machine")
+
+
+def check_batch(global_batch: int, seq_length: int) -> None:
+    """Raises ConfigError for a batch or a sequence that no machine takes."""
+    if not 1 <= global_batch <= 10**7:
+        raise ConfigError(f"--global_batch {global_batch}: it must be from 1 to 10,000,000 samples")
+    if not 1 <= seq_length <= 10**8:
+        raise ConfigError(f"--seq_length {seq_length}: it must be from 1 to 100,000,000 tokens")

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mmm.errors import ConfigError
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.advice import Broken
@@ -255,7 +254,7 @@ class Search:
     def best_choice(self, layout: Layout, technique: str) -> Candidate | None:
         """The fastest choice on a layout that fits; where none does, that which needs least. None where none goes."""
         shape = replace(layout, dp_replicate=1, dp_shard=layout.ep)
-        found, can_offload = None, technique != "ddp" and self.machine.device != "cpu" and self.dtype != "fp16"
+        found, can_offload = None, technique != "ddp" and self.spec.offloads and self.machine.device != "cpu"
         for offload in (False, True):
             least: tuple[float, Choice] | None = None
             for choice in self.choices(shape, self.global_batch // layout.dp, technique, offload):
@@ -402,10 +401,3 @@ def _rank(candidate: Candidate) -> tuple[object, ...]:
 def _better(one: Candidate, other: Candidate) -> bool:
     return _rank(one) < _rank(other)
 
-
-def check_batch(global_batch: int, seq_length: int) -> None:
-    """Raises ConfigError for a batch or a sequence that no machine takes."""
-    if not 1 <= global_batch <= 10**7:
-        raise ConfigError(f"--global_batch {global_batch}: it must be from 1 to 10,000,000 samples")
-    if not 1 <= seq_length <= 10**8:
-        raise ConfigError(f"--seq_length {seq_length}: it must be from 1 to 100,000,000 tokens")

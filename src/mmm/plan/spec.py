@@ -115,6 +115,11 @@ class ModelSpec:
         return tuple(self.kinds[kind].flops for kind in self.sequence)
 
     @property
+    def offloads(self) -> bool:
+        """Whether its program has a flag for offload."""
+        return self.program in ("mmm.trainer.lm", "")
+
+    @property
     def flops(self) -> float:
         """Of forward and backward of one sample, all scores of attention counted, as `mmm.analysis.utilization` has."""
         return 3.0 * sum(self.costs)
