@@ -25,6 +25,7 @@ from mmm.errors import ConfigError
 from mmm.plan.machine import read
 from mmm.runtime.device import is_available
 from mmm.runtime.memory import device_memory, host_memory
+from mmm.runtime.process_group import all_gather
 
 TRIES = 5
 PRODUCT = 768  # of the square matrices
@@ -83,7 +84,7 @@ def _measure_collectives(rank: int, ranks: int, store: str, result: str) -> None
         full = torch.empty(count * ranks)
         whole = torch.ones(count)
         calls: dict[str, Callable[[], Any]] = {
-            "all_gather": lambda full=full, part=part: dist.all_gather_into_tensor(full, part),  # type: ignore[misc]
+            "all_gather": lambda full=full, part=part: all_gather(full, part),  # type: ignore[misc]
             "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
         }
         for operation, call in calls.items():

@@ -1,10 +1,11 @@
 """What a rank has in memory at the peak of a step, by part, from the model's sizes alone.
 
-The parts are those of the moment at which their sum is largest; of these three::
+The parts are those of the moment at which their sum is largest; of these::
 
     loss        all activations, the logits and their gradients
-    backward    all activations, the first layers' gradients on their way to the other ranks
-    end         no activations, all gradients
+    backward    all layers' activations, what backward of the last one needs on top, the head's gradients
+    first       one layer's activations, what its backward needs, the gradients of all layers
+    end         no activations, all gradients, those of the embedding on their way to the other ranks
 
 With FSDP a rank has a unit gathered, the one after it on its way, and the gradients of one going out. With several
 micro-batches a step (and in a pipeline) it has the unsharded gradients of all its layers until the last of them; a
@@ -32,6 +33,7 @@ from mmm.parallel.techniques import Techniques
 from mmm.plan.activations import Kept, transformer_layer, vit_layer
 from mmm.plan.spec import ModelSpec
 
+Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
 WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
 STATE = {"adamw": 2, "muon": 1, "sgd": 0}  # elements of optimizer state for a parameter
@@ -54,6 +56,16 @@ class Sizes(NamedTuple):
     last: int = 0
     largest: int = 0
     layer: int = 0
+
+
+class Backward(NamedTuple):
+    """Bytes that a micro-batch leaves for backward: of all layers, of the head, of one layer; and what backward of a
+    layer needs on top."""
+
+    layers: float
+    head: float
+    working: float
+    layer: float
 
 
 @dataclass(frozen=True)
@@ -129,9 +141,9 @@ class MemoryModel:
         largest = max(sizes.padded for sizes, _ in by_kind.values())
         others = [sizes.padded for kind, (sizes, _) in by_kind.items() if self.spec.kinds[kind].role != "head"]
         if self.spec.tied and not pipeline:  # one parameter, which two parts have
-            twice = max(math.prod(m.local(tp, 1)) for m in self.spec.kinds[0].matrices)
-            each = -(-twice // shards[0])
-            local, padded, sharded = local - twice, padded - each * shards[0], sharded - each
+            rows, dim = max((m.local(tp, 1) for m in self.spec.kinds[0].matrices), key=math.prod)
+            each = -(-rows // shards[0]) * dim
+            local, padded, sharded = local - rows * dim, padded - each * shards[0], sharded - each
         return Sizes(
             local=local,
             padded=padded,
@@ -159,8 +171,8 @@ class MemoryModel:
 
     def _activations(
         self, stage: Stage, tp: int, cp: int, replicas: bool, checkpointing: str, tile: int, batch: float
-    ) -> tuple[float, float]:
-        """Bytes that one micro-batch leaves for backward on a stage, and that its backward needs on top.
+    ) -> Backward:
+        """What one micro-batch leaves for backward on a stage.
 
         Args:
             replicas: whether every rank keeps the full model. batch: samples of a micro-batch.
@@ -178,21 +190,15 @@ class MemoryModel:
         if checkpointing == "none":
             a_layer += positions
         else:
-            working += everything - kept.full * tokens  # one layer is computed again
-        total = 0.0
-        for number, count in stage.kinds:
-            kind = self.spec.kinds[number]
-            if kind.role == "layer":
-                total += count * a_layer
-            elif kind.role == "head":
-                total += kept.head * tokens
-            elif kind.role == "module":
-                total += count * kind.saved * self.compute * batch
-        return total, working
+            working += everything - a_layer  # one layer is computed again
+        layers = sum(count for number, count in stage.kinds if self.spec.kinds[number].role == "layer")
+        head = kept.head * tokens if stage.has_head and layers else 0.0
+        modules = sum(count * self.spec.kinds[number].saved for number, count in stage.kinds) * self.compute * batch
+        return Backward(layers * a_layer + modules, head, working, a_layer if layers else 0.0)
 
     def logits(self, layout: Layout, techniques: Techniques, batch: float) -> tuple[float, float]:
-        """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradient
-        of the output matrix that a loss in chunks sums up."""
+        """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradients
+        of the output matrix and of its input that a loss in chunks sums up."""
         config = self.spec.config
         if not isinstance(config, TransformerConfig):
             return 0.0, 0.0
@@ -202,9 +208,11 @@ class MemoryModel:
         if techniques.loss_chunks == 1:
             # log-softmax, its gradient, and that of the logits; under tp the sum of two more
             return tokens * vocabulary * (s * 3 if layout.tp == 1 else s * 4), 0.0
-        matrix = vocabulary * config.dim
         chunk = math.ceil(self.spec.tokens / layout.cp / techniques.loss_chunks) * batch
-        return chunk * vocabulary * (s + (c if c != s else 0)), matrix * (s + (c if c != s else 0))
+        mixed = c if c != s else 0
+        # The logits of a chunk are still there while those of the next are made.
+        summed = vocabulary * config.dim * (s + mixed) + tokens * config.dim * c
+        return chunk * vocabulary * 2 * (s + mixed), summed
 
     def of_stage(
         self, stage: Stage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
@@ -215,83 +223,81 @@ class MemoryModel:
             layout: fitted. batch: samples of a micro-batch. microbatches: of a step.
         """
         technique, storage, compute = techniques.data_parallel, self.storage, self.compute
-        sizes, replicas = self.of(stage, layout, technique), technique in UNSHARDED
-        shards = self.shards(layout, technique)[0]
-        activations, working = self.activations(
+        sizes, replicas, pipeline = self.of(stage, layout, technique), technique in UNSHARDED, layout.pp > 1
+        left = self.activations(
             stage, layout.tp, layout.cp, replicas, techniques.checkpointing, techniques.tile, batch
         )
         logits, summed = self.logits(layout, techniques, batch) if stage.has_head else (0.0, 0.0)
-        pipeline = layout.pp > 1
+        flying, passed = 1.0, 0.0
         if pipeline:
             flying = in_flight(techniques.schedule, layout.pp, stage.number, microbatches, stage.own)
-            passed = self.kept(layout.tp, False).boundary * batch * self.spec.tokens / layout.cp
-            activations = flying * (activations + passed * stage.own)
+            passed = self.kept(layout.tp, False).boundary * batch * self.spec.tokens / layout.cp * stage.own
+        # At the loss, at the backward of the last layer, at that of the first, and at the end.
+        activations = (
+            flying * (left.layers + left.head + passed),
+            flying * (left.layers + passed) + left.working + (flying - 1) * left.head,
+            left.layer + left.working,
+            0.0,
+        )
         if replicas:
-            parts = self._replicas(technique, sizes, activations, working, logits, summed, microbatches)
+            moments, base = self._replicas(technique, sizes, microbatches)
         else:
-            unsharded = sizes.local * storage if microbatches > 1 or pipeline else 0.0
-            own, head, layer, largest = sizes.sharded * storage, sizes.last, sizes.layer, sizes.largest
-            never = pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
-            gathered = sizes.local * compute if never else 0.0
-            outgoing = head * storage + summed
-            loss = {
-                "gradients": unsharded,
-                "activations": activations,
-                "gathered": gathered or head * compute,
-                "buffers": summed,
-                "logits": logits,
-            }
-            backward = {
-                "gradients": unsharded or min(own, head * storage / shards),
-                "activations": activations + working,
-                "gathered": gathered or 2 * layer * compute,
-                "buffers": layer * compute + (outgoing - summed if not unsharded else 0),
-                "logits": 0.0,
-            }
-            end = {
-                "gradients": own + unsharded,
-                "activations": 0.0,
-                "gathered": gathered or largest * compute,
-                "buffers": largest * (storage + (0 if unsharded else compute)),
-                "logits": 0.0,
-            }
-            base = {"parameters": own, "optimizer": self.state * own}
-            if techniques.offload:  # shards, their gradients and state are on the host
-                for moment in (loss, backward, end):
-                    moment["gradients"] -= own if moment is end else 0.0
-                    moment["gradients"] = max(moment["gradients"], 0.0)
-                base = {"parameters": 0.0, "optimizer": 0.0}
-            parts = {**base, **max((loss, backward, end), key=lambda moment: sum(moment.values()))}
-        return {name: parts[name] for name in PARTS}
+            moments, base = self._sharded(sizes, techniques, microbatches, pipeline)
+        totals = [
+            gradients + gathered + buffers + kept + (logits + summed if number == 0 else 0.0)
+            for number, ((gradients, gathered, buffers), kept) in enumerate(zip(moments, activations, strict=True))
+        ]
+        peak = totals.index(max(totals))
+        gradients, gathered, buffers = moments[peak]
+        return {
+            "parameters": base[0],
+            "gradients": gradients,
+            "optimizer": base[1],
+            "activations": activations[peak],
+            "gathered": gathered,
+            "buffers": buffers + (summed if peak == 0 else 0.0),
+            "logits": logits if peak == 0 else 0.0,
+        }
+
+    def _sharded(
+        self, sizes: Sizes, techniques: Techniques, microbatches: int, pipeline: bool
+    ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
+        """Of fsdp and hsdp: gradients, gathered parameters and buffers of each moment; parameters and optimizer."""
+        storage, compute, own = self.storage, self.compute, float(sizes.sharded * self.storage)
+        several = microbatches > 1 or pipeline
+        unsharded = float(sizes.local * storage) if several else 0.0
+        never = pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
+        everything = float(sizes.local * compute) if never else 0.0
+        shard = own / max(sizes.padded, 1)  # bytes of a rank's gradients for an element of the model
+        # A gradient in the dtype of compute, and the same on its way; with several micro-batches it is there already.
+        leaving = storage if several else storage + compute
+        moved = 0.0 if techniques.offload else 1.0  # with offload a rank's gradients are on the host
+        layer, largest, last = sizes.layer, sizes.largest, sizes.last
+        moments = (
+            (unsharded, everything or last * compute, 0.0),
+            (unsharded or moved * shard * last, everything or 2 * layer * compute, float(last * storage)),
+            (unsharded or moved * (own - shard * layer), everything or 2 * layer * compute, float(layer * leaving)),
+            (unsharded + moved * own, everything or largest * compute, float(largest * leaving)),
+        )
+        return moments, (moved * own, moved * self.state * own)
 
     def _replicas(
-        self,
-        technique: str,
-        sizes: Sizes,
-        activations: float,
-        working: float,
-        logits: float,
-        summed: float,
-        microbatches: int,
-    ) -> dict[str, float]:
-        """Of ddp, zero1 and zero2, which have all parameters, and where autocast is on a copy of them to compute in."""
-        storage, local, own = self.storage, sizes.local, sizes.sharded * self.storage
-        copied = local * self.compute if self.compute != storage else 0.0
-        before = local * storage if microbatches > 1 or technique == "ddp" else 0.0
-        gradients = local * storage  # at the end of backward; of zero2 all are on their way until then
+        self, technique: str, sizes: Sizes, microbatches: int
+    ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
+        """As `_sharded`, of ddp, zero1 and zero2: all parameters, and where autocast is on a copy to compute in."""
+        full, own = float(sizes.local * self.storage), float(sizes.sharded * self.storage)
+        copied = float(sizes.local * self.compute) if self.compute != self.storage else 0.0
+        before = full if microbatches > 1 or technique == "ddp" else 0.0  # DDP's buckets stay
+        # All reductions of a backward are under way until its end.
+        gradients, outgoing = (own, full) if technique == "zero2" else (full, 0.0)
+        layer = sizes.layer * self.storage
         moments = (
-            {"gradients": before, "activations": activations, "buffers": summed, "logits": logits},
-            {"gradients": before, "activations": activations + working, "buffers": summed, "logits": 0.0},
-            {
-                "gradients": own if technique == "zero2" else gradients,
-                "activations": 0.0,
-                "buffers": gradients if technique == "zero2" else 0.0,
-                "logits": 0.0,
-            },
+            (before, copied, 0.0),
+            (before or float(sizes.last * self.storage), copied, 0.0),
+            (before or full - layer, copied, 0.0),
+            (gradients, copied, outgoing),
         )
-        state = own if technique != "ddp" else local * storage
-        base = {"parameters": float(local * storage), "optimizer": self.state * state, "gathered": copied}
-        return {**base, **max(moments, key=lambda moment: sum(moment.values()))}
+        return moments, (full, self.state * (full if technique == "ddp" else own))
 
     def on_host(self, stage: Stage, layout: Layout, techniques: Techniques) -> float:
         """Bytes of the host that a rank with offload takes."""

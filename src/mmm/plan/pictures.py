@@ -35,10 +35,11 @@ def _memory(search: Search, kinds: Sequence[Candidate], path: Path) -> Path:
     shown, budget = list(kinds[:MOST_BARS]), search.machine.budget / GIB
     figure = new_figure(9, 1.6 + 0.42 * len(shown))
     axes = figure.subplots()
+    used = {part: color for part, color in zip(PARTS, COLORS, strict=True) if any(c.memory[part] for c in shown)}
     longest = 1.6 * budget  # a bar that is longer is broken off, and says how long it is
     for row, candidate in enumerate(shown):
         left = 0.0
-        for part, color in zip(PARTS, COLORS, strict=True):
+        for part, color in used.items():
             width = min(candidate.memory[part] / GIB, max(longest - left, 0.0))
             axes.barh(row, width, left=left, color=color, label=part if row == 0 else None, height=0.7)
             left += width
@@ -52,7 +53,8 @@ def _memory(search: Search, kinds: Sequence[Candidate], path: Path) -> Path:
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("GiB on the rank that needs most")
     axes.set_title(f"{search.spec.name}: memory by part, the best of each kind")
-    axes.legend(ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.35, -0.16 - 0.6 / len(shown)), columnspacing=1.0)
+    below = -0.75 / (1.6 + 0.42 * len(shown))  # of the figure's height: under the label of the axis
+    axes.legend(ncols=len(used), loc="upper center", bbox_to_anchor=(0.35, below), columnspacing=1.0)
     figure.savefig(path, bbox_inches="tight")
     return path
 
@@ -93,7 +95,7 @@ def _ranks(search: Search, found: Found, path: Path) -> Path:
     axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
     low, high = math.floor(math.log2(min(rates))), math.ceil(math.log2(max(rates)))
     ticks = [2.0**n for n in range(low, high + 1)] if len(ranks) > 1 else rates
-    axes.set_yticks(ticks, [f"{tick:,.3g}" for tick in ticks])
+    axes.set_yticks(ticks, [f"{tick / 1000:,.3g} k" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("ranks (the batch grows with them)")
     axes.set_ylabel("tokens/s" if search.spec.seq_length else "samples/s")
@@ -118,18 +120,26 @@ def _frontier(search: Search, found: Found, path: Path) -> Path:
         drawstyle="steps-post",
         label="frontier: none is faster and smaller",
     )
-    for number, candidate in enumerate(edge[:: max(1, len(edge) // 6)]):
-        axes.annotate(
-            str(candidate.layout),
-            (candidate.bytes / GIB, candidate.cost.seconds),
-            textcoords="offset points",
-            xytext=(6, 6 if number % 2 else -12),
-            fontsize=7,
-            color=INK,
-        )
+    top = min(max(times), 2.5 * min(times))
+    labelled: list[tuple[float, float]] = []
+    for candidate in (edge[-1], edge[0], *edge):
+        at = candidate.bytes / GIB, candidate.cost.seconds
+        near = any(abs(at[0] - x) < 0.15 * max(memory) and abs(at[1] - y) < 0.1 * top for x, y in labelled)
+        if at[1] <= top and not near:
+            labelled.append(at)
+            axes.annotate(
+                str(candidate.layout),
+                at,
+                textcoords="offset points",
+                xytext=(-6, -4),
+                ha="right",
+                va="top",
+                fontsize=8,
+                color=INK,
+            )
     budget = search.machine.budget / GIB
     axes.axvline(budget, color=INK, linewidth=1.2, linestyle="--", label=f"budget {budget:,.1f} GiB")
-    axes.set_ylim(0.95 * min(times), min(max(times), 4 * min(times)) * 1.05)
+    axes.set_ylim(0.88 * min(times), 1.05 * top)
     axes.set_xlim(left=0)
     axes.set_xlabel("GiB on the rank that needs most")
     axes.set_ylabel("seconds a step")
@@ -140,9 +150,9 @@ def _frontier(search: Search, found: Found, path: Path) -> Path:
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other beats in both time and memory, the smallest first."""
+    """Those that no smaller one is as fast as, to 1 %; the smallest first."""
     found: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.bytes, c.cost.seconds)):
-        if not found or candidate.cost.seconds < found[-1].cost.seconds:
+        if not found or candidate.cost.seconds < 0.99 * found[-1].cost.seconds:
             found.append(candidate)
     return found
