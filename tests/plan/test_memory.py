@@ -25,6 +25,15 @@ VOCABULARY = {**NARROW, "vocab_size": 8192}
 ROUTED = {**NARROW, "n_experts": 8, "top_k": 2}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of small operators wait for each other where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def kept_bytes(work, weights):
     """What autograd keeps for backward, but for weights."""
     seen = {}
