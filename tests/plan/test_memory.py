@@ -98,14 +98,21 @@ def predicted(sizes, batch, seq, **techniques):
     return sum(parts.values()) - parts["parameters"]
 
 
+MODES = ("none", "selective", "full")
 CASES = [
-    *((sizes, {"checkpointing": mode}) for sizes in (NARROW, WIDE, VOCABULARY) for mode in ("none", "selective", "full")),
-    *((VOCABULARY, more) for more in ({"loss_chunks": 8}, {"tile": 8}, {"tile": 8, "loss_chunks": 8})),
-    (ROUTED, {}),
+    *((NARROW, {"checkpointing": mode}) for mode in MODES),
+    (VOCABULARY, {"tile": 8, "loss_chunks": 8}),
+    *(
+        pytest.param(sizes, {"checkpointing": mode}, marks=pytest.mark.long)
+        for sizes in (WIDE, VOCABULARY)
+        for mode in MODES
+    ),
+    *(pytest.param(VOCABULARY, more, marks=pytest.mark.long) for more in ({"loss_chunks": 8}, {"tile": 8})),
+    pytest.param(ROUTED, {}, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "techniques"), CASES, ids=str)
+@pytest.mark.parametrize(("sizes", "techniques"), CASES)
 def test_peak_of_a_step(sizes, techniques):
     config, batch, seq = TransformerConfig(**sizes), 4, 256
     model, plan = Transformer(config), transformer_plan(config)
