@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmm.plan.candidate import kind_of
 from mmm.plan.machine import changed, load
-from mmm.plan.search import Search, kind_of
-from mmm.plan.spec import read_model
+from mmm.plan.models import read_model
+from mmm.plan.search import Search
 
 H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 A100 = "torchtitan, docs/performance.md"
@@ -128,7 +129,8 @@ def main() -> None:
         tokens, fits, place, best = predicted(run)
         apart = tokens / run.tokens - 1
         print(
-            f"{run.name:36}{run.tokens:10,.0f}{tokens:11,.0f}{apart:8.0%}{'yes' if fits else 'no':>6}{place:7}   {best}",
+            f"{run.name:36}{run.tokens:10,.0f}{tokens:11,.0f}{apart:8.0%}{'yes' if fits else 'no':>6}{place:7}   "
+            f"{best}",
             flush=True,
         )
 

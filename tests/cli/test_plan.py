@@ -8,7 +8,7 @@ import pytest
 from mmm.cli.main import main
 from mmm.plan import calibrate
 from mmm.plan.machine import load
-from mmm.plan.spec import read_model
+from mmm.plan.models import read_model
 
 SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global_batch", "32"]
 LLAMA_CONFIG = {
@@ -56,7 +56,9 @@ def test_a_hugging_face_config(tmp_path, capsys):
     assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
     assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 0
     assert "--dim 4096" in capsys.readouterr().out
-    path.write_text(json.dumps({**LLAMA_CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}))
+    path.write_text(
+        json.dumps({**LLAMA_CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    )
     assert read_model(str(path), {}, 512).config.n_experts == 8
 
 
@@ -64,7 +66,7 @@ def test_a_users_module(monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parent.parent / "plan")
     assert main(["plan", "--model", "my_module:make", "--site", "dgx-h100", "--hosts", "1", "--global_batch", "8"]) == 0
     text = capsys.readouterr().out
-    assert "413,450 parameters" in text
+    assert "413,962 parameters" in text
     assert "activations of this model are not known" in text
     assert "a module without a plan has data parallelism alone" in text
     spec = read_model("my_module:make", {}, 1)
@@ -95,7 +97,10 @@ def test_a_users_module(monkeypatch, capsys):
         (["--model", "llama-8b", "--hosts", "1", "--gpu_memory", "64"], "give a unit"),
         (["--model", "llama-8b", "--hosts", "1", "--global_batch", "0"], "--global_batch 0"),
         (["--model", "llama-8b", "--hosts", "1", "--global_batch", "99999999999"], "10,000,000"),
-        (["--model", "llama-8b", "--hosts", "1", "--global_batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"], "7 does not"),
+        (
+            ["--model", "llama-8b", "--hosts", "1", "--global_batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"],
+            "7 does not",
+        ),
         (["--model", "llama-8b", "--hosts", "1", "--seq_length", "0"], "--seq_length 0"),
         (["--model", "llama-8b", "--hosts", "1", "--top", "0"], "--top 0"),
         (["--model", "llama-8b", "--hosts", "1", "--nonsense"], "unrecognized arguments"),
@@ -115,6 +120,7 @@ def test_bad_input(monkeypatch, capsys, flags, words):
     assert error.startswith("mmm: error: ")
 
 
+@pytest.mark.long
 def test_calibrate_writes_a_machine(tmp_path, monkeypatch, capsys):
     path = tmp_path / "here.json"
     monkeypatch.setattr(calibrate, "TRIES", 1)

@@ -39,7 +39,9 @@ def test_units(text, size):
     assert parse_bytes(text, "--gpu_memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0GiB", "64Gb1", "64 parsecs", "64", "1e999GiB", "nan", "1..2GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "0GiB", "64Gb1", "64 parsecs", "64", "1e999GiB", "nan", "1..2GiB"]
+)
 def test_wrong_units(text):
     with pytest.raises(ConfigError, match="--gpu_memory"):
         parse_bytes(text, "--gpu_memory")

@@ -16,7 +16,7 @@ from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.plan.activations import transformer_layer, vit_layer
 from mmm.plan.memory import PARTS, MemoryModel, in_flight, stages_for, whole_model
-from mmm.plan.spec import read_model
+from mmm.plan.models import read_model
 
 CPU = torch.device("cpu")
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
@@ -174,6 +174,6 @@ def test_parts_by_data_parallel_technique():
 
 def test_stages_are_those_of_the_partition():
     spec = read_model("small", {"n_layers": 6}, 64)
-    stages = stages_for(spec, [range(0, 3), range(3, 5), range(5, 7), range(7, 8)], "ZBVZeroBubble", 2)
+    stages = stages_for(spec, [range(3), range(3, 5), range(5, 7), range(7, 8)], "ZBVZeroBubble", 2)
     assert [stage.kinds for stage in stages] == [((0, 1), (1, 2), (2, 1)), ((1, 4),)]
     assert [stage.has_head for stage in stages] == [True, False]

@@ -1,5 +1,6 @@
 """The search: what it finds is what the trainers take, fits, and is the fastest of what it looked at."""
 
+import itertools
 import math
 import shlex
 import sys
@@ -11,13 +12,14 @@ import pytest
 from mmm.analysis.bubble import action_lists, bubble_formula, replay
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
+from mmm.plan.candidate import Choice, divisors
 from mmm.plan.cost import bubble_of
 from mmm.plan.machine import changed, load
+from mmm.plan.models import read_model
 from mmm.plan.pictures import frontier
 from mmm.plan.report import as_json, missing, text_of, why_each
 from mmm.plan.script import job_script, launch_line
-from mmm.plan.search import Choice, Search, divisors
-from mmm.plan.spec import read_model
+from mmm.plan.search import Search
 from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import parse
 
@@ -39,7 +41,7 @@ def test_the_fastest_comes_first(aurora):
     _, found = aurora
     seconds = [candidate.cost.seconds for candidate in found.best]
     assert seconds[0] <= 1.02 * min(seconds)
-    assert all(a <= 1.02 * b for a, b in zip(seconds, seconds[1:], strict=False))
+    assert all(a <= 1.02 * b for a, b in itertools.pairwise(seconds))
     assert len({(c.layout, c.techniques.data_parallel) for c in found.best}) == len(found.best)
 
 
@@ -48,7 +50,9 @@ def test_what_fits_is_within_the_budget(aurora):
     assert all(candidate.bytes <= search.machine.budget for candidate in found.best)
     assert all(candidate.bytes > search.machine.budget for candidate in found.kinds if not candidate.fits)
     assert all(candidate.layout.ranks == 96 for candidate in found.best)
-    assert {"ddp", "zero1"} <= {candidate.kind.removesuffix("·offload") for candidate in found.kinds if not candidate.fits}
+    assert {"ddp", "zero1"} <= {
+        candidate.kind.removesuffix("·offload") for candidate in found.kinds if not candidate.fits
+    }
 
 
 def test_nothing_that_was_passed_over_is_faster(aurora):
@@ -58,13 +62,20 @@ def test_nothing_that_was_passed_over_is_faster(aurora):
     fastest = {}
     for candidate in found.best:
         fastest.setdefault(candidate.kind, candidate.cost.seconds)
-    for layout in (Layout(dp_shard=96), Layout(dp_shard=24, pp=4), Layout(dp_shard=48, tp=2), Layout(dp_shard=24, cp=4)):
+    for layout in (
+        Layout(dp_shard=96),
+        Layout(dp_shard=24, pp=4),
+        Layout(dp_shard=48, tp=2),
+        Layout(dp_shard=24, cp=4),
+    ):
         local = 96 // layout.dp
         for mode in ("none", "selective", "full"):
             for name, schedule in SCHEDULES.items() if layout.pp > 1 else [("1F1B", SCHEDULES["1F1B"])]:
                 for count in divisors(local):
                     least, multiple = schedule.microbatches(layout.pp)
-                    if layout.pp > 1 and (count < least or count % multiple or (mode == "selective" and schedule.splits)):
+                    if layout.pp > 1 and (
+                        count < least or count % multiple or (mode == "selective" and schedule.splits)
+                    ):
                         continue
                     stages = search.one_stage
                     own = None

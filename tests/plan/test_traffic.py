@@ -12,8 +12,8 @@ from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.plan.memory import MemoryModel, stages_for, whole_model
+from mmm.plan.models import read_model
 from mmm.plan.network import Group
-from mmm.plan.spec import read_model
 from mmm.plan.traffic import between_hosts, sent_bytes
 from mmm.runtime.device import Precision
 

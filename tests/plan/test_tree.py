@@ -4,7 +4,7 @@ import pytest
 
 from mmm.plan.machine import changed, load
 from mmm.plan.memory import MemoryModel
-from mmm.plan.spec import read_model
+from mmm.plan.models import read_model
 from mmm.plan.tree import Facts, decide, facts_of
 
 

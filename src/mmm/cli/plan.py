@@ -13,7 +13,8 @@ from mmm.errors import ConfigError
 from mmm.plan.machine import Machine, changed, check_batch, known_machines, load, parse_bytes
 
 if TYPE_CHECKING:
-    from mmm.plan.search import Found, Search
+    from mmm.plan.candidate import Found
+    from mmm.plan.search import Search
 
 EPILOG = """\
 examples:
@@ -74,11 +75,15 @@ def parser() -> argparse.ArgumentParser:
         fixed.add_argument(*_both(name), metavar="N" if number else "NAME", type=int if number else str)
     shown = made.add_argument_group("what is shown")
     shown.add_argument("--top", metavar="N", type=int, default=5, help="of the best (default: 5)")
-    shown.add_argument("--explain", action="store_true", help="every assumption with its source, and the best in detail")
+    shown.add_argument(
+        "--explain", action="store_true", help="every assumption with its source, and the best in detail"
+    )
     shown.add_argument("--script", metavar="FILE", type=Path, help="write a job script that runs the best")
     shown.add_argument("--json", metavar="FILE", type=Path, help="write all that fit, best first")
     shown.add_argument("--plots", metavar="DIR", type=Path, help="draw memory, tokens/s against ranks, time and memory")
-    shown.add_argument("--calibrate", metavar="FILE", type=Path, help="measure this machine, and write it for --machine")
+    shown.add_argument(
+        "--calibrate", metavar="FILE", type=Path, help="measure this machine, and write it for --machine"
+    )
     return made
 
 
@@ -120,8 +125,8 @@ def main(argv: list[str]) -> int:
     global_batch = machine.ranks if args.global_batch is None else args.global_batch
     check_batch(global_batch, args.seq_length)
 
+    from mmm.plan.models import read_model
     from mmm.plan.search import Search  # imports torch
-    from mmm.plan.spec import read_model
 
     spec = read_model(
         args.model, {name: getattr(args, name) for name in SIZES}, args.seq_length, args.tie_word_embeddings

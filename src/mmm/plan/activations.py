@@ -14,8 +14,8 @@ Full checkpointing keeps the block's input alone; selective the outputs of produ
 product returns is full under tp), and the input. With DDP, ZeRO-1 and ZeRO-2 in mixed precision the residual stream
 is in the dtype of the weights (autocast).
 
-Sources: Korthikanti et al., "Reducing activation recomputation in large Transformer models", 2022, whose method this is;
-the terms are those of `mmm.models`. `tests/plan/test_activations.py` compares them with what autograd keeps.
+Sources: Korthikanti et al., "Reducing activation recomputation in large Transformer models", 2022, whose method
+this is; the terms are those of `mmm.models`. `tests/plan/test_memory.py` compares them with what autograd keeps.
 """
 
 from __future__ import annotations

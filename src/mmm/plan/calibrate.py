@@ -1,7 +1,7 @@
 """Measure this machine: matrix products by dtype, memory, and collectives over ranks of this host.
 
-What is written is a machine file of one host, for ``mmm plan --machine``. Efficiencies in it are 1, because its rates are
-what programs reach.
+What is written is a machine file of one host, for ``mmm plan --machine``. Efficiencies in it are 1, because its
+rates are what programs reach.
 """
 
 from __future__ import annotations

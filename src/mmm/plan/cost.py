@@ -1,4 +1,4 @@
-"""How long a step takes, and what a rank sends in it: arithmetic on a `Machine`.
+"""How long a step takes: arithmetic on a `Machine`.
 
 ::
 
@@ -7,15 +7,9 @@
     its backward      = twice that, and what checkpointing computes again
     a collective      = messages one after the other · latency + bytes that a rank sends / bandwidth
 
-Tensor parallelism, Ulysses and experts' all-to-all wait for each collective; a ring of cp hides what its attention
-takes; data parallelism hides behind `Machine.overlap` of the compute around it. Messages: n - 1 in a ring, first inside
-a host, then between hosts; an all-reduce may take a tree, 2 log2 n. The bubble is `mmm.analysis.bubble.bubble_formula`'s.
-
-Bytes are those of `mmm.analysis.traffic_formulas`, by axis, inside and between hosts: of a group with k ranks on each of
-its hosts one in k sends to another host.
-
-Sources: those of the two modules named; Thakur, Rabenseifner, Gropp, "Optimization of collective communication
-operations in MPICH", 2005 (latency and bandwidth).
+Tensor parallelism, Ulysses and experts' all-to-all wait for each collective (`mmm.plan.network`); a ring of cp hides
+what its attention takes; data parallelism hides behind `Machine.overlap` of the compute around it. The bubble is that of
+`mmm.analysis.bubble.bubble_formula`.
 """
 
 from __future__ import annotations
@@ -109,7 +103,16 @@ class CostModel:
         return seconds + overhead if self.machine.device == "cpu" else max(seconds, overhead)
 
     def _layer(
-        self, tp: int, cp: int, ep: int, batch: float, checkpointing: str, tile: int, style: str, replicas: bool, splits: bool
+        self,
+        tp: int,
+        cp: int,
+        ep: int,
+        batch: float,
+        checkpointing: str,
+        tile: int,
+        style: str,
+        replicas: bool,
+        splits: bool,
     ) -> Layer:
         spec, machine, c = self.spec, self.machine, self.memory.compute
         kind = next((kind for kind in spec.kinds if kind.role == "layer"), None)

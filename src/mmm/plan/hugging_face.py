@@ -56,7 +56,9 @@ def read_config(path: Path) -> tuple[TransformerConfig, tuple[str, ...], tuple[s
     if not found.get("n_experts"):
         found = {field: value for field, value in found.items() if field not in ("n_experts", "top_k", "expert_dim")}
     if (head_dim := data.get("head_dim")) and head_dim * found["n_heads"] != found["dim"]:
-        notes.append(f"head_dim {head_dim} is taken as {found['dim']} / {found['n_heads']}: this Transformer has no other")
+        notes.append(
+            f"head_dim {head_dim} is taken as {found['dim']} / {found['n_heads']}: this Transformer has no other"
+        )
     if kind not in GATED:
         # Two matrices instead of three: the same number of parameters at two thirds of the width.
         found["ffn_dim"] = found.get("ffn_dim", 4 * found["dim"]) * 2 // 3

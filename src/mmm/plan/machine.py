@@ -93,7 +93,9 @@ class Machine:
 
         known = named_peak(self.accelerator, dtype)
         if known is None:
-            raise ConfigError(f"--dtype {dtype}: machine {self.name} has no rate for it; use another, or --machine FILE")
+            raise ConfigError(
+                f"--dtype {dtype}: machine {self.name} has no rate for it; use another, or --machine FILE"
+            )
         return known
 
     def bandwidth(self, local: int, hosts: bool) -> float:
@@ -181,11 +183,15 @@ def read(data: Any, where: str) -> Machine:
             raise ConfigError(f"{where}: {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else ""))
         wanted = kinds[name]
         numeric = isinstance(wanted, int | float)
-        right = isinstance(value, int | float) and not isinstance(value, bool) if numeric else isinstance(
-            value, list if wanted == () else type(wanted)
+        right = (
+            isinstance(value, int | float) and not isinstance(value, bool)
+            if numeric
+            else isinstance(value, list if wanted == () else type(wanted))
         )
         if not right or (isinstance(wanted, int) and value != int(value)):
-            raise ConfigError(f"{where}: {name!r} is {value!r}, which is no {'number' if numeric else type(wanted).__name__}")
+            raise ConfigError(
+                f"{where}: {name!r} is {value!r}, which is no {'number' if numeric else type(wanted).__name__}"
+            )
         if numeric and not 0 <= value < math.inf:
             raise ConfigError(f"{where}: {name!r} is {value!r}: it must not be negative")
     machine = Machine(**{**data, "script": tuple(data.get("script", ()))})

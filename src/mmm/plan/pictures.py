@@ -1,4 +1,4 @@
-"""The three pictures of a search: memory by part against the budget, tokens a second against ranks, time against memory."""
+"""The pictures of a search: memory by part against the budget, tokens a second against ranks, time against memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mmm.errors import ConfigError
 from mmm.history.figures import BLUE, GREY, INK, ORANGE, new_figure, style
+from mmm.plan.candidate import GIB, Candidate, Found
 from mmm.plan.memory import PARTS
-from mmm.plan.search import GIB, Candidate, Found, Search
+from mmm.plan.search import Search
 
 COLORS = ("#2563b8", "#7db3e8", "#1f3a5f", "#e0a840", "#c8553d", "#9aa5b1", "#6aa84f")  # of the parts
 MOST_BARS = 14

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
-from mmm.plan.machine import Machine
+from mmm.plan.candidate import GIB, Candidate, Found
 from mmm.plan.memory import PARTS
 from mmm.plan.network import groups_of
-from mmm.plan.search import GIB, Candidate, Found, Search
+from mmm.plan.search import Search
 from mmm.plan.traffic import between_hosts, sent_bytes
 
 AXIS_NAMES = {
@@ -164,7 +164,10 @@ def as_json(candidates: list[Candidate]) -> list[dict[str, Any]]:
 def write_json(found: Found, kinds: list[Candidate], path: Path) -> None:
     """The fitting layouts, fastest first, then the best of the kinds that do not fit. Raises ConfigError."""
     reasons = {id_of(candidate): candidate.why for candidate in kinds}
-    listed = [replace(candidate, why=reasons.get(id_of(candidate), "another of its kind is faster")) for candidate in found.best]
+    listed = [
+        replace(candidate, why=reasons.get(id_of(candidate), "another of its kind is faster"))
+        for candidate in found.best
+    ]
     listed += [candidate for candidate in kinds if not candidate.fits]
     try:
         path.write_text(json.dumps(as_json(listed), indent=1) + "\n", encoding="utf-8")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from mmm.plan.candidate import Candidate
 from mmm.plan.machine import Machine
-from mmm.plan.search import Candidate
 from mmm.plan.spec import ModelSpec
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from mmm.models.transformer import TransformerConfig
@@ -26,7 +26,8 @@ from mmm.parallel.pipeline.stages import balance_stages
 from mmm.parallel.plans import transformer as transformer_rules
 from mmm.parallel.plans import vit as vit_rules
 from mmm.parallel.techniques import Techniques
-from mmm.plan.cost import CostModel, StepCost, bubble_of
+from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
+from mmm.plan.cost import CostModel, bubble_of
 from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, Stage, distinct, stages_for, whole_model
 from mmm.plan.spec import ModelSpec
@@ -35,77 +36,7 @@ CHECKPOINTING = ("none", "selective", "full")
 STYLES = ("ring", "ulysses")
 CHUNK_BYTES = 250_000_000  # of the logits of a chunk, as the trainers choose it
 TILES = 8
-EQUAL = 0.01  # step times that differ by less count as equal: then the simpler layout comes first
 MOST_STAGES_PER_RANK = 4
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with its techniques, and what it would cost.
-
-    Attributes:
-        kind: its axes and data-parallel technique. local_batch: samples of a step, of a data-parallel coordinate.
-        memory: bytes by part of the rank that needs most. fits: whether those are within the budget. host_memory: bytes
-            of a rank on its host. why: in a line, why it is where it is.
-    """
-
-    layout: Layout
-    techniques: Techniques
-    kind: str
-    local_batch: int
-    memory: Mapping[str, float]
-    fits: bool
-    cost: StepCost
-    tokens_per_second: float
-    mfu: float
-    host_memory: float = 0.0
-    why: str = ""
-
-    @property
-    def bytes(self) -> float:
-        return sum(self.memory.values())
-
-    @property
-    def microbatches(self) -> int:
-        return self.techniques.microbatches or 1
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Techniques on a layout. seconds: of a step without data parallelism. stages: of the pipeline ranks that differ.
-    batch: samples of a micro-batch."""
-
-    seconds: float
-    techniques: Techniques
-    stages: tuple[Stage, ...]
-    batch: int
-
-    @property
-    def microbatches(self) -> int:
-        return self.techniques.microbatches or 1
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search has found. best: those that fit, fastest first, one a layout. kinds: of each kind the best, also
-    where none fits. refused: kind → why no layout of it goes with model and batch. layouts: how many were looked at."""
-
-    best: list[Candidate]
-    kinds: list[Candidate]
-    refused: dict[str, str]
-    layouts: int
-
-
-def kind_of(layout: Layout, data_parallel: str) -> str:
-    axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
-    single = layout.ranks == 1
-    return "one device" if single else "·".join([*axes, data_parallel if layout.dp * layout.cp > 1 else "no dp"])
-
-
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 class Search:
@@ -219,9 +150,10 @@ class Search:
         best: list[Candidate] = []
         kinds: dict[str, Candidate] = {}
         looked_at = 0
-        everything = sorted((self._at_least(layout), number, layout, technique) for number, (layout, technique) in (
-            enumerate(self.layouts(refused))
-        ))
+        everything = sorted(
+            (self._at_least(layout), number, layout, technique)
+            for number, (layout, technique) in (enumerate(self.layouts(refused)))
+        )
         for least, _, layout, technique in everything:
             looked_at += 1
             kind = kind_of(layout, technique)
@@ -234,11 +166,11 @@ class Search:
                 continue
             if found.fits:
                 best.append(found)
-            if known is None or _better(found, known):
+            if known is None or is_better(found, known):
                 kinds[kind] = found
         for kind in kinds:
             refused.pop(kind, None)
-        return Found(sorted(best, key=_rank), sorted(kinds.values(), key=_rank), refused, looked_at)
+        return Found(sorted(best, key=rank_of), sorted(kinds.values(), key=rank_of), refused, looked_at)
 
     def _at_least(self, layout: Layout) -> float:
         """Seconds that no choice on a layout can go below: its layers, what tp and cp make them wait, and the bubble of
@@ -265,7 +197,7 @@ class Search:
                     least = min(least or (most, choice), (most, choice), key=lambda each: each[0])
                     continue
                 candidate = self._evaluate(layout, choice)
-                if found is None or _better(candidate, found):
+                if found is None or is_better(candidate, found):
                     found = candidate
             if found is None and least is not None and not (can_offload and not offload):
                 found = self._evaluate(layout, least[1])
@@ -388,16 +320,3 @@ class Search:
             mfu=self.global_batch * spec.flops / (cost.seconds * self.peak * machine.ranks),
             host_memory=host,
         )
-
-
-def _rank(candidate: Candidate) -> tuple[object, ...]:
-    """What decides the order: what fits first; of equals what has fewer axes."""
-    if not candidate.fits:
-        return (True, candidate.bytes, 0, 0.0)
-    alike = round(math.log(candidate.cost.seconds) / math.log(1 + EQUAL))
-    return (False, alike, candidate.kind.count("·") + (candidate.layout.dp_replicate > 1), candidate.cost.seconds)
-
-
-def _better(one: Candidate, other: Candidate) -> bool:
-    return _rank(one) < _rank(other)
-

@@ -1,7 +1,8 @@
 """What a rank sends in a step, by axis, inside a host and between hosts: `mmm.analysis.traffic_formulas` by arithmetic.
 
 The formulas are those of that module, which reads them from a model's modules; here they are computed from a
-`ModelSpec`, and for ``ep`` what the tokens take that travel to their experts. `tests/plan/test_traffic.py` compares the two.
+`ModelSpec`, and for ``ep`` what the tokens take that travel to their experts. `tests/plan/test_traffic.py`
+compares the two.
 """
 
 from __future__ import annotations

@@ -90,8 +90,10 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     between = machine.network_bandwidth / machine.gpus_per_host
     fast = between >= FAST_NETWORK if machine.hosts > 1 else machine.link_bandwidth >= FAST_LINK
     facts = Facts(whole <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast)
-    where, rate, least = ("between hosts", between, FAST_NETWORK) if machine.hosts > 1 else (
-        ("inside the host", machine.link_bandwidth, FAST_LINK)
+    where, rate, least = (
+        ("between hosts", between, FAST_NETWORK)
+        if machine.hosts > 1
+        else (("inside the host", machine.link_bandwidth, FAST_LINK))
     )
     lines = [
         f"one device would hold {whole / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
