@@ -8,8 +8,8 @@
     a collective      = messages one after the other · latency + bytes that a rank sends / bandwidth
 
 Tensor parallelism, Ulysses and experts' all-to-all wait for each collective (`mmm.plan.network`); a ring of cp hides
-what its attention takes; data parallelism hides behind `Machine.overlap` of the compute around it. The bubble is that of
-`mmm.analysis.bubble.bubble_formula`.
+what its attention takes; data parallelism hides behind `Machine.overlap` of the compute around it. The bubble is
+`mmm.analysis.bubble.bubble_formula`'s.
 """
 
 from __future__ import annotations
