@@ -31,7 +31,7 @@ TRIES = 5
 PRODUCT = 768  # of the square matrices
 STREAM = 1 << 24  # elements
 SMALL, LARGE = 1 << 8, 1 << 21  # elements of a collective, for its latency and for its bandwidth
-LAYER = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64, "vocab_size": 64}
+LAYER: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64, "vocab_size": 64}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
