@@ -99,7 +99,6 @@ RUNS = [
             {**NLG_FIXED, "dp_shard": dp},
             MT_NLG,
             2048,
-            {"gpu_memory": 40 * 2**30, "memory_bandwidth": 1.555e12},
         )
         for dp, seconds in ((8, 60.1), (10, 50.2), (12, 44.4))
     ),
