@@ -104,17 +104,23 @@ def _size(dtype: torch.dtype) -> int:
     return torch.empty(0, dtype=dtype).element_size()
 
 
+def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
+    """The dim along which tp shards the parameter of that name; None for one that it replicates."""
+    module_name, _, own_name = name.rpartition(".")
+    style = next((style for pattern, style in plan.tensor.items() if matches(pattern, module_name)), None)
+    by_rows = isinstance(style, RowwiseParallel)
+    if isinstance(style, ColwiseParallel) or (by_rows and own_name != "bias"):
+        linear = isinstance(model.get_submodule(module_name), nn.Linear)
+        return 1 if by_rows and linear else 0  # Linear keeps its matrix transposed; an embedding's rows are its rows
+    return None
+
+
 def local_shapes(model: nn.Module, plan: Plan, tp: int) -> list[tuple[int, ...]]:
     """Shapes of a tp rank's local parameters; where tp does not divide a dim, those of the first rank."""
     shapes = []
     for name, parameter in model.named_parameters():
-        module_name, _, own_name = name.rpartition(".")
         shape = list(parameter.shape)
-        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, module_name)), None)
-        by_rows = isinstance(style, RowwiseParallel)
-        if tp > 1 and (isinstance(style, ColwiseParallel) or (by_rows and own_name != "bias")):
-            linear = isinstance(model.get_submodule(module_name), nn.Linear)
-            dim = 1 if by_rows and linear else 0  # Linear keeps its matrix transposed; an embedding's rows are its rows
+        if tp > 1 and (dim := sharded_dim(model, plan, name)) is not None:
             shape[dim] = -(-shape[dim] // tp)
         shapes.append(tuple(shape))
     return shapes

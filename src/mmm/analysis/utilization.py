@@ -40,6 +40,16 @@ def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
     return 3 * sum(part_costs(model, parts_of(model, plan), inputs)) / len(inputs)
 
 
+def named_peak(name: str, dtype: str) -> float | None:
+    """FLOP/s of a device whose name is known; None where the table has none.
+
+    Args:
+        dtype: name of a precision: bf16, fp16 (as fast), fp32 or fp64.
+    """
+    kind = {"bf16": _BF16, "fp16": _BF16, "fp32": _FP32, "fp64": _FP64}[dtype]
+    return next((rates[kind] for known, rates in PEAKS.items() if known in name and kind in rates), None)
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """FLOP/s of one device at most, and where the number comes from: the table, or a product measured here.
 
@@ -49,10 +59,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     name = ""
     if device.type in ("cuda", "xpu"):
         name = getattr(torch, device.type).get_device_name(device)
-    dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # as fast
-    for known, rates in PEAKS.items():
-        if known in name and dtype in rates:
-            return rates[dtype], f"{name}: table, {str(dtype)[6:]}, dense"
+    short = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+    if dtype in short and (known := named_peak(name, short[dtype])) is not None:
+        return known, f"{name}: table, {'bfloat16' if short[dtype] == 'bf16' else str(dtype)[6:]}, dense"
     if device.type == "cpu" and dtype not in (torch.float32, torch.float64):
         dtype = torch.float32  # where narrower types are emulated
     return measured_flops(device, dtype), f"{name or device.type}: measured, a product of {SIZE}² {str(dtype)[6:]}"

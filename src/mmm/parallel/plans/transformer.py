@@ -108,15 +108,15 @@ def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int
 
     def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
         changed: dict[str, Any] = {n: size for n, size in sizes.items() if n != "seq_length" and size != given[n]}
-        return _broken(replace(config, **changed), layout, sizes["seq_length"], cp_style)
+        return broken_rules(replace(config, **changed), layout, sizes["seq_length"], cp_style)
 
     given = {name: getattr(config, name) for name in ("n_heads", "n_kv_heads", "vocab_size", "n_experts")}
     given |= {"ffn_dim": config.hidden_dim, "seq_length": seq_length}
     check_sizes(find, given, layout)
 
 
-def _broken(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str) -> list[Broken]:
-    """The rules that such a Transformer breaks on a layout."""
+def broken_rules(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str) -> list[Broken]:
+    """The rules that such a Transformer breaks on a layout, without advice. Arguments as of `check_transformer`."""
     if wrong := config.problems():
         return [Broken(problem, problem) for problem in wrong]
     found = context_problems(config.n_heads, layout, seq_length, cp_style)

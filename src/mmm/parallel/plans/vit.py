@@ -73,21 +73,29 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
     """
     if wrong := config.problems() + axis_problems(vit_plan(), layout):
         raise LayoutError("; ".join(wrong))
-    width = "dim" if config.mlp_dim is None else "mlp_dim"  # what determines the width of the MLP
-    given = {name: getattr(config, name) for name in ("n_heads", width)}
+    given = {name: getattr(config, name) for name in ("n_heads", _width(config))}
 
     def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
-        changed = replace(config, **sizes)  # type: ignore[arg-type]
-        if wrong := changed.problems():
-            return [Broken(problem, problem) for problem in wrong]
-        found = []
-        for name, size, what, change in (
-            ("n_heads", changed.n_heads, "each rank takes whole heads", "n_heads"),
-            ("mlp_dim", changed.hidden_dim, "each rank takes the same number of hidden units", width),
-        ):
-            if size % layout.tp:
-                broken = "is not divisible by" if size > layout.tp else "<"
-                found.append(Broken(name, f"{name} {size} {broken} tp {layout.tp} ({what})", change, ("tp",)))
-        return found
+        return broken_rules(replace(config, **sizes), layout)  # type: ignore[arg-type]
 
     check_sizes(find, given, layout)
+
+
+def broken_rules(config: ViTConfig, layout: Layout) -> list[Broken]:
+    """The rules that such a ViT breaks on a layout, without advice."""
+    if wrong := config.problems():
+        return [Broken(problem, problem) for problem in wrong]
+    found = []
+    for name, size, what, change in (
+        ("n_heads", config.n_heads, "each rank takes whole heads", "n_heads"),
+        ("mlp_dim", config.hidden_dim, "each rank takes the same number of hidden units", _width(config)),
+    ):
+        if size % layout.tp:
+            broken = "is not divisible by" if size > layout.tp else "<"
+            found.append(Broken(name, f"{name} {size} {broken} tp {layout.tp} ({what})", change, ("tp",)))
+    return found
+
+
+def _width(config: ViTConfig) -> str:
+    """The field that determines the width of the MLP."""
+    return "dim" if config.mlp_dim is None else "mlp_dim"

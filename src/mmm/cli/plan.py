@@ -1,0 +1,194 @@
+"""``mmm plan --model NAME …``: which layouts fit, what they need, send and take, before a job is queued."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from mmm.errors import ConfigError
+from mmm.plan.machine import Machine, changed, check_batch, known_machines, load, parse_bytes
+
+if TYPE_CHECKING:
+    from mmm.plan.candidate import Found
+    from mmm.plan.search import Search
+
+EPILOG = """\
+examples:
+  mmm plan --model llama-8b --site aurora --hosts 128 --seq_length 8192 --global_batch 1024
+  mmm plan --model llama-8b --hosts 128 --gpus-per-host 12 --gpu-memory 64GiB --seq_length 8192 --global_batch 1024
+  mmm plan --model config.json --site perlmutter --hosts 4 --global_batch 64 --explain --script job.sh
+  mmm plan --calibrate here.json; mmm plan --model small --machine here.json
+docs/plan.md says what is assumed.
+"""
+SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
+FIXED = {  # flag → axis, or field of Techniques
+    "pp": "pp",
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "dp_replicate": "dp_replicate",
+    "microbatches": "microbatches",
+    "parallel": "data_parallel",
+    "activation_checkpointing": "checkpointing",
+    "schedule": "schedule",
+    "loss_chunks": "loss_chunks",
+}
+TRY_HOSTS = 6  # doublings, to say how many hosts would do
+TRY_SECONDS = 4.0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _both(name: str) -> list[str]:
+    return sorted({f"--{name}", f"--{name.replace('_', '-')}"})
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="mmm plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, cnn, config.json, MODULE:FACTORY")
+    add("--site", metavar="NAME", help=f"a known machine: {', '.join(known_machines())}")
+    add("--machine", metavar="FILE", help="a machine of one's own, such as --calibrate writes")
+    add("--hosts", metavar="N", type=int)
+    add(*_both("gpus_per_host"), metavar="N", type=int, help="devices, with a rank each")
+    add(*_both("gpu_memory"), metavar="SIZE", help="of a device, such as 64GiB")
+    add(*_both("seq_length"), metavar="N", type=int, default=2048, help="tokens of a sample (default: 2048)")
+    add(*_both("global_batch"), *_both("global_batch_size"), metavar="N", type=int, help="samples of a step")
+    add("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16, on a CPU fp32")
+    add("--optimizer", choices=("adamw", "sgd", "muon"), default="adamw")
+    sizes = made.add_argument_group("sizes that differ from the preset's")
+    for name in SIZES:
+        sizes.add_argument(*_both(name), metavar="N", type=int)
+    sizes.add_argument(*_both("tie_word_embeddings"), action="store_true")
+    fixed = made.add_argument_group("only layouts with")
+    for name in FIXED:
+        number = name not in ("parallel", "activation_checkpointing", "schedule")
+        fixed.add_argument(*_both(name), metavar="N" if number else "NAME", type=int if number else str)
+    shown = made.add_argument_group("what is shown")
+    shown.add_argument("--top", metavar="N", type=int, default=5, help="of the best (default: 5)")
+    shown.add_argument(
+        "--explain", action="store_true", help="every assumption with its source, and the best in detail"
+    )
+    shown.add_argument("--script", metavar="FILE", type=Path, help="write a job script that runs the best")
+    shown.add_argument("--json", metavar="FILE", type=Path, help="write all that fit, best first")
+    shown.add_argument("--plots", metavar="DIR", type=Path, help="draw memory, tokens/s against ranks, time and memory")
+    shown.add_argument(
+        "--calibrate", metavar="FILE", type=Path, help="measure this machine, and write it for --machine"
+    )
+    return made
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The machine that the flags describe. Raises ConfigError."""
+    if args.site is not None and args.machine is not None:
+        raise ConfigError("--site and --machine contradict each other: leave one out")
+    for name in ("hosts", "gpus_per_host"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= 10**6:
+            raise ConfigError(f"--{name} {value}: it must be from 1 to 1,000,000")
+    memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "--gpu_memory")
+    if args.machine is not None:
+        machine = load(args.machine, "--machine")
+    else:
+        machine = load(args.site or "generic", "--site")
+    if args.site is None and args.machine is None and args.hosts is None:
+        raise ConfigError(f"which machine? give --site {'|'.join(known_machines())}, --machine FILE, or --hosts N")
+    if args.site is not None and args.hosts is not None and args.hosts > machine.hosts:
+        raise ConfigError(f"--hosts {args.hosts:,}: {machine.name} has {machine.hosts:,}")
+    if args.hosts is None and machine.hosts > 1:
+        raise ConfigError(f"--hosts is missing: how many of the {machine.hosts:,} of {machine.name}?")
+    return changed(machine, {"hosts": args.hosts, "gpus_per_host": args.gpus_per_host, "gpu_memory": memory})
+
+
+def main(argv: list[str]) -> int:
+    """Search, and say what was found. Returns 0. Raises UserError for what is wrong, or where nothing fits."""
+    made = parser()
+    args = made.parse_args(argv)
+    if args.calibrate is not None:
+        from mmm.plan.calibrate import calibrate
+
+        return calibrate(args.calibrate, print)
+    if args.model is None:
+        raise ConfigError("--model is missing: such as --model llama-8b")
+    if args.top < 1:
+        raise ConfigError(f"--top {args.top}: it must be at least 1")
+    machine = machine_of(args)
+    global_batch = machine.ranks if args.global_batch is None else args.global_batch
+    check_batch(global_batch, args.seq_length)
+
+    from mmm.plan.models import read_model
+    from mmm.plan.search import Search  # imports torch
+
+    spec = read_model(
+        args.model, {name: getattr(args, name) for name in SIZES}, args.seq_length, args.tie_word_embeddings
+    )
+    dtype = args.dtype or ("fp32" if machine.device == "cpu" else "bf16")
+    fixed = {field: getattr(args, name) for name, field in FIXED.items() if getattr(args, name) is not None}
+    search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
+    _report(args, search, search.run())
+    return 0
+
+
+def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
+    from mmm.plan import report, script, tree
+
+    machine, spec = search.machine, search.spec
+    kinds = report.why_each(found, machine.budget)
+    if args.json is not None:
+        report.write_json(found, kinds, args.json)
+    if not found.best:
+        raise ConfigError(report.missing(search, found, _hosts_that_do(search, found)))
+    lines = report.text_of(search, found, kinds, args.top)
+    facts, numbers = tree.facts_of(spec, machine, search.memory)
+    decision = tree.decide(facts)
+    lines += ["", f"the decision tree says: {decision.answer}"]
+    if args.explain:
+        lines += [f"  {question:<46} {answer}" for question, answer in decision.path]
+        lines += [f"  {line}" for line in numbers]
+        lines += ["", f"the best in detail, {found.best[0].layout}", *report.details(search, found.best[0])]
+        lines += ["", "assumed", *machine.explain()]
+    line = script.launch_line(found.best[0], spec, machine, search.global_batch, search.dtype)
+    lines += ["", line]
+    if args.script is not None:
+        _write(args.script, script.job_script(line, machine), "--script")
+        lines.append(f"job script: {args.script}")
+    if args.plots is not None:
+        from mmm.plan.pictures import draw
+
+        lines += [f"picture: {path}" for path in draw(search, found, kinds, args.plots)]
+    print("\n".join(lines))
+
+
+def _hosts_that_do(search: Search, found: Found) -> int | None:
+    """How many hosts would do, by doubling them, as far as that is quick to say."""
+    begin, hosts = time.monotonic(), search.machine.hosts
+    for _ in range(TRY_HOSTS if found.kinds else 0):
+        hosts *= 2
+        larger = replace(search.machine, hosts=hosts, network_bandwidth=search.machine.network_bandwidth or 1e10)
+        batch = max(search.global_batch, larger.ranks)
+        other = type(search)(search.spec, larger, batch, search.dtype, fixed=search.fixed)
+        if other.run().best:
+            return hosts
+        if time.monotonic() - begin > TRY_SECONDS:
+            break
+    return None
+
+
+def _write(path: Path, text: str, flag: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: it cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

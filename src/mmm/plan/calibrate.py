@@ -1,0 +1,173 @@
+"""Measure this machine: matrix products by dtype, memory, and collectives over ranks of this host.
+
+What is written is a machine file of one host, for ``mmm plan --machine``. Efficiencies in it are 1, because its
+rates are what programs reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mmm.analysis.collective_bytes import factor
+from mmm.errors import ConfigError
+from mmm.plan.machine import read
+from mmm.runtime.device import is_available
+from mmm.runtime.memory import device_memory, host_memory
+from mmm.runtime.process_group import all_gather
+
+TRIES = 5
+PRODUCT = 768  # of the square matrices
+STREAM = 1 << 24  # elements
+SMALL, LARGE = 1 << 8, 1 << 21  # elements of a collective, for its latency and for its bandwidth
+LAYER: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64, "vocab_size": 64}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Of some tries, after one that does not count."""
+    best = float("inf")
+    for attempt in range(TRIES + 1):
+        begin = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize()
+        if attempt:
+            best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def product_rates(device: torch.device) -> dict[str, float]:
+    """FLOP/s of a product of square matrices, by dtype."""
+    rates = {}
+    for name, dtype in DTYPES.items():
+        a = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
+        rates[name] = 2 * PRODUCT**3 / best_seconds(lambda a=a: a @ a, device)  # type: ignore[misc]
+    return rates
+
+
+def stream_rate(device: torch.device) -> float:
+    """Bytes/s that an addition in place of two tensors reads and writes."""
+    a, b = torch.ones(STREAM, device=device), torch.ones(STREAM, device=device)
+    return 3 * a.nbytes / best_seconds(lambda: a.add_(b), device)
+
+
+def layer_overhead(device: torch.device) -> float:
+    """Seconds of the forward of a layer that is too small to count."""
+    from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
+
+    config = TransformerConfig(**LAYER)
+    layer = TransformerBlock(config).to(device)
+    x = torch.zeros(1, 4, config.dim, device=device)
+    cos, sin = rotary_table(torch.arange(4, device=device), config.head_dim, config.rope_theta)
+    return best_seconds(lambda: layer(x, cos, sin), device)
+
+
+def _measure_collectives(rank: int, ranks: int, store: str, result: str) -> None:
+    """On each rank of a group over gloo: seconds of small and of large collectives; rank 0 writes them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    found = {}
+    for count, name in ((SMALL, "small"), (LARGE, "large")):
+        part = torch.ones(count)
+        full = torch.empty(count * ranks)
+        whole = torch.ones(count)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda full=full, part=part: all_gather(full, part),  # type: ignore[misc]
+            "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
+        }
+        for operation, call in calls.items():
+            dist.barrier()
+            found[f"{operation} {name}"] = best_seconds(call, torch.device("cpu"))
+    if rank == 0:
+        Path(result).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def collective_rates(ranks: int) -> tuple[float, float, dict[str, float]]:
+    """Seconds of a message, and bytes/s of a rank, of collectives over gloo on this host; and what was measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        mp.spawn(_measure_collectives, (ranks, f"{folder}/store", str(result)), nprocs=ranks)
+        found: dict[str, float] = json.loads(result.read_text())
+    latency = found["all_gather small"] / (ranks - 1)
+    moved = {"all_gather": LARGE * 4 * ranks, "all_reduce": LARGE * 4}
+    rates = [
+        factor(operation, ranks) * size / max(found[f"{operation} large"] - found[f"{operation} small"], 1e-9)
+        for operation, size in moved.items()
+    ]
+    return latency, sum(rates) / len(rates), found
+
+
+def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
+    """Measure, write the machine file, and say what was found. Returns 0.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path.exists() and path.is_dir():
+        raise ConfigError(f"--calibrate {path}: that is a folder; name a file")
+    kind = next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu")
+    device, cores = torch.device(kind), os.cpu_count() or 1
+    accelerators = getattr(torch, kind).device_count() if kind != "cpu" else 0
+    each = accelerators or min(max(cores, 1), 4)
+    threads = torch.get_num_threads()
+    if kind == "cpu":
+        torch.set_num_threads(1)  # a rank has one core
+    try:
+        rates, stream, overhead = product_rates(device), stream_rate(device), layer_overhead(device)
+    finally:
+        torch.set_num_threads(threads)
+    latency, bandwidth, measured = collective_rates(ranks)
+    there = host_memory() or 0
+    memory = float(device_memory(device) or 0) if kind != "cpu" else there / each
+    here = f"measured by mmm plan --calibrate on {socket.gethostname()}, torch {torch.__version__}"
+    data: dict[str, Any] = {
+        "name": f"{platform.node() or 'here'}",
+        "about": f"{each} ranks on {kind}, measured",
+        "device": kind,
+        "hosts": 1,
+        "gpus_per_host": each,
+        "gpu_memory": memory,
+        "host_memory": float(there),
+        "peak_flops": rates,
+        "memory_bandwidth": stream,
+        "host_memory_bandwidth": stream * each,
+        "link_bandwidth": bandwidth,
+        "link_latency": latency,
+        "layer_overhead": overhead,
+        **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"), 1.0),
+        "overlap": 0.0 if kind == "cpu" else 0.9,
+        "memory_reserve": 0.0 if kind == "cpu" else 0.08,
+    }
+    data["sources"] = {
+        **dict.fromkeys(("peak_flops", "memory_bandwidth", "layer_overhead", "gpu_memory", "host_memory"), here),
+        **dict.fromkeys(("link_bandwidth", "link_latency"), f"{here}; gloo, {ranks} ranks"),
+        **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency"), "the rates are measured"),
+        "overlap": "assumed: on a CPU communication and compute share the cores",
+    }
+    read(data, "calibration")
+    try:
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--calibrate {path}: it cannot be written: {error.strerror}") from None
+    for name, rate in rates.items():
+        say(f"{'product ' + name:<22} {rate / 1e9:12.2f} GFLOP/s")
+    say(f"{'memory':<22} {stream / 1e9:12.2f} GB/s")
+    say(f"{'a layer at least':<22} {overhead * 1e6:12.1f} µs")
+    for name, seconds in measured.items():
+        say(f"{name:<22} {seconds * 1e6:12.1f} µs")
+    say(f"{'collectives':<22} {bandwidth / 1e9:12.2f} GB/s a rank, {latency * 1e6:.1f} µs a message")
+    say(f"written: {path}; mmm plan --machine {path} reads it")
+    return 0

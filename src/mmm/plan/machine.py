@@ -1,0 +1,232 @@
+"""The machine model: every number that a prediction assumes, by name and with its source.
+
+A file of `sites/` beside this one, of ``--machine FILE``, or written by ``mmm plan --calibrate``. Rates are per device
+and direction, of the maker's data sheet unless the source says otherwise; what a program reaches of them are the fields
+that end in ``_efficiency``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mmm.errors import ConfigError
+
+BUILT_IN = Path(__file__).parent / "sites"
+UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
+UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+SCHEDULERS = ("pbs", "slurm", "")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts of devices, and the links between them.
+
+    Attributes:
+        about: one line. accelerator: a key of `mmm.analysis.utilization.PEAKS`, where its peaks are; else `peak_flops`.
+        device: cuda, xpu or cpu. site: of `mmm.launch.job.sites`, whose ranks and devices it has. scheduler: pbs, slurm
+            or none. script: lines of a job script after the shell's, ``{hosts}`` filled in.
+        hosts: that there are. gpus_per_host: devices, with one rank each. gpu_memory, host_memory: bytes.
+        peak_flops: dtype → FLOP/s of dense matrix products. memory_bandwidth: bytes/s of the device's memory.
+        link_bandwidth, link_latency: between two devices of a host, bytes/s and s.
+        network_bandwidth: of all adapters of a host together, bytes/s. network_latency: s between hosts.
+        host_link_bandwidth: bytes/s between a device and the host's memory. host_memory_bandwidth: of a host, bytes/s.
+        matmul_efficiency, memory_efficiency, link_efficiency, network_efficiency: what is reached of each peak.
+        overlap: the part of compute that data-parallel communication can hide behind.
+        layer_overhead: s that the host needs to start the kernels of a layer's forward; a layer takes no less.
+        memory_reserve: part of gpu_memory that context, communication library and fragmentation take.
+        sources: field → where its value is from.
+    """
+
+    name: str
+    about: str = ""
+    accelerator: str = ""
+    device: str = "cuda"
+    site: str = ""
+    scheduler: str = ""
+    script: tuple[str, ...] = ()
+    hosts: int = 1
+    gpus_per_host: int = 1
+    gpu_memory: float = 0.0
+    host_memory: float = 0.0
+    peak_flops: dict[str, float] = field(default_factory=dict)
+    memory_bandwidth: float = 0.0
+    link_bandwidth: float = 0.0
+    link_latency: float = 0.0
+    network_bandwidth: float = 0.0
+    network_latency: float = 0.0
+    host_link_bandwidth: float = 0.0
+    host_memory_bandwidth: float = 0.0
+    matmul_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.8
+    network_efficiency: float = 0.8
+    overlap: float = 0.9
+    layer_overhead: float = 0.0
+    memory_reserve: float = 0.08
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that a program can have."""
+        return self.gpu_memory * (1 - self.memory_reserve)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of one device at most.
+
+        Raises:
+            ConfigError: the machine has no such rate.
+        """
+        if self.peak_flops.get(dtype):
+            return self.peak_flops[dtype]
+        from mmm.analysis.utilization import named_peak
+
+        known = named_peak(self.accelerator, dtype)
+        if known is None:
+            raise ConfigError(
+                f"--dtype {dtype}: machine {self.name} has no rate for it; use another, or --machine FILE"
+            )
+        return known
+
+    def bandwidth(self, local: int, hosts: bool) -> float:
+        """Bytes/s at which a ring of ranks moves a buffer.
+
+        Args:
+            local: ranks of the group on a host. hosts: whether it is on several. The rings of a group use the adapters
+                of all its local ranks, and are no faster than the links inside the host.
+        """
+        inside = self.link_bandwidth * self.link_efficiency
+        if not hosts:
+            return inside
+        outside = self.network_bandwidth * self.network_efficiency * local / self.gpus_per_host
+        return min(inside, outside) if local > 1 else outside
+
+    def explain(self) -> list[str]:
+        """A line a field: its value, and where it is from."""
+        lines = []
+        for name, value in asdict(self).items():
+            if name in ("name", "about", "sources", "script", "site", "scheduler") or value in ("", 0.0, {}, ()):
+                continue
+            text = ", ".join(f"{k} {v:.4g}" for k, v in value.items()) if isinstance(value, dict) else _number(value)
+            lines.append(f"{name:<22} {text:<14} {self.sources.get(name, 'assumed')}")
+        return lines
+
+
+def _number(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def parse_bytes(text: str, flag: str) -> float:
+    """``64GiB``, ``80GB``, ``1.5TiB`` → bytes.
+
+    Raises:
+        ConfigError: no number, no such unit, or not above 0.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
+    try:
+        number = float(match[1]) if match else math.nan
+    except ValueError:
+        number = math.nan
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    unit = match[2].lower() if match else ""
+    if not number > 0 or not math.isfinite(number):
+        raise ConfigError(f"{flag} {text}: write a number above 0 and a unit, such as 64GiB")
+    if unit not in units:
+        raise ConfigError(f"{flag} {text}: the unit is none of {', '.join(filter(None, UNITS))}; such as 64GiB")
+    if unit in ("", "b") and number < 1e6:
+        raise ConfigError(f"{flag} {text}: that is {number:g} bytes; give a unit, such as {text.strip('bB ')}GiB")
+    return number * units[unit]
+
+
+def known_machines() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(BUILT_IN.glob("*.json"))}
+
+
+def load(name_or_path: str, flag: str) -> Machine:
+    """A machine of `sites/` by name, or of a file.
+
+    Raises:
+        ConfigError: there is none, or the file is wrong.
+    """
+    known = known_machines()
+    path = known.get(name_or_path.lower(), Path(name_or_path)) if flag == "--site" else Path(name_or_path)
+    if flag == "--site" and name_or_path.lower() not in known:
+        near = difflib.get_close_matches(name_or_path.lower(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}; --machine FILE reads others"
+        raise ConfigError(f"--site {name_or_path}: not known; {hint}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {path}: it cannot be read: {error}") from None
+    return read(data, f"{flag} {path.name}")
+
+
+def read(data: Any, where: str) -> Machine:
+    """Raises ConfigError where `data` is no machine: a field that is not known, or of another type."""
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        raise ConfigError(f'{where}: it has to be one JSON object with a "name"')
+    kinds = {f.name: getattr(Machine, f.name, f.name) for f in fields(Machine)}
+    kinds |= {"peak_flops": {}, "sources": {}, "script": ()}
+    for name, value in data.items():
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, n=1)
+            raise ConfigError(f"{where}: {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else ""))
+        wanted = kinds[name]
+        numeric = isinstance(wanted, int | float)
+        right = (
+            isinstance(value, int | float) and not isinstance(value, bool)
+            if numeric
+            else isinstance(value, list if wanted == () else type(wanted))
+        )
+        if not right or (isinstance(wanted, int) and value != int(value)):
+            raise ConfigError(
+                f"{where}: {name!r} is {value!r}, which is no {'number' if numeric else type(wanted).__name__}"
+            )
+        if numeric and not 0 <= value < math.inf:
+            raise ConfigError(f"{where}: {name!r} is {value!r}: it must not be negative")
+    machine = Machine(**{**data, "script": tuple(data.get("script", ()))})
+    return check(machine, where)
+
+
+def check(machine: Machine, where: str) -> Machine:
+    """`machine`, if a prediction can be made with it. Raises ConfigError."""
+    for name in ("hosts", "gpus_per_host", "gpu_memory", "memory_bandwidth"):
+        if not getattr(machine, name) > 0:
+            raise ConfigError(f"{where}: {name} is {getattr(machine, name)}: it must be above 0")
+    needed = ("link_bandwidth",) * (machine.gpus_per_host > 1) + ("network_bandwidth",) * (machine.hosts > 1)
+    for name in needed:
+        if not getattr(machine, name) > 0:
+            raise ConfigError(f"{where}: {name} is {getattr(machine, name):g}, and there are {machine.ranks} devices")
+    for name in ("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"):
+        if not 0 < getattr(machine, name) <= 1:
+            raise ConfigError(f"{where}: {name} {getattr(machine, name)}: it must be above 0 and at most 1")
+    if not 0 <= machine.overlap <= 1 or not 0 <= machine.memory_reserve < 1:
+        raise ConfigError(f"{where}: overlap and memory_reserve are parts of 1")
+    if machine.scheduler not in SCHEDULERS:
+        raise ConfigError(f"{where}: scheduler {machine.scheduler!r} is none of pbs, slurm")
+    return machine
+
+
+def changed(machine: Machine, given: Mapping[str, Any]) -> Machine:
+    """`machine` with what the command line says: those of `given` that are not None."""
+    found = {name: value for name, value in given.items() if value is not None}
+    sources = {**machine.sources, **dict.fromkeys(found, "the command line")}
+    return check(replace(machine, **found, sources=sources), "machine")
+
+
+def check_batch(global_batch: int, seq_length: int) -> None:
+    """Raises ConfigError for a batch or a sequence that no machine takes."""
+    if not 1 <= global_batch <= 10**7:
+        raise ConfigError(f"--global_batch {global_batch}: it must be from 1 to 10,000,000 samples")
+    if not 1 <= seq_length <= 10**8:
+        raise ConfigError(f"--seq_length {seq_length}: it must be from 1 to 100,000,000 tokens")

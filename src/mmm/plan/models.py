@@ -1,0 +1,263 @@
+"""The model that ``--model`` names, as a `ModelSpec`: read once, on the meta device."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from mmm.analysis.traffic_formulas import sharded_dim
+from mmm.errors import ConfigError, UserError
+from mmm.models import transformer, vit
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.models.meta import meta_parameters
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.vit import ViT, ViTConfig
+from mmm.parallel.pipeline.stages import Part, part_costs, parts_of
+from mmm.parallel.plan import Plan, matches
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.vit import vit_plan
+from mmm.plan.hugging_face import read_config
+from mmm.plan.spec import Matrix, ModelSpec, PartKind
+
+SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
+LARGEST = 1_000_000  # of any size that a command line gives
+
+
+def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie: bool = False) -> ModelSpec:
+    """The model that ``--model`` names.
+
+    Args:
+        name: a preset of the Transformer; ``vit``, ``vit-base`` …; ``cnn``; the path of a Hugging Face config.json; or
+            ``module:factory``. sizes: those of `SIZES` that the command line changes.
+
+    Raises:
+        ConfigError: no such model, or sizes that do not fit together.
+    """
+    given = {key: value for key, value in sizes.items() if value is not None}
+    for key, value in given.items():
+        if not 0 <= value <= LARGEST:
+            raise ConfigError(f"--{key} {value}: it must be from 0 to {LARGEST:,}")
+    is_file = name.endswith(".json") or Path(name).is_dir()
+    if is_file or name in transformer.PRESETS:
+        flags: tuple[str, ...] = ("--preset", name)
+        notes: tuple[str, ...] = ()
+        if is_file:
+            config, flags, notes = read_config(Path(name))
+        else:
+            config = transformer.PRESETS[name]
+        return _transformer(name, config, given, seq_length, tie, flags, notes)
+    if given or tie:
+        what = next(iter(given), "tie_word_embeddings")
+        raise ConfigError(f"--{what} with --model {name}: it changes presets of the Transformer alone; leave it out")
+    base, _, size = name.partition("-")
+    if base == "vit" and (size or "large") in vit.PRESETS:
+        return _vit(name, vit.PRESETS[size or "large"], size or "large")
+    if name == "cnn":
+        return _cnn()
+    if ":" in name:
+        return _factory(name)
+    known = [*transformer.PRESETS, *(f"vit-{size}" for size in vit.PRESETS), "cnn"]
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, a config.json, and MODULE:FACTORY"
+    raise ConfigError(f"--model {name}: not known; {hint}")
+
+
+def _transformer(
+    name: str,
+    config: TransformerConfig,
+    given: Mapping[str, int],
+    seq_length: int,
+    tie: bool,
+    flags: tuple[str, ...],
+    notes: tuple[str, ...],
+) -> ModelSpec:
+    changes: dict[str, Any] = dict(given)
+    if "dim" in given and "ffn_dim" not in given:
+        changes["ffn_dim"] = None  # follows dim, as in the trainers
+    if given.get("n_experts") and "top_k" not in given:
+        changes["top_k"] = min(2, given["n_experts"])
+    if tie:
+        changes["tie_word_embeddings"] = True
+    config = replace(config, **changes)
+    if wrong := config.problems():
+        raise ConfigError(f"--model {name}: {'; '.join(wrong)}")
+    if config.n_experts and config.n_experts * config.n_layers > LARGEST:
+        raise ConfigError(f"--n_experts {config.n_experts} in {config.n_layers} layers: that is no model")
+    flags += tuple(word for key, value in given.items() for word in (f"--{key}", str(value)))
+    flags += ("--tie_word_embeddings",) if tie else ()
+    if "--vocab_size" not in flags:  # else the trainer takes that of its text
+        flags += ("--vocab_size", str(config.vocab_size))
+    # Built with one layer, which stands for all: a thousand layers cost what one does.
+    with torch.device("meta"):
+        model, sample = Transformer(replace(config, n_layers=1)), torch.zeros(1, seq_length, dtype=torch.int64)
+    plan = transformer_plan(config)
+    scores = 4 * seq_length**2 * config.n_heads * config.head_dim
+    kinds = _kinds(model, plan, sample, {"layer": scores})
+    return ModelSpec(
+        name=name,
+        plan=plan,
+        config=config,
+        kinds=kinds,
+        sequence=(0, *[1] * config.n_layers, 2),
+        tied=config.tie_word_embeddings,
+        tokens=seq_length,
+        seq_length=seq_length,
+        program="mmm.trainer.lm",
+        flags=flags,
+        notes=notes,
+    )
+
+
+def _kinds(model: nn.Module, plan: Plan, sample: Tensor, scores: Mapping[str, int]) -> tuple[PartKind, ...]:
+    """Embedding, layer and head of a model with one layer. scores: `PartKind.attention_flops`, by role."""
+    parts = parts_of(model, plan)
+    return tuple(
+        PartKind(role, _matrices(model, plan, part), cost, scores.get(role, 0))
+        for role, part, cost in zip(
+            ("embedding", "layer", "head"), parts, part_costs(model, parts, sample), strict=True
+        )
+    )
+
+
+def _matrices(model: nn.Module, plan: Plan, part: Part) -> tuple[Matrix, ...]:
+    found = []
+    for module in part:
+        for own, parameter in model.get_submodule(module).named_parameters():
+            name = f"{module}.{own}"
+            path = name.rpartition(".")[0]
+            expert = any(matches(f"{pattern}.experts", path) for pattern in plan.experts)
+            dim = None if expert else sharded_dim(model, plan, name)
+            found.append(Matrix(tuple(parameter.shape), dim, expert))
+    return tuple(found)
+
+
+def _vit(name: str, config: ViTConfig, preset: str) -> ModelSpec:
+    with torch.device("meta"):
+        model = ViT(replace(config, n_layers=1))
+        sample = torch.zeros(1, config.channels, config.image_size, config.image_size)
+    plan = vit_plan()
+    return ModelSpec(
+        name=name,
+        plan=plan,
+        config=config,
+        kinds=_kinds(model, plan, sample, {}),
+        sequence=(0, *[1] * config.n_layers, 2),
+        tied=False,
+        tokens=config.patches,
+        seq_length=0,
+        program="mmm.trainer.vit",
+        flags=("--preset", preset),
+    )
+
+
+def _cnn() -> ModelSpec:
+    config = CNNConfig()
+    with torch.device("meta"):
+        model, sample = CNN(config), torch.zeros(1, config.channels, config.image_size, config.image_size)
+    plan = cnn_plan()
+    parts = parts_of(model, plan)
+    saved = _saved(model, [model.get_submodule(name) for (name,) in parts], sample)
+    kinds = tuple(
+        PartKind("module", _matrices(model, plan, part), cost, saved=count)
+        for part, cost, count in zip(parts, part_costs(model, parts, sample), saved, strict=True)
+    )
+    return ModelSpec(
+        name="cnn",
+        plan=plan,
+        config=config,
+        kinds=kinds,
+        sequence=tuple(range(len(kinds))),
+        tied=False,
+        tokens=1,
+        seq_length=0,
+        program="mmm.trainer.fsdp",
+        flags=("--dataset", "mnist"),
+    )
+
+
+def _saved(model: nn.Module, parts: Sequence[nn.Module], sample: Tensor) -> list[int]:
+    """Elements that the forward of `sample`, on the meta device, leaves for backward, by the part that runs last."""
+    counts, now = [0] * len(parts), 0
+    weights = {id(parameter) for parameter in model.parameters()}
+    seen: dict[int, Any] = {}
+
+    def enter(number: int, *_: Any) -> None:
+        nonlocal now
+        now = number
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        base = tensor if tensor._base is None else tensor._base
+        if id(base) not in weights and storage._cdata not in seen:
+            seen[storage._cdata] = storage  # kept, so that the number stays its own
+            counts[now] += storage.nbytes() // tensor.element_size()
+        return tensor
+
+    hooks = [module.register_forward_pre_hook(partial(enter, number)) for number, module in enumerate(parts)]
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(sample)
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def _factory(name: str) -> ModelSpec:
+    """A user's module: its parameters by the parts that its longest list of layers has; data parallelism alone."""
+    where, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(where), attribute)
+        with meta_parameters():
+            model = make()
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"--model {name}: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {name}: it returns {type(model).__name__}, and has to return an nn.Module")
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) > 1]
+    layers = list(max(lists, key=len).children()) if lists else []
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    rest = tuple(Matrix(tuple(p.shape)) for p in model.parameters() if id(p) not in inside)
+    alike: dict[tuple[tuple[int, ...], ...], int] = {(): 0}
+    sequence = [0]
+    for layer in layers:
+        key = tuple(tuple(parameter.shape) for parameter in layer.parameters())
+        sequence.append(alike.setdefault(key, len(alike)))
+    shapes = [rest, *(tuple(Matrix(shape) for shape in key) for key in list(alike)[1:])]
+    # 2 FLOPs a weight and sample, as if each were used once: a lower bound where weights are shared over positions.
+    kinds = tuple(
+        PartKind("module", group, 2 * sum(math.prod(m.shape) for m in group if len(m.shape) > 1)) for group in shapes
+    )
+    if not sum(kind.parameters for kind in kinds):
+        raise ConfigError(f"--model {name}: it has no parameters")
+    notes = (
+        "activations of this model are not known: memory is that of parameters, gradients, optimizer and buffers alone",
+        "its FLOPs are counted as 2 a weight and sample, so that step times are lower bounds",
+    )
+    return ModelSpec(
+        name=name,
+        plan=None,
+        config=None,
+        kinds=kinds,
+        sequence=tuple(sequence),
+        tied=False,
+        tokens=1,
+        seq_length=0,
+        notes=notes,
+    )

@@ -1,0 +1,66 @@
+"""A candidate as the line that starts it, and as a job script of the machine's scheduler."""
+
+from __future__ import annotations
+
+import shlex
+
+from mmm.plan.candidate import Candidate
+from mmm.plan.machine import Machine
+from mmm.plan.spec import ModelSpec
+
+
+def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtype: str) -> list[str]:
+    """Flags of the trainer that runs the model, so that it runs this layout and no other."""
+    layout, techniques = candidate.layout, candidate.techniques
+    sizes = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "ep": layout.ep, "dp_replicate": layout.dp_replicate}
+    flags = [*spec.flags]
+    if spec.seq_length:
+        flags += ["--seq_length", str(spec.seq_length)]
+    flags += ["--global_batch_size", str(global_batch), "--dtype", dtype, "--parallel", techniques.data_parallel]
+    for name, size in sizes.items():
+        if size > 1:
+            flags += [f"--{name}", str(size)]
+    if layout.pp > 1:
+        flags += ["--schedule", techniques.schedule, "--stages_per_rank", str(techniques.stages_per_rank)]
+    if layout.cp > 1:
+        flags += ["--cp_style", techniques.cp_style]
+    usual = {"reshard_after_forward": "auto", "activation_checkpointing": "none", "tile": 1}
+    chosen = {
+        "reshard_after_forward": techniques.reshard_after_forward,
+        "activation_checkpointing": techniques.checkpointing,
+        "tile": techniques.tile,
+    }
+    for name, value in chosen.items():
+        if value != usual[name]:
+            flags += [f"--{name}", str(value)]
+    if candidate.microbatches > 1 or layout.pp > 1:
+        flags += ["--microbatches", str(candidate.microbatches)]
+    if spec.program == "mmm.trainer.lm":
+        flags += ["--loss_chunks", str(techniques.loss_chunks)]
+        flags += ["--offload"] if techniques.offload else []
+    return flags
+
+
+def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_batch: int, dtype: str) -> str:
+    """The line to copy. Of a model that no trainer has, with the flags of `mmm.parallel.Techniques` as a comment."""
+    where = ["-n", str(machine.ranks)]
+    if machine.hosts > 1:
+        where += ["-ppn", str(machine.gpus_per_host)]
+    if machine.device == "cpu":
+        where += ["--device", "cpu"]
+    if not spec.program:
+        chosen = f"{candidate.layout} {candidate.techniques.data_parallel}, micro-batches {candidate.microbatches}"
+        return f"launch {shlex.join(where)} python3 YOUR_PROGRAM.py   # {chosen}"
+    flags = trainer_flags(candidate, spec, global_batch, dtype)
+    return f"launch {shlex.join(where)} python3 -m {spec.program} {shlex.join(flags)}"
+
+
+def job_script(line: str, machine: Machine) -> str:
+    """A job script that runs `line`: PBS or Slurm, as the machine has it; else a script for a shell."""
+    head = ["#!/bin/bash -l" if machine.scheduler == "pbs" else "#!/bin/bash"]
+    head += [text.replace("{hosts}", str(machine.hosts)) for text in machine.script]
+    if machine.scheduler == "pbs":
+        head.append('cd "$PBS_O_WORKDIR"')
+    if "PROJECT" in "\n".join(machine.script):
+        head.append("# PROJECT, the queue and the time are yours to fill in.")
+    return "\n".join([*head, ". .venv/bin/activate", line, ""])

@@ -1,0 +1,82 @@
+"""What a rank sends in a step, by axis, inside a host and between hosts: `mmm.analysis.traffic_formulas` by arithmetic.
+
+The formulas are those of that module, which reads them from a model's modules; here they are computed from a
+`ModelSpec`, and for ``ep`` what the tokens take that travel to their experts. `tests/plan/test_traffic.py`
+compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mmm.analysis.collective_bytes import factor
+from mmm.models.transformer import TransformerConfig
+from mmm.models.vit import ViTConfig
+from mmm.parallel.data.apply import UNSHARDED
+from mmm.parallel.mesh import Layout
+from mmm.parallel.techniques import Techniques
+from mmm.plan.memory import MemoryModel, Stage
+from mmm.plan.network import Group
+
+
+def sent_bytes(
+    memory: MemoryModel, stage: Stage, layout: Layout, techniques: Techniques, local_batch: int, microbatches: int
+) -> dict[str, float]:
+    """Bytes that a rank of a stage sends in a step, by axis; axes on which it sends nothing are left out.
+
+    Args:
+        local_batch: samples of a step, of a data-parallel coordinate.
+    """
+    spec, config, storage, compute = memory.spec, memory.spec.config, memory.storage, memory.compute
+    technique = techniques.data_parallel
+    sizes, shards = memory.of(stage, layout, technique), memory.shards(layout, technique)[0]
+    roles = {spec.kinds[kind].role: count for kind, count in stage.kinds}
+    layers, head, embedding = roles.get("layer", 0), "head" in roles, "embedding" in roles
+    found: dict[str, float] = {}
+    if technique in UNSHARDED:
+        reduced = factor("all_reduce", shards) * sizes.local
+        if technique == "zero2":
+            reduced = factor("reduce_scatter", shards) * sizes.padded
+        updated = factor("all_gather", shards) * sizes.padded if technique != "ddp" else 0.0
+        found["dp_replicate" if layout.dp_replicate > 1 else "dp_shard"] = storage * (reduced + updated)
+    else:
+        axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
+        last = sizes.padded if spec.tied and len(stage.kinds) == 1 else sizes.last
+        again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[techniques.reshard_after_forward]
+        gathered = sizes.padded if layout.pp > 1 else microbatches * (sizes.padded + again)
+        found[axis] = factor("all_gather", shards) * (compute * gathered + storage * sizes.padded)
+        found["dp_replicate"] = factor("all_reduce", layout.dp_replicate) * sizes.sharded * storage
+    tokens, c = local_batch * spec.tokens / layout.cp, compute
+    if isinstance(config, TransformerConfig):
+        if layout.tp > 1:
+            pairs = 2 * ((2 if config.n_experts else 4) * layers + embedding + head)
+            summed = (2 * layers + head) * config.dim * c + 3 * tokens * max(c, 4) * head
+            found["tp"] = factor("all_gather", layout.tp) * (pairs * tokens * config.dim * c + 2 * summed)
+        if layout.cp > 1:
+            n, a_head = layout.cp, tokens * config.head_dim
+            heads, kv_heads = config.n_heads // layout.tp, config.n_kv_heads // layout.tp or 1
+            if techniques.cp_style == "ring":
+                sent = 2 * kv_heads * a_head * (2 * (n - 1) * c + n * max(c, 4))
+            else:
+                sent = 2 * factor("all_to_all", n) * 2 * (heads + math.lcm(kv_heads, n)) * a_head * c
+            found["cp"] = found.get("cp", 0.0) + layers * sent
+        if layout.ep > 1:
+            sent = tokens / layout.tp * config.top_k * config.dim * c
+            found["ep"] = 4 * layers * factor("all_to_all", layout.ep) * sent
+    elif isinstance(config, ViTConfig) and layout.tp > 1:
+        found["tp"] = 8 * layers * factor("all_gather", layout.tp) * tokens * config.dim * c
+    if layout.pp > 1:
+        faced = 2 * stage.own - (stage.number in (0, layout.pp - 1))
+        if techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):  # first and last stage on one rank, or two neighbours
+            faced = 2 if stage.number in (0, layout.pp - 1) else 4
+        found["pp"] = faced * memory.kept(layout.tp, False).boundary * tokens + 8 * factor("all_reduce", layout.pp)
+    return {axis: sent for axis, sent in found.items() if sent}
+
+
+def between_hosts(axis: str, sent: float, group: Group) -> float:
+    """Of the bytes that a rank sends on an axis those that leave its host, on average over the group."""
+    if not group.crosses:
+        return 0.0
+    if axis == "ep":  # everybody sends to everybody
+        return sent * (group.size - group.local) / max(group.size - 1, 1)
+    return sent / group.local  # of a ring's ranks on a host one sends to the next host

@@ -1,0 +1,136 @@
+"""``mmm plan``: what it prints and writes; and bad input, which is refused in one line, with exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmm.cli.main import main
+from mmm.plan import calibrate
+from mmm.plan.machine import load
+from mmm.plan.models import read_model
+
+SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global_batch", "32"]
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+
+
+def test_all_that_is_written(tmp_path, capsys):
+    files = {name: tmp_path / name for name in ("plan.json", "job.sh", "plots")}
+    flags = ["--json", str(files["plan.json"]), "--script", str(files["job.sh"]), "--plots", str(files["plots"])]
+    assert main([*SMALL, "--explain", *flags]) == 0
+    text = capsys.readouterr().out
+    for words in ("the best", "why each other kind lost", "the decision tree says: ", "sent a step, GB", "assumed"):
+        assert words in text
+    assert "does the model fit on one device?" in text
+    assert "https://docs.alcf.anl.gov/polaris" in text
+    line = next(line for line in text.splitlines() if line.startswith("launch "))
+    assert line in files["job.sh"].read_text()
+    listed = json.loads(files["plan.json"].read_text())
+    fitting = [entry["step_seconds"] for entry in listed if entry["fits"]]
+    assert len(fitting) > 10
+    assert [entry["fits"] for entry in listed] == sorted((entry["fits"] for entry in listed), reverse=True)
+    assert {path.name for path in files["plots"].iterdir()} == {"memory.png", "ranks.png", "frontier.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files["plots"].iterdir())
+
+
+def test_both_spellings_and_a_machine_without_a_site(capsys):
+    flags = ["--hosts", "2", "--gpus-per-host", "12", "--gpu-memory", "64GiB", "--seq-length", "1024"]
+    assert main(["plan", "--model", "gpt2", *flags, "--global-batch", "48"]) == 0
+    assert "2 × 12 devices of 64 GiB" in capsys.readouterr().out
+
+
+def test_a_hugging_face_config(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_CONFIG))
+    ours, theirs = read_model("llama-8b", {}, 512), read_model(str(tmp_path), {}, 512)
+    assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
+    assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 0
+    assert "--dim 4096" in capsys.readouterr().out
+    path.write_text(
+        json.dumps({**LLAMA_CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    )
+    assert read_model(str(path), {}, 512).config.n_experts == 8
+
+
+def test_a_users_module(monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parent.parent / "plan")
+    assert main(["plan", "--model", "my_module:make", "--site", "dgx-h100", "--hosts", "1", "--global_batch", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "413,962 parameters" in text
+    assert "activations of this model are not known" in text
+    assert "a module without a plan has data parallelism alone" in text
+    spec = read_model("my_module:make", {}, 1)
+    assert len(spec.kinds) == 4
+    assert spec.sequence == (0, 1, *[2] * 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "lama-8b", "--hosts", "1"], "did you mean llama-8b?"),
+        (["--model", "nothing:here", "--hosts", "1"], "ModuleNotFoundError"),
+        (["--model", "my_module:broken", "--hosts", "1"], "KeyError"),
+        (["--model", "my_module:number", "--hosts", "1"], "returns int"),
+        (["--model", "missing.json", "--hosts", "1"], "cannot be read"),
+        (["--model", "vit", "--hosts", "1", "--dim", "64"], "--dim with --model vit"),
+        (["--model", "llama-8b", "--dim", "65", "--hosts", "1"], "dim 65 is not divisible by n_heads 32"),
+        (["--model", "llama-8b", "--n_layers", "99999999", "--hosts", "1"], "from 0 to 1,000,000"),
+        (["--model", "llama-8b"], "which machine?"),
+        (["--model", "llama-8b", "--site", "aurorra", "--hosts", "1"], "did you mean aurora?"),
+        (["--model", "llama-8b", "--site", "aurora"], "--hosts is missing"),
+        (["--model", "llama-8b", "--site", "polaris", "--hosts", "561"], "Polaris has 560"),
+        (["--model", "llama-8b", "--site", "polaris", "--machine", "x", "--hosts", "1"], "leave one out"),
+        (["--model", "llama-8b", "--machine", "nowhere.json"], "cannot be read"),
+        (["--model", "llama-8b", "--hosts", "0"], "--hosts 0"),
+        (["--model", "llama-8b", "--hosts", "many"], "invalid int value"),
+        (["--model", "llama-8b", "--hosts", "1", "--gpu_memory", "64 bananas"], "--gpu_memory 64 bananas"),
+        (["--model", "llama-8b", "--hosts", "1", "--gpu_memory", "64"], "give a unit"),
+        (["--model", "llama-8b", "--hosts", "1", "--global_batch", "0"], "--global_batch 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--global_batch", "99999999999"], "10,000,000"),
+        (
+            ["--model", "llama-8b", "--hosts", "1", "--global_batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"],
+            "7 does not",
+        ),
+        (["--model", "llama-8b", "--hosts", "1", "--seq_length", "0"], "--seq_length 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--top", "0"], "--top 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--nonsense"], "unrecognized arguments"),
+        (["--model", "gpt2", "--hosts", "1", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
+        (["--model", "gpt2", "--hosts", "1", "--script", "/no/such/folder/x"], "--script /no/such/folder/x"),
+        (["--model", "llama-70b", "--site", "polaris", "--hosts", "1", "--seq_length", "8192"], "GiB are missing"),
+        ([], "--model is missing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(Path(__file__).parent.parent / "plan")
+    assert main(["plan", *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert error.startswith("mmm: error: ")
+
+
+@pytest.mark.long
+def test_calibrate_writes_a_machine(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "here.json"
+    monkeypatch.setattr(calibrate, "TRIES", 1)
+    monkeypatch.setattr(calibrate, "STREAM", 1 << 20)
+    monkeypatch.setattr(calibrate, "PRODUCT", 256)
+    assert main(["plan", "--calibrate", str(path)]) == 0
+    machine = load(str(path), "--machine")
+    assert machine.peak("fp32") > 1e8
+    assert machine.link_bandwidth > 1e6
+    assert 0 < machine.link_latency < 1
+    assert "measured by mmm plan --calibrate" in machine.sources["peak_flops"]
+    assert main(["plan", "--machine", str(path), "--model", "debug", "--seq_length", "64"]) == 0
+    assert "written: " in capsys.readouterr().out
