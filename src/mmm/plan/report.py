@@ -121,7 +121,7 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     layout, techniques, machine, count = candidate.layout, candidate.techniques, search.machine, candidate.microbatches
     batch = -(-candidate.local_batch // count)
     lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
-    stages = search.one_stage
+    stages: tuple[Stage, ...] = search.one_stage
     if layout.pp > 1:
         stages = search.stages(techniques.schedule, layout.pp, techniques.stages_per_rank or 1)
     for stage in stages:
