@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from mmm.history.ending import RUNNING, Ending
 from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Layout
+from mmm.plan.observer import observed
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
@@ -42,7 +43,7 @@ from mmm.runtime.device import Precision, choose_device, choose_precision, full_
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, gather_objects, gather_table, locate, process_group
-from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.runtime.ranks import DRY_RUN, Rank, command_line, whoami
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
@@ -264,7 +265,8 @@ def start_run(
     layout = resolved.layout if isinstance(resolved, Resolved) else resolved
     if isinstance(resolved, Resolved):
         data, footprint = resolved.data.describe(), resolved.footprint
-    if footprint is not None:
+    dry = rank.source == DRY_RUN
+    if footprint is not None and not dry:
         check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[RunFolder] = []
@@ -278,8 +280,9 @@ def start_run(
     torch.manual_seed(options.seed)
     times = startup.ready()
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    watch = HangWatch(rank, options.timeout, clock)
-    with process_group(rank, device, options.timeout, meet), watch, ExitStack() as stack:
+    group = observed(process_group(rank, device, options.timeout, meet), clock, layout, precision, resolved)
+    watch: Any = nullcontext() if dry else HangWatch(rank, options.timeout, clock)
+    with group, watch, ExitStack() as stack:
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
         outdir = prepared[0].outdir if prepared else None  # on rank 0

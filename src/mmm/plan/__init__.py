@@ -1,0 +1,1 @@
+"""Before the run: layouts, memory, communication, dry run."""
