@@ -177,6 +177,11 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
     def all_gather_object(found: list[Any], own: Any, *_: Any, **__: Any) -> None:
         found[:] = [own] * len(found)
 
+    batch = dist.batch_isend_irecv
+
+    def sent(ops: list[dist.P2POp]) -> list[Any]:
+        return [_Work(work, ops) for work in batch(ops)]
+
     def propagate(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def uncounted(*given: Any, **named: Any) -> Any:
@@ -192,6 +197,7 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
         (dist, "all_gather_object", all_gather_object),
         (dist, "broadcast_object_list", lambda *_, **__: None),
         (dist, "barrier", lambda *_, **__: None),
+        (dist, "batch_isend_irecv", sent),
     ]
     for name in ("_propagate_tensor_meta_non_cached", "propagate_tensor_meta"):
         if name in vars(ShardingPropagator):
@@ -211,6 +217,17 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+@dataclass
+class _Work:
+    """A message under way, which holds its tensor until nobody asks for it any more, as gloo's does."""
+
+    work: Any
+    ops: Sequence[dist.P2POp]
+
+    def wait(self) -> bool:
+        return bool(self.work.wait())
 
 
 def _outside_fake_mode(method: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.pipelining import stage as pipelining
 
 from mmm.models import weights
@@ -65,14 +66,16 @@ class StageShapes:
     def _forward(self, number: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         resolved, layout = self.resolved, self.layout
         partition, plan = resolved.partition, resolved.plan
-        stage = take_stage(resolved.model, partition.parts, partition.stages[number])
+        with unset_fake_temporarily():
+            stage = take_stage(resolved.model, partition.parts, partition.stages[number])
         key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in given))
         if key not in self._found:
-            weights.convert(stage, self.precision.compute)
-            if layout.tp > 1:
-                if self._mesh is None:
-                    self._mesh = build_mesh(layout, self.device.type, experts=has_experts(stage))
-                apply_tensor_parallel(stage, self._mesh["tp"], plan)
+            with unset_fake_temporarily():
+                weights.convert(stage, self.precision.compute)
+                if layout.tp > 1:
+                    if self._mesh is None:
+                        self._mesh = build_mesh(layout, self.device.type, experts=has_experts(stage))
+                    apply_tensor_parallel(stage, self._mesh["tp"], plan)
             stage.to_empty(device=self.device)
             named = {}
             if plan.sequence:
