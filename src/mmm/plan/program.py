@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 import torch.testing._internal.distributed.fake_pg
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.analysis.traffic import axes_of, count_traffic
@@ -198,6 +200,10 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
         (dist, "broadcast_object_list", lambda *_, **__: None),
         (dist, "barrier", lambda *_, **__: None),
         (dist, "batch_isend_irecv", sent),
+        (distributed, "_verify_param_shape_across_processes", lambda *_: None),
+        (distributed, "_sync_module_states", lambda **_: None),
+        (DDP, "__init__", _with_hook(DDP.__init__)),
+        (DDP, "_pre_forward", _with_numbers(DDP._pre_forward)),
     ]
     for name in ("_propagate_tensor_meta_non_cached", "propagate_tensor_meta"):
         if name in vars(ShardingPropagator):
@@ -228,6 +234,47 @@ class _Work:
 
     def wait(self) -> bool:
         return bool(self.work.wait())
+
+
+def _with_hook(make: Callable[..., None]) -> Callable[..., None]:
+    """DDP, whose reducer takes the result of an all-reduce from its work, and that of a group that sends nothing has
+    none."""
+
+    def reduce(group, bucket):  # type: ignore[no-untyped-def]  # PyTorch compares annotations with classes
+        buffer = bucket.buffer().div_(group.size())
+        dist.all_reduce(buffer, group=group)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    @functools.wraps(make)
+    def init(self: DDP, *given: Any, **named: Any) -> None:
+        make(self, *given, **named)
+        self.register_comm_hook(self.process_group, reduce)
+
+    return init
+
+
+class _Numbers(TorchDispatchMode):
+    """Integers have elements: DDP reads those that say how it has packed its gradients."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is ATEN.empty.memory_format and named.get("dtype") == torch.int32:
+            with unset_fake_temporarily():
+                return func(*args, **named)
+        return func(*args, **named)
+
+
+def _with_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def pre_forward(*given: Any, **named: Any) -> Any:
+        with _Numbers():
+            return method(*given, **named)
+
+    return pre_forward
 
 
 def _outside_fake_mode(method: Any) -> Any:
