@@ -19,17 +19,17 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # the shapes of c10d's operators on fake tensors
+import torch.testing._internal.distributed.fake_pg
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-import torch.testing._internal.distributed.fake_pg
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +47,6 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 
 ATEN = torch.ops.aten
-STEPS = 3  # PyTorch's pipelines send shapes in the first, DDP packs its gradients anew in the second
 
 
 @dataclass
@@ -115,7 +114,7 @@ class Rehearsal(Observer):
 
 @contextmanager
 def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
-    """Inside, this process is rank `rank` of `world_size`, by its environment, and a run that it starts is a dry one."""
+    """Inside, this process is rank `rank` of `world_size` by its environment, and a run that it starts is a dry one."""
     before = dict(os.environ)
     for numbering in NUMBERINGS.values():
         for names in numbering:
@@ -123,8 +122,12 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
                 os.environ.pop(name, None)
     os.environ |= {
         DRY_RUN_VARIABLE: "1",
-        **{"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},  # which nobody asks
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",  # which nobody asks
+        "MASTER_PORT": "1",
     }
     rehearsal = Rehearsal(rank, world_size)
     try:

@@ -1,9 +1,9 @@
 """What the stages of a pipeline send each other, found without the other stages: their shapes.
 
-On the real ranks PyTorch infers them in the first step: each stage runs a micro-batch and sends the shapes of its outputs
-to the next. In a dry run there is one rank; so the stages before its own are built here, with tensor parallelism alone,
-which is what shapes depend on, and run on tensors without elements. Stages with the same parts of the same sizes, and
-the same inputs, have the same outputs: a deep model has few different ones.
+On the real ranks PyTorch infers them in the first step: each stage runs a micro-batch and sends the shapes of its
+outputs to the next. In a dry run there is one rank; so the stages before its own are built here, with tensor
+parallelism alone, which is what shapes depend on, and run on tensors without elements. Stages with the same parts of
+the same sizes, and the same inputs, have the same outputs: a deep model has few different ones.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
     def received(self: Any, source: int) -> Any:
         if source < self.stage_index:
             with shapes.memory.paused():
-                outputs = tuple(output.detach().requires_grad_(output.is_floating_point()) for output in shapes.outputs(source))
+                outputs = tuple(
+                    output.detach().requires_grad_(output.is_floating_point()) for output in shapes.outputs(source)
+                )
             return pipelining._StageForwardMeta(forward_metas=pipelining.extract_tensor_metas(outputs))
         return pipelining._StageBackwardMeta(backward_metas=pipelining._derive_grad_metas(self._stage_meta.outputs))
 

@@ -44,7 +44,7 @@ class Rank:
 
     @property
     def is_main(self) -> bool:
-        """Whether this one prints and writes for all: rank 0, but for that of a dry run, which leaves nothing behind."""
+        """Whether this one prints and writes for all: rank 0, but in a dry run, which leaves nothing behind, none."""
         return self.rank == 0 and self.source != DRY_RUN
 
 

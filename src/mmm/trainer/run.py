@@ -287,7 +287,7 @@ def start_run(
         stack.enter_context(ignore_views())
         outdir = prepared[0].outdir if prepared else None  # on rank 0
         file = outdir / "log.txt" if outdir else None
-        log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
+        log = stack.enter_context(logging_to(1 if dry else rank.rank, file, options.log_all_ranks))
         ranks = all_ranks(rank, device, layout)
         times.group = time.time()
         config: dict[str, Any] = {
