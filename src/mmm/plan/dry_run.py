@@ -113,10 +113,10 @@ def _in_processes(program: Callable[[], object], world_size: int, ranks: Sequenc
                 rank = waiting.pop(0)
                 child = children.fork(partial(_child, program, world_size, rank))
                 running[child.end] = rank, child
-            for end in wait([*running]):
-                rank, child = running.pop(end)  # type: ignore[index]
+            for end in [each for each in wait([*running]) if isinstance(each, Connection)]:
+                rank, child = running.pop(end)
                 try:
-                    result = end.recv()  # type: ignore[union-attr]
+                    result = end.recv()
                 except (EOFError, OSError):
                     raise RuntimeError(f"dry run of rank {rank}: its process {ended(child.stop(1.0))}") from None
                 if isinstance(result, UserError):

@@ -83,7 +83,7 @@ class Rehearsal(Observer):
         self.notes = getattr(resolved, "notes", ())
         self.stages = footprint.parameters if footprint is not None and layout.pp > 1 else ()
         self.memory = MemoryTracker(device.type, lambda: clock.phase)
-        if plan is not None and plan.output:
+        if plan is not None and model is not None and plan.output:
             sizes = [getattr(output, "out_features", 0) for output in find(model, plan.output)]
             self.memory.widths |= {-(-size // layout.tp) for size in sizes}
         self.traffic = SentInOrder(lambda: clock.phase)

@@ -106,7 +106,9 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
                 outputs = tuple(
                     output.detach().requires_grad_(output.is_floating_point()) for output in shapes.outputs(source)
                 )
-            return pipelining._StageForwardMeta(forward_metas=pipelining.extract_tensor_metas(outputs))
+            metas = pipelining.extract_tensor_metas(outputs)
+            assert metas is not None
+            return pipelining._StageForwardMeta(forward_metas=metas)
         return pipelining._StageBackwardMeta(backward_metas=pipelining._derive_grad_metas(self._stage_meta.outputs))
 
     def dynamic(self: Any, *_: Any, **__: Any) -> Any:

@@ -103,7 +103,7 @@ class MemoryTracker:
             self.mark("optimizer state", [value for value in state if isinstance(value, Tensor)])
 
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         self._fake_mode = active_fake_mode()
         try:
             with _Storages(self):
