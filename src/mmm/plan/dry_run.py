@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from mmm.errors import ConfigError, UserError
-from mmm.plan.observer import Sent
+from mmm.plan.observer import SentCall
 from mmm.plan.program import Rehearsal, rehearsing
-from mmm.plan.tracker import Peak
+from mmm.plan.tracker import MemoryPeak
 from mmm.testing.processes import Child, Children, ended
 
 AT_ONCE = 2  # processes
@@ -48,18 +48,18 @@ class RankReport:
     precision: str
     coordinates: dict[str, int]
     stages: tuple[int, ...]
-    peaks: dict[str, Peak]
-    calls: list[Sent]
+    peaks: dict[str, MemoryPeak]
+    calls: list[SentCall]
     seconds: float
     notes: tuple[str, ...] = ()
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """The most bytes of the run."""
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
     @property
-    def steady(self) -> Peak:
+    def steady(self) -> MemoryPeak:
         """The most bytes of the last step."""
         return self.peaks[max(filter(_is_step, self.peaks), key=lambda phase: int(phase.split()[1]))]
 

@@ -42,7 +42,7 @@ def _memory(found: DryRun) -> list[str]:
 def totals(report: RankReport) -> dict[tuple[str, str], OperationTraffic]:
     """By axis and operation, what a rank sends in a step."""
     found: dict[tuple[str, str], OperationTraffic] = {}
-    for sent in report.calls:
+    for sent in (sent for sent in report.calls if sent.call.size > 1):
         found.setdefault((sent.axis, sent.call.operation), OperationTraffic()).add(sent.call, False)
     return found
 

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from mmm.analysis.traffic import axes_of, count_traffic
 from mmm.models.experts import has_experts
 from mmm.parallel.mesh import Layout
-from mmm.plan.observer import Observer, Sent, SentInOrder, observing
+from mmm.plan.observer import Observer, SentCall, SentInOrder, observing
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
@@ -29,7 +29,7 @@ class Measured:
     """One rank. peaks: bytes of the device's tensors, the most of each phase (`StepClock.phase`)."""
 
     peaks: dict[str, int]
-    calls: list[Sent]
+    calls: list[SentCall]
 
 
 class PhaseTracker(MemTracker):

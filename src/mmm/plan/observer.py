@@ -51,7 +51,7 @@ def observed(
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentCall:
     """A call to a process group. phase: when, of `StepClock.phase`; axis: of the mesh, in which the group lies."""
 
     phase: str
@@ -64,8 +64,8 @@ class SentInOrder(Traffic):
 
     def __init__(self, phase: Callable[[], str]) -> None:
         super().__init__()
-        self.phase, self.calls = phase, list[Sent]()
+        self.phase, self.calls = phase, list[SentCall]()
 
     def add(self, axis: str, call: Call, on_gloo: bool) -> None:
         super().add(axis, call, on_gloo)
-        self.calls.append(Sent(self.phase(), axis, call))
+        self.calls.append(SentCall(self.phase(), axis, call))

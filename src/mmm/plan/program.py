@@ -42,7 +42,7 @@ from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import find
 from mmm.plan.observer import Observer, SentInOrder, observing
 from mmm.plan.stage_shapes import StageShapes, known_shapes
-from mmm.plan.tracker import MemoryTracker, Peak
+from mmm.plan.tracker import MemoryPeak, MemoryTracker
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 
@@ -85,7 +85,9 @@ class Rehearsal(Observer):
         self.memory = MemoryTracker(device.type, lambda: clock.phase)
         if plan is not None and model is not None and plan.output:
             sizes = [getattr(output, "out_features", 0) for output in find(model, plan.output)]
-            self.memory.widths |= {-(-size // layout.tp) for size in sizes}
+        else:
+            sizes = [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
+        self.memory.widths |= {-(-size // layout.tp) for size in sizes}
         self.traffic = SentInOrder(lambda: clock.phase)
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
         with ExitStack() as stack:
@@ -107,7 +109,7 @@ class Rehearsal(Observer):
         enter(self.memory.tracking())
         enter(count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts)))
 
-    def peaks(self) -> dict[str, Peak]:
+    def peaks(self) -> dict[str, MemoryPeak]:
         assert self.memory is not None, "no run has started"
         return self.memory.peaks()
 

@@ -39,7 +39,7 @@ PARTS = (
 
 
 @dataclass
-class Peak:
+class MemoryPeak:
     """The most bytes at once.
 
     Attributes:
@@ -200,19 +200,19 @@ class MemoryTracker:
         if count:
             self.changes.append(_Change(number, count, self.phase(), self.doing()))
 
-    def peaks(self) -> dict[str, Peak]:
+    def peaks(self) -> dict[str, MemoryPeak]:
         """The peak of each phase."""
         total, most = 0, dict[str, tuple[int, int]]()  # bytes, and the number of the change that led to them
         for at, change in enumerate(self.changes):
             total += change.bytes
             if total > most.get(change.phase, (-1, 0))[0]:
                 most[change.phase] = total, at
-        found: dict[str, Peak] = {}
+        found: dict[str, MemoryPeak] = {}
         for phase, (count, at) in most.items():
             parts = dict.fromkeys(PARTS, 0)
             for change in self.changes[: at + 1]:
                 parts[self._kinds[change.storage]] += change.bytes
-            found[phase] = Peak(count, parts, phase, self.changes[at].doing)
+            found[phase] = MemoryPeak(count, parts, phase, self.changes[at].doing)
         return found
 
 
