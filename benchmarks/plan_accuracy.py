@@ -3,8 +3,10 @@
     python benchmarks/plan_accuracy.py [--only NAME …] [--json FILE] [--list]
 
 For each layout the trainer runs 3 steps and an evaluation on CPU ranks of this host, each under PyTorch's own
-``MemTracker``, and as a dry run of each distinct rank. A row has the worst rank of those. Exit code 1 where the median
-error is above 1 %, one is above 3 %, or a collective differs.
+``MemTracker``, and as a dry run of each distinct rank. A row has the worst rank of those. Gloo's threads let go of what
+they have sent a little earlier or later; so where a rank's peak differs by more than 0.1 %, the real ranks run three
+times, and the median counts. Exit code 1 where the median error of all layouts is above 1 %, one is above 3 %, or a
+collective differs.
 """
 
 import argparse
@@ -21,11 +23,11 @@ from functools import partial
 from pathlib import Path
 
 from mmm.plan.dry_run import dry_run
-from mmm.plan.measured import measure
+from mmm.plan.measured import Measured, measure
 from mmm.trainer.dry_run import for_a_few_steps
 from mmm.trainer.options import parse
 
-MEDIAN, WORST = 0.01, 0.03
+MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3
 LLAMA = "lm --preset debug --dataset random --batch_size 4"
 DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"
 # Every token goes to all experts: real routing is then as even as that of a dry run, which has no scores to go by.
@@ -102,21 +104,31 @@ def train(line: str, outdir: str | None = None) -> None:
         program.train(options if outdir is None else replace(options, outdir=Path(outdir)))
 
 
+def real_ranks(line: str, ranks: int) -> list[Measured]:
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(partial(train, line, f"{folder}/run"), ranks)
+
+
+def of_steps(measured: Measured) -> int:
+    """Bytes. Before the first step rank 0 times a product of matrices (8 MB), and weights are drawn in pieces."""
+    return max(size for phase, size in measured.peaks.items() if phase != "start")
+
+
 def compare(name: str) -> dict:
     """A row."""
     ranks, line = CASES[name]
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        real = measure(partial(train, line, f"{folder}/run"), ranks)
-    middle = time.perf_counter()
     found = dry_run(partial(train, line), ranks)
+    middle = time.perf_counter()
+    runs = [real_ranks(line, ranks)]
     end = time.perf_counter()
+    if any(abs(report.peak_of_steps / of_steps(runs[0][report.rank]) - 1) > EXACT for report in found.ranks):
+        runs += [real_ranks(line, ranks) for _ in range(2)]
     errors, differ, of_rank = {}, [], {}
     for report in found.ranks:
-        own, last = real[report.rank], report.calls[-1].phase if report.calls else "step 2"
-        # Before the first step rank 0 times a product of matrices (8 MB), and weights are drawn in pieces.
-        measured = max(size for phase, size in own.peaks.items() if phase != "start")
-        predicted = max(peak.bytes for phase, peak in report.peaks.items() if phase != "start")
+        own, last = runs[0][report.rank], report.calls[-1].phase if report.calls else "step 2"
+        measured = statistics.median(of_steps(each[report.rank]) for each in runs)
+        predicted = report.peak_of_steps
         errors[report.rank], of_rank[report.rank] = predicted / measured - 1, (predicted, measured)
         theirs = [(sent.axis, sent.call) for sent in own.calls if sent.phase == last]
         ours = [(sent.axis, sent.call) for sent in report.calls]
@@ -134,7 +146,8 @@ def compare(name: str) -> dict:
         "error": errors[worst],
         "calls": sum(len(report.calls) for report in found.ranks),
         "differ": differ,
-        "seconds": [middle - began, end - middle],
+        "runs": len(runs),
+        "seconds": {"dry run": middle - began, "real ranks": end - middle},
     }
 
 

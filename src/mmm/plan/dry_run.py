@@ -59,9 +59,9 @@ class RankReport:
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
     @property
-    def steady(self) -> MemoryPeak:
-        """The most bytes of the last step."""
-        return self.peaks[max(filter(_is_step, self.peaks), key=lambda phase: int(phase.split()[1]))]
+    def peak_of_steps(self) -> int:
+        """The most bytes once the model is there: of steps and evaluations."""
+        return max(peak.bytes for phase, peak in self.peaks.items() if phase != "start")
 
 
 @dataclass(frozen=True)

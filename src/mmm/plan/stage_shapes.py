@@ -21,6 +21,7 @@ from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.context.ring import positions_of
 from mmm.parallel.mesh import Layout, build_mesh
+from mmm.parallel.pipeline.pipeline import Pipeline
 from mmm.parallel.pipeline.stages import take_stage
 from mmm.parallel.pipeline.strides import to_contiguous
 from mmm.parallel.tensor.apply import apply_tensor_parallel
@@ -44,6 +45,7 @@ class StageShapes:
             precision,
             memory,
         )
+        self.batch: Tensor | None = None  # of the step that is under way, on this rank
         self._mesh: Any = None
         self._found: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -56,12 +58,9 @@ class StageShapes:
         return given
 
     def _inputs(self) -> Tensor:
-        sample, partition = self.resolved.sample, self.resolved.partition
-        shape = [len(sample) // partition.microbatches, *sample.shape[1:]]
-        if self.resolved.plan.sequence:
-            shape[1] //= self.layout.cp
-        dtype = self.precision.storage if sample.is_floating_point() else sample.dtype
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        assert self.batch is not None
+        microbatches = self.resolved.partition.microbatches
+        return torch.empty_like(self.batch[: len(self.batch) // microbatches], device=self.device)
 
     def _forward(self, number: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         resolved, layout = self.resolved, self.layout
@@ -111,6 +110,12 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
             return pipelining._StageForwardMeta(forward_metas=metas)
         return pipelining._StageBackwardMeta(backward_metas=pipelining._derive_grad_metas(self._stage_meta.outputs))
 
+    run = Pipeline._run
+
+    def noted(self: Pipeline, call: Any, inputs: Tensor, *given: Any) -> Tensor:
+        shapes.batch = inputs
+        return run(self, call, inputs, *given)
+
     def dynamic(self: Any, *_: Any, **__: Any) -> Any:
         return _Zero()
 
@@ -122,10 +127,12 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
     }
     before = {name: getattr(stage, name) for name in changes}
     try:
+        Pipeline._run = noted  # type: ignore[method-assign, assignment]
         for name, value in changes.items():
             setattr(stage, name, value)
         yield
     finally:
+        Pipeline._run = run  # type: ignore[method-assign]
         for name, value in before.items():
             setattr(stage, name, value)
 

@@ -1,11 +1,11 @@
 """The memory of one rank, storage by storage: how much there is at the peak, and of what.
 
-A dispatch mode sees every operator's tensors. A storage counts from the first operator that has it to its end, with the
-bytes that it has by then: FSDP frees and refills storages in place. What a storage is for is often known later than it
-is made (a gradient is one once an optimizer sees it); so all changes are kept in a list, and added up at the end.
+A dispatch mode sees what every operator makes. A storage counts from then to its end, with the bytes that it has by
+then: FSDP frees and refills storages in place. What a storage is for is often known later than it is made (a gradient
+is one once an optimizer sees it); so all changes are kept in a list, and added up at the end.
 
-Not in it: what a kernel takes inside itself, what a communication library takes for itself, and what an allocator loses
-between tensors.
+Not in it: what a kernel takes inside itself, what a communication library takes for itself, what an allocator loses
+between tensors, and data that were there before a model, as in NumPy's arrays.
 """
 
 from __future__ import annotations
@@ -144,12 +144,8 @@ class MemoryTracker:
             return "optimizer"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
-    def see(self, tensor: Tensor, made: bool) -> None:
-        """Count the tensor's storage, if it is not counted yet.
-
-        Args:
-            made: by an operator, just now; else it was there before, without being seen.
-        """
+    def see(self, tensor: Tensor) -> None:
+        """Count the storage of an operator's result, if it is not counted yet."""
         if tensor.device.type != self.device or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -160,7 +156,7 @@ class MemoryTracker:
                 self._resized(storage)
             return
         number = len(self._kinds)
-        self._kinds.append(self._kind_of(tensor) if made else "parameters")
+        self._kinds.append(self._kind_of(tensor))
         size = storage.nbytes()
         reference = weakref.ref(storage, lambda _, address=address, number=number: self._ended(address, number))  # type: ignore[misc]
         self._live[address] = number, size, reference
@@ -232,10 +228,8 @@ class _Storages(TorchDispatchMode):
         result = func(*args, **kwargs)
         tracker = self.tracker
         if tracker.counts():
-            for tensor in tensors_in(args):
-                tracker.see(tensor, made=False)
             for tensor in tensors_in(result):
-                tracker.see(tensor, made=True)
+                tracker.see(tensor)
             if func.namespace in SENDS:
                 SENDS[func.namespace](tracker, func, args, kwargs, result)
         return result

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
@@ -46,6 +46,7 @@ NOT_FITTING_EXIT = 1
 class DryRunOptions:
     """Flags of a dry run."""
 
+    SEVERAL_MODELS: ClassVar = False  # one after the other, in one run
     dry_run: Annotated[int | None, tyro.conf.arg(metavar="WORLD_SIZE")] = None
     """Run nothing: try the program of one rank of so many on tensors without elements, and print its memory at the peak
     and its collectives. Exit code 0 if it runs and fits, 1 if it does not fit."""
@@ -63,6 +64,8 @@ class DryRunOptions:
                 if getattr(self, name) is not None:
                     raise ConfigError(f"--{name} without --dry_run: give --dry_run WORLD_SIZE, or leave it out")
             return
+        if self.SEVERAL_MODELS:
+            raise ConfigError("--dry_run: this program trains several models in one run; try one with mmm.trainer.lm")
         if self.dry_run < 1:
             raise ConfigError(f"--dry_run {self.dry_run}: it must be at least 1 rank")
         if self.dry_run_rank is not None and not 0 <= self.dry_run_rank < self.dry_run:
