@@ -2,7 +2,7 @@
 
     python benchmarks/plan_accuracy.py [--only NAME …] [--json FILE] [--list]
 
-For each layout the trainer runs 3 steps and an evaluation on CPU ranks of this host, each under PyTorch's own
+For each layout the trainer runs some steps and an evaluation on CPU ranks of this host, each under PyTorch's own
 ``MemTracker``, and as a dry run of each distinct rank. A row has the worst rank of those. Gloo's threads let go of what
 they have sent a little earlier or later; so where a rank's peak differs by more than 0.1 %, the real ranks run three
 times, and the median counts. Exit code 1 where the median error of all layouts is above 1 %, one is above 3 %, or a
@@ -95,7 +95,7 @@ CASES = {
 
 
 def train(line: str, outdir: str | None = None) -> None:
-    """What a rank does: 3 steps, of a program that knows nothing."""
+    """What a rank does: some steps, of a program that knows nothing."""
     name, *words = line.split()
     program = importlib.import_module(f"mmm.trainer.{name}")
     sys.argv = [name, *words, "--device", "cpu"]
