@@ -55,19 +55,23 @@ def _collectives(report: RankReport) -> list[str]:
     return lines
 
 
+def _size(count: int) -> str:
+    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"
+
+
 def verdict(found: DryRun, budget: int | None) -> tuple[bool, str]:
     """Whether the run fits into `budget` bytes a rank, and a sentence."""
     worst = found.worst
     peak = worst.peak
-    needs = f"{_name(worst)} needs {peak.bytes / GIB:,.2f} GiB at its peak"
+    needs = f"{_name(worst)} needs {_size(peak.bytes)} at its peak"
     if budget is None:
         return True, f"{needs}; give --dry_run_memory to compare it with what a device has"
     if peak.bytes <= budget:
-        return True, f"fits: {needs}, of {budget / GIB:,.2f} GiB"
+        return True, f"fits: {needs}, of {_size(budget)}"
     (most, size), *_ = sorted(peak.parts.items(), key=lambda item: -item[1])
-    over = f"{(peak.bytes - budget) / GIB:,.2f} GiB more than {budget / GIB:,.2f} GiB"
+    over = f"{_size(peak.bytes - budget)} more than {_size(budget)}"
     where = f"in {peak.phase}, {peak.doing}"
-    return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {size / GIB:,.2f} GiB"
+    return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {_size(size)}"
 
 
 def json_of(found: DryRun, budget: int | None, command: Sequence[str]) -> dict[str, Any]:
