@@ -6,9 +6,9 @@
         program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
     rehearsal.report()
 
-The program does not know. Its rank comes from the environment, as always; `mmm.trainer.run.start_run` asks here for its
-process group and its clock; and where the program reads an element of a tensor, it gets a 1, or zeros. Nobody writes or
-prints: a rank of a dry run is never the main one.
+The program does not know. Its rank comes from the environment, as always; `mmm.trainer.run.start_run` takes its process
+group from the observer (`mmm.plan.observer`), which is this one; and where the program reads an element of a tensor, it
+gets a 1, or zeros. Nobody writes or prints: a rank of a dry run is never the main one.
 
 Only for a process of its own (`mmm.plan.dry_run` forks one a rank): PyTorch's caches keep what was made here.
 """
