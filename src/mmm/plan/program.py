@@ -4,7 +4,7 @@
 
     with rehearsing(rank, world_size) as rehearsal:
         program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
-    rehearsal.report()
+    rehearsal.peaks()                   # memory; rehearsal.traffic has what was sent
 
 The program does not know. Its rank comes from the environment, as always; `mmm.trainer.run.start_run` takes its process
 group from the observer (`mmm.plan.observer`), which is this one; and where the program reads an element of a tensor, it
