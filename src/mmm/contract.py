@@ -22,6 +22,7 @@ MARKER_VARIABLE = "MMM_LAUNCH_ID"  # the same in every process of one launch, an
 DEVICE_VARIABLE = "MMM_DEVICE"  # the device type chosen or detected
 ATTEMPT_VARIABLE = "MMM_ATTEMPT"  # 0, 1, …: how often --retries has started the program again
 ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch, and in no other launch
+DRY_RUN_VARIABLE = "MMM_DRY_RUN"  # set where the process stands for a rank that is not there
 ELASTIC_VARIABLE = "MMM_ELASTIC"  # MIN:MAX: attempts have different numbers of ranks, and go on from a checkpoint
 LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
 SITE_VARIABLE = "MMM_SITE"  # the known machine, and what launch has set for it, for a run's record: JSON

@@ -10,7 +10,8 @@ import pytest
 from mmm.launch import main
 from support.clock import PATIENCE
 
-# Each rank leaves a line in `ranks`, and its pid in `pid-RANK`; what the test has written for an attempt happens then.
+# Each rank leaves a line in `ranks`, and its pid in `pid-RANK`; what the test has written for an attempt happens when
+# all ranks have.
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -19,6 +20,8 @@ host = os.environ.get("SLURMD_NODENAME", "")
 with open("ranks", "a") as file:
     file.write(f"{attempt} {world} {rank} {os.environ['LOCAL_RANK']} {os.getppid()} {host}\\n")
 Path(f"pid-{rank}").write_text(str(os.getpid()))
+Path(f"there-{attempt}-{rank}").touch()
+while not all(os.path.exists(f"there-{attempt}-{other}") for other in range(int(world))): time.sleep(0.01)
 """
 SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
 KILLED = "if (attempt, rank) == ('0', '1'): time.sleep(0.3); os.kill(os.getpid(), 9)\n"
@@ -98,9 +101,8 @@ def test_the_next_number_that_the_layout_takes(launcher, elastic, refused, then)
 
 
 def test_a_layout_that_does_not_fit_at_first_is_the_users(launcher, elastic):
-    all_there = "while not all(os.path.exists(f'pid-{rank}') for rank in range(4)): time.sleep(0.01)\n"
     refuses = "from mmm.errors import LayoutError\nraise LayoutError('4 do not divide')\n"
-    code, err = ended(elastic("1:4", all_there + refuses))
+    code, err = ended(elastic("1:4", refuses))
     assert (code, err, sizes(launcher)) == (2, "error: 4 do not divide\n", [4])
 
 

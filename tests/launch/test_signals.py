@@ -1,6 +1,7 @@
 """Signals to launch reach every rank, once; and it ends with the code that belongs to them."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -258,5 +259,5 @@ def test_a_signal_that_is_due_before_there_are_ranks(launcher):
         "import time; time.sleep(90)",
     )
     assert done.returncode == 143
-    assert done.stderr.startswith("launch: 2 s before the job's end: SIGTERM to 2 ranks\n")
+    assert re.match(r"launch: [0-2] s before the job's end: SIGTERM to 2 ranks\n", done.stderr)
     assert "starting again" not in done.stderr

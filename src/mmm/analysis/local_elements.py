@@ -33,5 +33,5 @@ def _elements(tensors: Iterable[Tensor]) -> int:
     elements = {}
     for local in map(to_local, tensors):
         storage = local.untyped_storage()
-        elements[storage.data_ptr()] = storage.nbytes() // local.element_size()
+        elements[storage._cdata] = storage.nbytes() // local.element_size()
     return sum(elements.values())

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.analysis.collective_bytes import Call
-from mmm.parallel.mesh import Mesh
+from mmm.parallel.mesh import Layout, Mesh
 
 
 @dataclass
@@ -61,6 +62,9 @@ class Traffic:
 
     entries: dict[tuple[str, str], OperationTraffic] = field(default_factory=dict)
 
+    def add(self, axis: str, call: Call, on_gloo: bool) -> None:
+        self.entries.setdefault((axis, call.operation), OperationTraffic()).add(call, on_gloo)
+
     @property
     def sent(self) -> int:
         """Bytes, by the stated algorithms (`collective_bytes`)."""
@@ -88,31 +92,65 @@ class Traffic:
 
 
 @contextmanager
-def count_traffic(mesh: Mesh | DeviceMesh | None = None) -> Iterator[Traffic]:
+def count_traffic(
+    mesh: Mesh | DeviceMesh | None = None,
+    traffic: Traffic | None = None,
+    names: Mapping[tuple[int, ...], str] | None = None,
+) -> Iterator[Traffic]:
     """Count what this rank passes to process groups in the ``with`` block.
 
     Args:
         mesh: its axes, and those of its experts, name the groups by their ranks. dp_shard × cp together is
             ``dp_shard_cp`` (with dp_shard 1: ``cp``, which has the same ranks). Any other group is ``world``, or has
             its ranks for a name.
+        traffic: what to add to. names: by the ranks of a group, its axis (`axes_of`), where there is no mesh.
 
     Raises:
         RuntimeError: an operator on a process group that is not known here.
     """
-    names: dict[tuple[int, ...], str] = {}
+    names = dict(names or {})
     if mesh is not None:
         mesh = Mesh.of(mesh)
         for axis, group in (*mesh.groups().items(), *(("pp", group) for group in mesh.p2p.values())):
             names.setdefault(_ranks(group), axis)
-    traffic = Traffic()
+    traffic = Traffic() if traffic is None else traffic
     with _Count(traffic, names):
         yield traffic
+
+
+def axes_of(layout: Layout, rank: int, experts: bool = False) -> dict[tuple[int, ...], str]:
+    """By the ranks of each group that a rank is in on a mesh of `layout`, its axis; needs no process group.
+
+    Args:
+        experts: as of `build_mesh`.
+    """
+    ranks = np.arange(layout.ranks).reshape(list(layout.sizes.values()))  # (pp, dp_replicate, dp_shard, cp, tp)
+    at = list(layout.coordinates(rank).values())
+
+    def along(table: np.ndarray, place: Sequence[int], *dims: int) -> tuple[int, ...]:
+        index = tuple(slice(None) if dim in dims else where for dim, where in enumerate(place))
+        return tuple(sorted(table[index].flatten().tolist()))
+
+    found: dict[tuple[int, ...], str] = {}
+    for dim, (axis, size) in enumerate(layout.sizes.items()):
+        if size > 1 or axis == "dp_shard":
+            found.setdefault(along(ranks, at, dim), axis)
+    if layout.cp > 1:
+        found.setdefault(along(ranks, at, 2, 3), "dp_shard_cp")
+    if layout.ep == 1 and not (experts and layout.tp > 1):
+        return found
+    pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
+    by_expert = ranks.reshape(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
+    at[2:3] = divmod(at[2], layout.ep)
+    found.setdefault(along(by_expert, at, 2, 4, 5), "expert_dp")
+    found.setdefault(along(by_expert, at, 3), "ep")
+    return found
 
 
 class _Count(TorchDispatchMode):
     def __init__(self, traffic: Traffic, names: Mapping[tuple[int, ...], str]) -> None:
         super().__init__()
-        self.traffic, self.names = traffic, names
+        self.traffic, self.names, self.axes = traffic, names, dict[str, str]()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -131,10 +169,14 @@ class _Count(TorchDispatchMode):
         group = _group(given)
         on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(given.values())))
         for call in read(given, group.size(), group.rank()):
-            key = (self._axis(group), call.operation)
-            self.traffic.entries.setdefault(key, OperationTraffic()).add(call, on_gloo)
+            self.traffic.add(self._axis(group), call, on_gloo)
 
     def _axis(self, group: dist.ProcessGroup) -> str:
+        if group.group_name not in self.axes:  # a list of all ranks may be long
+            self.axes[group.group_name] = self._find_axis(group)
+        return self.axes[group.group_name]
+
+    def _find_axis(self, group: dist.ProcessGroup) -> str:
         ranks = _ranks(group)
         other = "world" if len(ranks) == dist.get_world_size() else "ranks " + " ".join(map(str, ranks))
         return self.names.get(ranks, other)

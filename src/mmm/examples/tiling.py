@@ -53,6 +53,7 @@ class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions):
     """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
     given) by each way."""
 
+    SEVERAL_MODELS = True
     loss_chunks: int = 8
     tile: int = 8
     offload: Unused[bool] = False

@@ -1,1 +1,1 @@
-"""Before the run: which layouts fit, what a rank will hold, send and wait for, and how long a step takes."""
+"""Before the run: which layouts fit, what a rank will hold, send and wait for, how long it takes; the dry run."""

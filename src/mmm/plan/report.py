@@ -9,7 +9,7 @@ from typing import Any
 
 from mmm.errors import ConfigError
 from mmm.plan.candidate import GIB, Candidate, Found
-from mmm.plan.memory import PARTS
+from mmm.plan.memory import PARTS, Stage
 from mmm.plan.network import groups_of
 from mmm.plan.search import Search
 from mmm.plan.traffic import between_hosts, sent_bytes

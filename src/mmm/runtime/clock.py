@@ -31,6 +31,7 @@ class StepClock:
 
     Attributes:
         step: the optimizer step that is under way, from 0; None before the first. Whoever makes the steps counts them.
+        phase: ``start``, ``step N``, or from its last lap to the next step ``after step N``, where evaluations are.
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
     """
 
@@ -41,9 +42,18 @@ class StepClock:
         self._last: Any = None  # mark
         self._laps: list[tuple[str, Any, Any]] = []  # part and the marks around it: those not yet added up
         self._seconds: dict[str, float] = {}
-        self.step: int | None = None
+        self._step: int | None = None
+        self.phase = "start"
         self.first_start: float | None = None
         self.first_end: float | None = None
+
+    @property
+    def step(self) -> int | None:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step, self.phase = step, f"step {step}"
 
     def start(self) -> None:
         if self.first_start is None:
@@ -57,6 +67,8 @@ class StepClock:
         now = self._mark()
         self._laps.append((part, self._last, now))
         self._last = now
+        if part == self.parts[-1]:
+            self.phase = f"after step {self._step}"
         if self._event is None:
             self._add_up(1)
         elif len(self._laps) > MOST_LAPS:

@@ -19,7 +19,7 @@ from mmm.contract import ENDING, MARKER_VARIABLE, open_files
 from mmm.errors import LaunchError
 from mmm.runtime.agreement import check_devices, find_hosts
 from mmm.runtime.device import backend_for, identity
-from mmm.runtime.ranks import Rank
+from mmm.runtime.ranks import DRY_RUN, Rank
 
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
@@ -185,6 +185,8 @@ def gather_objects(rank: Rank, local: Any) -> list[Any]:
     """Every rank's `local`, by rank, on rank 0; empty on the others. A collective."""
     if rank.world_size == 1:
         return [local]
+    if rank.source == DRY_RUN:
+        return []
     by_rank: list[Any] | None = [None] * rank.world_size if rank.is_main else None
     dist.gather_object(local, by_rank)
     return by_rank or []

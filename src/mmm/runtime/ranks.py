@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmm.contract import MARKER_VARIABLE, NUMBERINGS, read_number
+from mmm.contract import DRY_RUN_VARIABLE, MARKER_VARIABLE, NUMBERINGS, read_number
 from mmm.errors import LaunchError
 
+DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm.plan.dry_run`)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
 
@@ -26,7 +27,8 @@ class Rank:
     Attributes:
         rank, world_size: over all hosts, 0 ≤ rank < world_size.
         local_rank, local_world_size: the same on this host; None where nothing says them (`process_group.locate`).
-        source: what told us: ``torchrun``, ``launch``, ``mpich``, ``openmpi``, ``pals``, ``slurm`` or ``alone``.
+        source: what told us: ``torchrun``, ``launch``, ``mpich``, ``openmpi``, ``pals``, ``slurm`` or ``alone``;
+            ``dry run`` for a rank that is not there.
         address, port: where rank 0's store listens; None where this process is alone.
         store: by which the ranks have met; None before.
     """
@@ -42,7 +44,8 @@ class Rank:
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        """Whether this one prints and writes for all: rank 0, but in a dry run, which leaves nothing behind, none."""
+        return self.rank == 0 and self.source != DRY_RUN
 
 
 def _slurm_local_world(env: Mapping[str, str]) -> int | None:
@@ -106,7 +109,9 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
         local = read_number(env, ("SLURM_LOCALID",) if pmi2 else source.local_rank)
         local_rank = local[1] if local else rank[1] % max(local_world, 1) if local_world is not None else None
         address, port = _master_address(env, one_host=None if local_world is None else local_world == world[1])
-        if name == "torchrun" and MARKER_VARIABLE in env:
+        if name == "torchrun" and DRY_RUN_VARIABLE in env:
+            name = DRY_RUN
+        elif name == "torchrun" and MARKER_VARIABLE in env:
             name = "launch"
         return Rank(rank[1], world[1], local_rank, local_world, name, address, port)
     return Rank(0, 1, 0, 1, "alone")

@@ -92,9 +92,9 @@ class Checkpoints:
             dist.all_reduce(came, dist.ReduceOp.MAX)
         if self._event is None:
             return bool(came.item())
-        here, ready = came.to("cpu", non_blocking=True), self._event()
+        on_host, ready = came.to("cpu", non_blocking=True), self._event()
         ready.record()
-        before, self._asked = self._asked, (here, ready)
+        before, self._asked = self._asked, (on_host, ready)
         if before is None:
             return False
         before[1].synchronize()

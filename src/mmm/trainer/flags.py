@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from mmm.errors import UserError
 from mmm.runtime import failure
+from mmm.trainer.dry_run import DryRunAsked, answer
 
 # Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
 FLAGS = {
@@ -30,7 +32,10 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
 
     def main() -> None:
         try:
-            fn()
+            try:
+                fn()
+            except DryRunAsked as asked:
+                sys.exit(answer(fn, asked.options))
         except UserError as error:
             error.args = (with_flags(error), *error.args[1:])
             error.fields = ()

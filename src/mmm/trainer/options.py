@@ -21,7 +21,8 @@ from mmm.history.trackers import check_tracker
 from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import Techniques
 from mmm.runtime.failure import said_once
-from mmm.runtime.ranks import LONGEST, command_line
+from mmm.runtime.ranks import DRY_RUN, LONGEST, command_line, whoami
+from mmm.trainer.dry_run import DryRunAsked, DryRunOptions, for_a_few_steps
 from mmm.trainer.flags import FLAGS
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class BatchOptions(BaseOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(BatchOptions):
+class RunOptions(DryRunOptions, BatchOptions):
     """Flags that every example and trainer that trains has."""
 
     default_max_iters: ClassVar[int] = 50
@@ -178,6 +179,7 @@ class RunOptions(BatchOptions):
 
     def check(self) -> None:
         super().check()
+        self.check_dry_run()
         for name in ("max_iters", "epochs", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -305,6 +307,7 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
     and exit code 2. Either is printed once for the run.
 
     Raises:
+        DryRunAsked: for `mmm.trainer.flags.run_main`, which then calls the program as each rank of the dry run.
         ConfigError: of `check`; or a flag whose value is empty, as of a shell's variable that is not set: a path would
             be the current folder.
     """
@@ -323,4 +326,8 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
     with said_once():
         options = tyro.cli(config, **given)
     options.check()
-    return options
+    if getattr(options, "dry_run", None) is None:
+        return options
+    if whoami().source != DRY_RUN:
+        raise DryRunAsked(options)
+    return for_a_few_steps(options)

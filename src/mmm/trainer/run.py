@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from mmm.history.trackers import Tracked
 from mmm.parallel.data.fsdp import ignore_views
 from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Layout
+from mmm.plan.observer import observed
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
@@ -43,7 +44,7 @@ from mmm.runtime.device import Precision, choose_device, choose_precision, full_
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
 from mmm.runtime.process_group import gather_floats, gather_objects, gather_table, locate, process_group
-from mmm.runtime.ranks import Rank, command_line, whoami
+from mmm.runtime.ranks import DRY_RUN, Rank, command_line, whoami
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
@@ -265,27 +266,26 @@ def start_run(
     layout = resolved.layout if isinstance(resolved, Resolved) else resolved
     if isinstance(resolved, Resolved):
         data, footprint = resolved.data.describe(), resolved.footprint
-    if footprint is not None:
+    dry = rank.source == DRY_RUN
+    if footprint is not None and not dry:
         check_fits(footprint, layout, rank, device, precision)
     facts = facts_of_run(module, options, layout, device, precision, data, rank)
     prepared: list[RunFolder] = []
 
-    def prepare() -> None:
-        prepared.append(resume.prepare(module, options, this_attempt()))
-
     def meet(store: dist.Store) -> None:
-        agree(store, rank, facts, ADVICE, prepare)
+        agree(store, rank, facts, ADVICE, lambda: prepared.append(resume.prepare(module, options, this_attempt())))
 
     torch.manual_seed(options.seed)
     times = startup.ready()
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    watch = HangWatch(rank, options.timeout, clock)
-    with process_group(rank, device, options.timeout, meet), watch, ExitStack() as stack:
+    group = observed(process_group(rank, device, options.timeout, meet), clock, layout, precision, resolved)
+    watch: Any = nullcontext() if dry else HangWatch(rank, options.timeout, clock)
+    with group, watch, ExitStack() as stack:
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
         outdir = prepared[0].outdir if prepared else None  # on rank 0
-        file = outdir / "log.txt" if outdir else None
-        log = stack.enter_context(logging_to(rank.rank, file, options.log_all_ranks))
+        speaker, file = 1 if dry else rank.rank, outdir / "log.txt" if outdir else None
+        log = stack.enter_context(logging_to(speaker, file, options.log_all_ranks))
         ranks = all_ranks(rank, device, layout)
         times.group = time.time()
         config: dict[str, Any] = {

@@ -173,7 +173,7 @@ class RunControl(ABC):
     def signal_ranks(self) -> None:
         self.signalled = True
         number = self.limits.signal or 0
-        left = (self.limits.job_end or time.time()) - time.time()
+        left = max((self.limits.job_end or 0.0) - time.time(), 0.0)
         say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
         self.forward_signal(number)
 

@@ -1,0 +1,184 @@
+"""What a dry run predicts, beside what real ranks measure: peak memory, and every collective of a step.
+
+    python benchmarks/plan_accuracy.py [--only NAME …] [--json FILE] [--list]
+
+For each layout the trainer runs some steps and an evaluation on CPU ranks of this host, each under PyTorch's own
+``MemTracker``, and as a dry run of each distinct rank. A row has the worst rank of those. Gloo's threads let go of what
+they have sent a little earlier or later; so where a rank's peak differs by more than 0.1 %, the real ranks run three
+times, and the median counts. Exit code 1 where the median error of all layouts is above 1 %, one is above 3 %, or a
+collective differs.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mmm.plan.dry_run import dry_run
+from mmm.plan.measured import Measured, measure
+from mmm.trainer.dry_run import for_a_few_steps
+from mmm.trainer.options import parse
+
+MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3
+LLAMA = "lm --preset debug --dataset random --batch_size 4"
+DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"
+# Every token goes to all experts: real routing is then as even as that of a dry run, which has no scores to go by.
+EXPERTS = f"{LLAMA} --n_experts 4 --top_k 4"
+VIT = "vit --preset debug --batch_size 4"
+CNN = "fsdp --dataset digits --global_batch_size 32"
+# Name → (ranks, program and flags).
+CASES = {
+    "llama one device": (1, LLAMA),
+    "llama ddp": (4, f"{LLAMA} --parallel ddp"),
+    "llama zero1": (4, f"{LLAMA} --parallel zero1"),
+    "llama zero2": (4, f"{LLAMA} --parallel zero2"),
+    "llama fsdp": (4, LLAMA),
+    "llama fsdp always": (4, f"{LLAMA} --reshard_after_forward always"),
+    "llama fsdp never": (4, f"{LLAMA} --reshard_after_forward never"),
+    "llama fsdp sgd": (2, f"{LLAMA} --optimizer sgd"),
+    "llama fsdp bf16": (2, f"{LLAMA} --dtype bf16"),
+    "llama fsdp fp64": (2, f"{LLAMA} --dtype fp64"),
+    "llama hsdp": (4, f"{LLAMA} --parallel hsdp"),
+    "llama tp": (4, f"{LLAMA} --tp 4 --n_kv_heads 4"),
+    "llama tp, kv shared": (4, f"{LLAMA} --tp 4"),
+    "llama fsdp·tp": (4, f"{LLAMA} --tp 2"),
+    "llama cp ring": (4, f"{LLAMA} --cp 4"),
+    "llama cp ulysses": (2, f"{LLAMA} --cp 2 --cp_style ulysses"),
+    "llama fsdp·cp": (4, f"{LLAMA} --cp 2"),
+    "llama cp·tp": (4, f"{LLAMA} --cp 2 --tp 2"),
+    "llama pp gpipe": (2, f"{DEEP} --pp 2 --schedule GPipe"),
+    "llama pp 1f1b": (2, f"{DEEP} --pp 2 --schedule 1F1B"),
+    "llama pp4 1f1b": (4, f"{DEEP} --pp 4 --schedule 1F1B"),
+    "llama pp interleaved": (2, f"{DEEP} --pp 2 --schedule Interleaved1F1B"),
+    "llama pp zbv": (2, f"{DEEP} --pp 2 --schedule ZBVZeroBubble"),
+    "llama pp dualpipe": (2, f"{DEEP} --pp 2 --schedule DualPipeV"),
+    "llama pp·fsdp": (4, f"{DEEP} --pp 2"),
+    "llama pp·tp": (4, f"{DEEP} --pp 2 --tp 2"),
+    "llama pp·cp": (4, f"{DEEP} --pp 2 --cp 2"),
+    "llama pp·fsdp bf16": (4, f"{DEEP} --pp 2 --dtype bf16"),
+    "llama checkpointing full": (2, f"{LLAMA} --activation_checkpointing full"),
+    "llama checkpointing selective": (2, f"{LLAMA} --activation_checkpointing selective"),
+    "llama tp checkpointing": (2, f"{LLAMA} --tp 2 --activation_checkpointing full"),
+    "llama pp checkpointing": (2, f"{DEEP} --pp 2 --activation_checkpointing full"),
+    "llama loss in chunks": (2, f"{LLAMA} --loss_chunks 4"),
+    "llama tp, loss in chunks": (2, f"{LLAMA} --tp 2 --loss_chunks 4"),
+    "llama tiles": (2, f"{LLAMA} --tile 4"),
+    "llama offload": (2, f"{LLAMA} --offload"),
+    "llama zero2 offload": (2, f"{LLAMA} --offload --parallel zero2"),
+    "llama microbatches": (2, f"{LLAMA} --microbatches 4"),
+    "llama tied": (2, f"{LLAMA} --tie_word_embeddings"),
+    "llama tied pp": (2, f"{DEEP} --pp 2 --tie_word_embeddings"),
+    "experts fsdp": (2, EXPERTS),
+    "experts ep": (4, f"{EXPERTS} --ep 2"),
+    "experts ep·tp": (4, f"{EXPERTS} --ep 2 --tp 2"),
+    "experts pp·ep": (4, f"{EXPERTS} --n_layers 4 --pp 2 --ep 2 --microbatches 4"),
+    "vit ddp": (2, f"{VIT} --parallel ddp"),
+    "vit fsdp": (4, VIT),
+    "vit fsdp·tp": (4, f"{VIT} --tp 2"),
+    "vit pp": (2, f"{VIT} --pp 2"),
+    "cnn zero1": (2, f"{CNN} --parallel zero1"),
+    "cnn fsdp": (4, CNN),
+    "cnn pp": (2, f"{CNN} --pp 2 --microbatches 4"),
+    "llama pp·fsdp·tp": (8, f"{DEEP} --pp 2 --tp 2"),
+    "llama hsdp·cp·tp": (8, f"{LLAMA} --parallel hsdp --cp 2 --tp 2"),
+    "llama hsdp·tp": (8, f"{LLAMA} --parallel hsdp --tp 2"),
+    "experts pp·ep·tp": (8, f"{EXPERTS} --n_layers 4 --pp 2 --ep 2 --tp 2 --microbatches 4"),
+}
+
+
+def train(line: str, outdir: str | None = None) -> None:
+    """What a rank does: some steps, of a program that knows nothing."""
+    name, *words = line.split()
+    program = importlib.import_module(f"mmm.trainer.{name}")
+    sys.argv = [name, *words, "--device", "cpu"]
+    options = for_a_few_steps(parse(program.Config))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        program.train(options if outdir is None else replace(options, outdir=Path(outdir)))
+
+
+def real_ranks(line: str, ranks: int) -> list[Measured]:
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(partial(train, line, f"{folder}/run"), ranks)
+
+
+def of_steps(measured: Measured) -> int:
+    """Bytes. Before the first step rank 0 times a product of matrices (8 MB), and weights are drawn in pieces."""
+    return max(size for phase, size in measured.peaks.items() if phase != "start")
+
+
+def compare(name: str) -> dict:
+    """A row."""
+    ranks, line = CASES[name]
+    began = time.perf_counter()
+    found = dry_run(partial(train, line), ranks)
+    middle = time.perf_counter()
+    runs = [real_ranks(line, ranks)]
+    end = time.perf_counter()
+    if any(abs(report.peak_of_steps / of_steps(runs[0][report.rank]) - 1) > EXACT for report in found.ranks):
+        runs += [real_ranks(line, ranks) for _ in range(2)]
+    errors, differ, of_rank = {}, [], {}
+    for report in found.ranks:
+        own, last = runs[0][report.rank], report.calls[-1].phase if report.calls else "step 2"
+        measured = statistics.median(of_steps(each[report.rank]) for each in runs)
+        predicted = report.peak_of_steps
+        errors[report.rank], of_rank[report.rank] = predicted / measured - 1, (predicted, measured)
+        theirs = [(sent.axis, sent.call) for sent in own.calls if sent.phase == last]
+        ours = [(sent.axis, sent.call) for sent in report.calls]
+        if ours != theirs:
+            first = next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), ("length", ""))
+            differ.append(f"rank {report.rank}: {len(ours)} and {len(theirs)} calls; dry {first[0]}, real {first[1]}")
+    worst = max(errors, key=lambda rank: abs(errors[rank]))
+    return {
+        "name": name,
+        "ranks": ranks,
+        "layout": found.ranks[0].layout,
+        "rank": worst,
+        "predicted": of_rank[worst][0],
+        "measured": of_rank[worst][1],
+        "error": errors[worst],
+        "calls": sum(len(report.calls) for report in found.ranks),
+        "differ": differ,
+        "runs": len(runs),
+        "seconds": {"dry run": middle - began, "real ranks": end - middle},
+    }
+
+
+def line_of(row: dict) -> str:
+    sizes = f"{row['predicted'] / 2**20:>12,.3f}{row['measured'] / 2**20:>12,.3f}{row['error']:>+10.3%}"
+    calls = f"{row['calls']:>7} {'differ' if row['differ'] else 'equal'}"
+    return f"{row['name']:<32}{row['layout']:<18}{row['rank']:>5}{sizes}{calls}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--list", action="store_true", help="print the names and leave")
+    given = parser.parse_args()
+    if given.list:
+        print("\n".join(given.only))
+        return 0
+    print(f"{'':<32}{'layout':<18}{'rank':>5}{'dry, MiB':>12}{'real, MiB':>12}{'error':>10}  calls", flush=True)
+    rows = []
+    for name in given.only:
+        rows.append(compare(name))
+        print(line_of(rows[-1]), *rows[-1]["differ"], sep="\n  ", flush=True)
+        if given.json is not None:
+            given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    errors = [abs(row["error"]) for row in rows]
+    median, worst = statistics.median(errors), max(errors)
+    differ = sum(bool(row["differ"]) for row in rows)
+    print(f"{len(rows)} layouts: median error {median:.3%}, worst {worst:.3%}; collectives differ in {differ}")
+    return int(median > MEDIAN or worst > WORST or differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The dry run of a program: each of its distinct ranks, in a process of its own, on this host, without its devices.
+
+Ranks of one pipeline stage hold and send the same, up to what does not divide: the first of them has the largest
+shards. So rank 0 stands for a run without a pipeline; with one, the first rank of the first and of the last stage, and
+of the stage between them that has the most parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+
+import torch
+
+from mmm.errors import ConfigError, UserError
+from mmm.plan.observer import SentCall
+from mmm.plan.program import Rehearsal, rehearsing
+from mmm.plan.tracker import MemoryPeak
+from mmm.testing.processes import Child, Children, ended
+
+AT_ONCE = 2  # processes
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
+UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank would hold and send.
+
+    Attributes:
+        coordinates: its place on each axis. stages: as of `Rehearsal`.
+        peaks: the most bytes at once in each phase of the run (`StepClock.phase`), in their order.
+        calls: to process groups in the last step, in their order.
+        seconds: that the dry run took. notes: of what was chosen where no flag says.
+    """
+
+    rank: int
+    layout: str
+    device: str
+    precision: str
+    coordinates: dict[str, int]
+    stages: tuple[int, ...]
+    peaks: dict[str, MemoryPeak]
+    calls: list[SentCall]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> MemoryPeak:
+        """The most bytes of the run."""
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
+
+    @property
+    def peak_of_steps(self) -> int:
+        """The most bytes once the model is there: of steps and evaluations."""
+        return max(peak.bytes for phase, peak in self.peaks.items() if phase != "start")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run of `world_size` ranks would be, by its distinct ranks."""
+
+    world_size: int
+    ranks: list[RankReport]
+
+    @property
+    def worst(self) -> RankReport:
+        """Of the ranks, the one that needs the most memory."""
+        return max(self.ranks, key=lambda report: report.peak.bytes)
+
+
+def dry_run(program: Callable[[], object], world_size: int, rank: int | None = None) -> DryRun:
+    """Run a program as rank after rank of `world_size`, on nothing.
+
+    Args:
+        program: starts one run (`mmm.trainer.run.start_run`), and ends by itself after a few steps.
+        rank: the only one; None for the distinct ones.
+
+    Raises:
+        UserError: whatever the program itself refuses, on the rank that it would be raised on.
+        RuntimeError: the program failed otherwise; with its traceback.
+    """
+    first, *_ = _in_processes(program, world_size, [rank or 0])
+    others = [] if rank is not None else _others(first, world_size)
+    return DryRun(world_size, [first, *_in_processes(program, world_size, others)])
+
+
+def _others(first: RankReport, world_size: int) -> list[int]:
+    """The distinct ranks besides rank 0."""
+    pp = len(first.stages)
+    if pp < 2:
+        return []
+    between = range(1, pp - 1)
+    stages = [*([max(between, key=lambda at: first.stages[at])] if between else []), pp - 1]
+    return [at * world_size // pp for at in stages]
+
+
+def _in_processes(program: Callable[[], object], world_size: int, ranks: Sequence[int]) -> list[RankReport]:
+    found: dict[int, RankReport] = {}
+    waiting = list(ranks)
+    running: dict[Connection, tuple[int, Child]] = {}
+    with Children() as children:
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                rank = waiting.pop(0)
+                child = children.fork(partial(_child, program, world_size, rank))
+                running[child.end] = rank, child
+            for end in [each for each in wait([*running]) if isinstance(each, Connection)]:
+                rank, child = running.pop(end)
+                try:
+                    result = end.recv()
+                except (EOFError, OSError):
+                    raise RuntimeError(f"dry run of rank {rank}: its process {ended(child.stop(1.0))}") from None
+                if isinstance(result, UserError):
+                    raise result
+                if isinstance(result, str):
+                    raise RuntimeError(f"dry run of rank {rank} of {world_size} failed:\n{result}")
+                found[rank] = result
+    return [found[rank] for rank in ranks]
+
+
+def _child(program: Callable[[], object], world_size: int, rank: int, end: Connection) -> None:
+    """One rank: send its report, or why there is none."""
+    torch.set_num_threads(1)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    began = time.perf_counter()
+    try:
+        with rehearsing(rank, world_size) as rehearsal:
+            try:
+                program()
+            except SystemExit as stop:
+                if stop.code not in (None, 0) and rehearsal.memory is None:
+                    raise
+        end.send(_report(rehearsal, time.perf_counter() - began))
+    except UserError as error:
+        end.send(error)
+    except BaseException:  # whatever it is, the process ends with it
+        end.send(traceback.format_exc())
+
+
+def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
+    layout, device, traffic = rehearsal.layout, rehearsal.device, rehearsal.traffic
+    if layout is None or device is None or traffic is None:
+        raise ConfigError("--dry_run: the program has started no run: leave out what makes it do something else")
+    last = max(
+        (sent.phase for sent in traffic.calls if _is_step(sent.phase)), default="", key=lambda p: int(p.split()[1])
+    )
+    return RankReport(
+        rehearsal.rank,
+        str(layout),
+        device.type,
+        rehearsal.precision,
+        layout.coordinates(rehearsal.rank),
+        rehearsal.stages,
+        rehearsal.peaks(),
+        [sent for sent in traffic.calls if sent.phase == last],
+        seconds,
+        rehearsal.notes,
+    )
+
+
+def _is_step(phase: str) -> bool:
+    return phase.startswith("step ")
+
+
+def parse_memory(text: str) -> int:
+    """``64GiB`` → bytes. Raises ConfigError where it is not a positive number and a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in UNITS or not float(match[1]) > 0:
+        raise ConfigError(f"--dry_run_memory {text}: write a number above 0 and a unit, such as 64GiB")
+    return int(float(match[1]) * UNITS[match[2]])

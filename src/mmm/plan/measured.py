@@ -1,0 +1,99 @@
+"""A program on real ranks of this machine, its memory measured by PyTorch's own tracker, and what it sends counted:
+what a dry run is compared with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
+
+from mmm.analysis.traffic import axes_of, count_traffic
+from mmm.models.experts import has_experts
+from mmm.parallel.mesh import Layout
+from mmm.plan.observer import Observer, SentCall, SentInOrder, observing
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import Precision
+from mmm.runtime.ranks import Rank
+from mmm.testing.ranks import fork_ranks
+
+
+@dataclass
+class Measured:
+    """One rank. peaks: bytes of the device's tensors, the most of each phase (`StepClock.phase`)."""
+
+    peaks: dict[str, int]
+    calls: list[SentCall]
+
+
+class PhaseTracker(MemTracker):
+    """PyTorch's `MemTracker` without its hooks on modules, which pipelines do not go with; it keeps a peak a phase."""
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        super().__init__()
+        self.phase, self.peaks = phase, dict[str, int]()
+
+    def __enter__(self) -> Self:
+        self._fake_mode_on_entry = None
+        self._track_resize()
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *stopped: Any) -> None:
+        self._restore_resize()
+        TorchDispatchMode.__exit__(self, *stopped)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        now = self._curr_mem_snap.get(torch.device("cpu"), {}).get("Total", 0)
+        self.peaks[self.phase()] = max(now, self.peaks.get(self.phase(), 0))
+
+
+@dataclass
+class Measurement(Observer):
+    """Measures the run of this process."""
+
+    rank: int
+    measured: Measured | None = field(default=None)
+
+    @contextmanager
+    def group(
+        self,
+        group: AbstractContextManager[None],
+        clock: StepClock,
+        layout: Layout,
+        precision: Precision,
+        resolved: Any,
+    ) -> Iterator[None]:
+        memory, traffic = PhaseTracker(lambda: clock.phase), SentInOrder(lambda: clock.phase)
+        model = getattr(resolved, "model", None)
+        names = axes_of(layout, self.rank, model is not None and has_experts(model))
+        with group, memory, count_traffic(traffic=traffic, names=names):
+            yield
+        self.measured = Measured(memory.peaks, traffic.calls)
+
+
+def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[Measured]:
+    """Run `program` on forked ranks of this host, on its CPU. By rank.
+
+    Args:
+        timeout: seconds until all are through.
+    """
+    return fork_ranks(_run, ranks, program, timeout=timeout)
+
+
+def _run(rank: Rank, program: Callable[[], object]) -> Measured:
+    torch.set_num_threads(1)
+    numbers = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
+    numbers |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_PORT": rank.port or 0}
+    os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": str(rank.address)}
+    measurement = Measurement(rank.rank)
+    with observing(measurement):
+        program()
+    assert measurement.measured is not None, "the program has started no run"
+    return measurement.measured

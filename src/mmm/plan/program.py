@@ -1,0 +1,296 @@
+"""One rank's real program, on nothing: a process group that sends nothing, and tensors that have no elements.
+
+::
+
+    with rehearsing(rank, world_size) as rehearsal:
+        program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
+    rehearsal.peaks()                   # memory; rehearsal.traffic has what was sent
+
+The program does not know. Its rank comes from the environment, as always; `mmm.trainer.run.start_run` takes its process
+group from the observer (`mmm.plan.observer`), which is this one; and where the program reads an element of a tensor, it
+gets a 1, or zeros. Nobody writes or prints: a rank of a dry run is never the main one.
+
+Only for a process of its own (`mmm.plan.dry_run` forks one a rank): PyTorch's caches keep what was made here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # the shapes of c10d's operators on fake tensors
+import torch.testing._internal.distributed.fake_pg
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmm.analysis.traffic import axes_of, count_traffic
+from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
+from mmm.models import weights
+from mmm.models.experts import has_experts
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import find
+from mmm.plan.observer import Observer, SentInOrder, observing
+from mmm.plan.stage_shapes import StageShapes, known_shapes
+from mmm.plan.tracker import MemoryPeak, MemoryTracker
+from mmm.runtime.clock import StepClock
+from mmm.runtime.device import Precision
+
+ATEN = torch.ops.aten
+
+
+@dataclass
+class Rehearsal(Observer):
+    """The dry run of one rank.
+
+    Attributes:
+        layout, device, precision: of the run, once it has started. stages: of a pipeline, by coordinate on pp, the
+            elements of the parameters of its ranks; empty without.
+        memory, traffic: once it has started.
+    """
+
+    rank: int
+    world_size: int
+    layout: Layout | None = None
+    device: torch.device | None = None
+    precision: str = ""
+    has_experts: bool = False
+    stages: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    memory: MemoryTracker | None = None
+    traffic: SentInOrder | None = None
+
+    @contextmanager
+    def group(
+        self, group: object, clock: StepClock, layout: Layout, precision: Precision, resolved: Any
+    ) -> Iterator[None]:
+        """In place of the run's process group: one that sends nothing. What the block computes and sends is counted."""
+        device = clock.device
+        self.layout, self.device, self.precision = layout, device, precision.name
+        plan, model = getattr(resolved, "plan", None), getattr(resolved, "model", None)
+        partition, footprint = getattr(resolved, "partition", None), getattr(resolved, "footprint", None)
+        self.has_experts = model is not None and has_experts(model)
+        self.notes = getattr(resolved, "notes", ())
+        self.stages = footprint.parameters if footprint is not None and layout.pp > 1 else ()
+        self.memory = MemoryTracker(device.type, lambda: clock.phase)
+        if plan is not None and model is not None and plan.output:
+            sizes = [getattr(output, "out_features", 0) for output in find(model, plan.output)]
+        else:
+            sizes = [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
+        self.memory.widths |= {-(-size // layout.tp) for size in sizes}
+        self.traffic = SentInOrder(lambda: clock.phase)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(_changed(self.memory))
+            if partition is not None and partition.stages:
+                enter(known_shapes(StageShapes(resolved, layout, device, precision, self.memory)))
+            enter(_with_memory(lambda: self._begin(enter)))
+            yield
+        dist.destroy_process_group()
+
+    def _begin(self, enter: Callable[[Any], Any]) -> None:
+        """From here on tensors have memory, which is counted, and no elements. Meshes and what a model is made of need
+        elements, and no memory: they come before."""
+        assert self.layout is not None
+        assert self.memory is not None
+        enter(FakeTensorMode(allow_non_fake_inputs=True))
+        enter(_Reads())
+        enter(self.memory.tracking())
+        enter(count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts)))
+
+    def peaks(self) -> dict[str, MemoryPeak]:
+        assert self.memory is not None, "no run has started"
+        return self.memory.peaks()
+
+
+@contextmanager
+def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
+    """Inside, this process is rank `rank` of `world_size` by its environment, and a run that it starts is a dry one."""
+    before = dict(os.environ)
+    for numbering in NUMBERINGS.values():
+        for names in numbering:
+            for name in names:
+                os.environ.pop(name, None)
+    os.environ |= {
+        DRY_RUN_VARIABLE: "1",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",  # which nobody asks
+        "MASTER_PORT": "1",
+    }
+    rehearsal = Rehearsal(rank, world_size)
+    try:
+        with observing(rehearsal):
+            yield rehearsal
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class _Reads(TorchDispatchMode):
+    """A scalar that the host reads is 1: tensors have no elements."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # on fake tensors PyTorch makes a new one
+        if func.overloadpacket is ATEN._local_scalar_dense and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
+    """Inside, `begin` is called before a model on the meta device first gets memory."""
+    to_empty = torch.nn.Module.to_empty
+
+    def first(module: torch.nn.Module, **named: Any) -> Any:
+        torch.nn.Module.to_empty = to_empty  # type: ignore[method-assign]
+        begin()
+        return module.to_empty(**named)
+
+    torch.nn.Module.to_empty = first  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.to_empty = to_empty  # type: ignore[method-assign]
+
+
+@contextmanager
+def _changed(memory: MemoryTracker) -> Iterator[None]:
+    """Inside, PyTorch and the package pass over what needs elements."""
+
+    def drawn(model: torch.nn.Module, *_: Any, **__: Any) -> None:
+        memory.mark("parameters", [*model.parameters(), *model.buffers()])
+
+    def numpy(tensor: torch.Tensor, **_: Any) -> np.ndarray:
+        return np.zeros(tuple(tensor.shape))
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        return np.zeros(tuple(tensor.shape)).tolist()
+
+    def all_gather_object(found: list[Any], own: Any, *_: Any, **__: Any) -> None:
+        found[:] = [own] * len(found)
+
+    batch = dist.batch_isend_irecv
+
+    def sent(ops: list[dist.P2POp]) -> list[Any]:
+        return [_Work(work, ops) for work in batch(ops)]
+
+    def propagate(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def uncounted(*given: Any, **named: Any) -> Any:
+            with memory.paused():  # DTensor asks for the shape of the full result
+                return original(*given, **named)
+
+        return uncounted
+
+    changes: list[tuple[Any, str, Any]] = [
+        (weights, "initialize", drawn),
+        (FakeTensor, "numpy", numpy),
+        (FakeTensor, "tolist", tolist),
+        (dist, "all_gather_object", all_gather_object),
+        (dist, "broadcast_object_list", lambda *_, **__: None),
+        (dist, "barrier", lambda *_, **__: None),
+        (dist, "batch_isend_irecv", sent),
+        (distributed, "_verify_param_shape_across_processes", lambda *_: None),
+        (distributed, "_sync_module_states", lambda **_: None),
+        (DDP, "__init__", _with_hook(DDP.__init__)),
+        (DDP, "_pre_forward", _with_numbers(DDP._pre_forward)),
+    ]
+    for name in ("_propagate_tensor_meta_non_cached", "propagate_tensor_meta"):
+        if name in vars(ShardingPropagator):
+            changes.append((ShardingPropagator, name, propagate(vars(ShardingPropagator)[name])))
+            break
+    for name in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
+        if name in vars(DeviceMesh):
+            changes.append((DeviceMesh, name, _outside_fake_mode(vars(DeviceMesh)[name])))
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@dataclass
+class _Work:
+    """A message under way, which holds its tensor until nobody asks for it any more, as gloo's does."""
+
+    work: Any
+    ops: Sequence[dist.P2POp]
+
+    def wait(self) -> bool:
+        return bool(self.work.wait())
+
+
+def _with_hook(make: Callable[..., None]) -> Callable[..., None]:
+    """DDP, whose reducer takes the result of an all-reduce from its work, and that of a group that sends nothing has
+    none."""
+
+    def reduce(group, bucket):  # type: ignore[no-untyped-def]  # PyTorch compares annotations with classes
+        buffer = bucket.buffer().div_(group.size())
+        dist.all_reduce(buffer, group=group)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    @functools.wraps(make)
+    def init(self: DDP, *given: Any, **named: Any) -> None:
+        make(self, *given, **named)
+        self.register_comm_hook(self.process_group, reduce)
+
+    return init
+
+
+class _Numbers(TorchDispatchMode):
+    """Integers have elements: DDP reads those that say how it has packed its gradients."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is ATEN.empty.memory_format and named.get("dtype") == torch.int32:
+            with unset_fake_temporarily():
+                return func(*args, **named)
+        return func(*args, **named)
+
+
+def _with_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def pre_forward(*given: Any, **named: Any) -> Any:
+        with _Numbers():
+            return method(*given, **named)
+
+    return pre_forward
+
+
+def _outside_fake_mode(method: Any) -> Any:
+    """Meshes compute with tensors of ranks, which need elements."""
+    wrapped = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
+
+    @functools.wraps(wrapped)
+    def outside(*given: Any, **named: Any) -> Any:
+        with unset_fake_temporarily():
+            return wrapped(*given, **named)
+
+    return type(method)(outside) if isinstance(method, (staticmethod, classmethod)) else outside

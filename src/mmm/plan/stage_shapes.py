@@ -1,0 +1,144 @@
+"""What the stages of a pipeline send each other, found without the other stages: their shapes.
+
+On the real ranks PyTorch infers them in the first step: each stage runs a micro-batch and sends the shapes of its
+outputs to the next. In a dry run there is one rank; so the stages before its own are built here, with tensor
+parallelism alone, which is what shapes depend on, and run on tensors without elements. Stages with the same parts of
+the same sizes, and the same inputs, have the same outputs: a deep model has few different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.pipelining import stage as pipelining
+
+from mmm.models import weights
+from mmm.models.experts import has_experts
+from mmm.parallel.context.ring import positions_of
+from mmm.parallel.mesh import Layout, build_mesh
+from mmm.parallel.pipeline.pipeline import Pipeline
+from mmm.parallel.pipeline.stages import take_stage
+from mmm.parallel.pipeline.strides import to_contiguous
+from mmm.parallel.tensor.apply import apply_tensor_parallel
+from mmm.plan.tracker import MemoryTracker
+
+
+class StageShapes:
+    """The outputs of each stage for a micro-batch.
+
+    Args:
+        resolved: a `mmm.trainer.resolve.ResolvedPlan` with a pipeline.
+    """
+
+    def __init__(
+        self, resolved: Any, layout: Layout, device: torch.device, precision: Any, memory: MemoryTracker
+    ) -> None:
+        self.resolved, self.layout, self.device, self.precision, self.memory = (
+            resolved,
+            layout,
+            device,
+            precision,
+            memory,
+        )
+        self.batch: Tensor | None = None  # of the step that is under way, on this rank
+        self._mesh: Any = None
+        self._found: dict[Any, tuple[Tensor, ...]] = {}
+
+    def outputs(self, number: int) -> tuple[Tensor, ...]:
+        """Of stage `number`, on tensors without elements."""
+        with self.memory.paused(), torch.no_grad():
+            given: tuple[Tensor, ...] = (self._inputs(),)
+            for each in range(number + 1):
+                given = self._forward(each, given)
+        return given
+
+    def _inputs(self) -> Tensor:
+        assert self.batch is not None
+        microbatches = self.resolved.partition.microbatches
+        return torch.empty_like(self.batch[: len(self.batch) // microbatches], device=self.device)
+
+    def _forward(self, number: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        resolved, layout = self.resolved, self.layout
+        partition, plan = resolved.partition, resolved.plan
+        with unset_fake_temporarily():
+            stage = take_stage(resolved.model, partition.parts, partition.stages[number])
+        key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in given))
+        if key not in self._found:
+            with unset_fake_temporarily():
+                weights.convert(stage, self.precision.compute)
+                if layout.tp > 1:
+                    if self._mesh is None:
+                        self._mesh = build_mesh(layout, self.device.type, experts=has_experts(stage))
+                    apply_tensor_parallel(stage, self._mesh["tp"], plan)
+            stage.to_empty(device=self.device)
+            named = {}
+            if plan.sequence:
+                named["positions"] = positions_of(0, layout.cp, resolved.sample.shape[1]).to(self.device)
+            cast = (x.to(self.precision.compute) if x.is_floating_point() else x for x in given)
+            output = stage(*cast, **named)
+            outputs = output if isinstance(output, tuple) else (output,)
+            self._found[key] = tuple(to_contiguous(x) for x in outputs)
+        return self._found[key]
+
+
+def _described(stage: nn.Module) -> tuple[Any, ...]:
+    """What a stage computes with, but for the names of its layers."""
+    leaves = (module for module in stage.modules() if not any(True for _ in module.children()))
+    return tuple(
+        (type(module).__name__, *((tuple(p.shape)) for p in module.parameters(recurse=False))) for module in leaves
+    )
+
+
+@contextmanager
+def known_shapes(shapes: StageShapes) -> Iterator[None]:
+    """Inside, the stages of PyTorch's pipelines ask `shapes` instead of each other."""
+    stage = pipelining.PipelineStage
+
+    def received(self: Any, source: int) -> Any:
+        if source < self.stage_index:
+            with shapes.memory.paused():
+                outputs = tuple(
+                    output.detach().requires_grad_(output.is_floating_point()) for output in shapes.outputs(source)
+                )
+            metas = pipelining.extract_tensor_metas(outputs)
+            assert metas is not None
+            return pipelining._StageForwardMeta(forward_metas=metas)
+        return pipelining._StageBackwardMeta(backward_metas=pipelining._derive_grad_metas(self._stage_meta.outputs))
+
+    run = Pipeline._run
+
+    def noted(self: Pipeline, call: Any, inputs: Tensor, *given: Any) -> Tensor:
+        shapes.batch = inputs
+        return run(self, call, inputs, *given)
+
+    def dynamic(self: Any, *_: Any, **__: Any) -> Any:
+        return _Zero()
+
+    changes = {
+        "_recv_meta": received,
+        "_send_meta": lambda *_: None,
+        "_warmup_forward_vote": dynamic,
+        "_warmup_backward_result": dynamic,
+    }
+    before = {name: getattr(stage, name) for name in changes}
+    try:
+        Pipeline._run = noted  # type: ignore[method-assign, assignment]
+        for name, value in changes.items():
+            setattr(stage, name, value)
+        yield
+    finally:
+        Pipeline._run = run  # type: ignore[method-assign]
+        for name, value in before.items():
+            setattr(stage, name, value)
+
+
+class _Zero:
+    """The vote of a pipeline whose stages infer their shapes."""
+
+    def item(self) -> int:
+        return 0

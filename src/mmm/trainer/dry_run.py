@@ -1,0 +1,113 @@
+"""``--dry_run WORLD_SIZE``: what a run of so many ranks would hold and send, without them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import tyro
+
+from mmm.errors import ConfigError
+from mmm.plan import dry_run_report
+from mmm.plan.dry_run import dry_run, parse_memory
+from mmm.runtime.device import choose_device
+from mmm.runtime.memory import device_memory
+from mmm.runtime.ranks import command_line, whoami
+
+STEPS = 2  # the first makes the optimizer's state
+MORE_STEPS = 3  # a pipeline sends shapes in the first, DDP packs its gradients anew in the second
+# What the steps of a dry run go without: it leaves nothing behind, and evaluates one batch at its end.
+WITHOUT: dict[str, Any] = {
+    "epochs": None,
+    "log_every": 1,
+    "plots": False,
+    "outdir": None,
+    "overwrite": False,
+    "eval_every": 0,
+    "eval_batches": 1,
+    "save_model": False,
+    "checkpoint_every": None,
+    "keep": None,
+    "keep_every": None,
+    "resume": None,
+    "compile": False,
+    "dry_run": None,
+    "dry_run_rank": None,
+    "dry_run_memory": None,
+    "dry_run_json": None,
+}
+NOT_FITTING_EXIT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunOptions:
+    """Flags of a dry run."""
+
+    SEVERAL_MODELS: ClassVar = False  # one after the other, in one run
+    dry_run: Annotated[int | None, tyro.conf.arg(metavar="WORLD_SIZE")] = None
+    """Run nothing: try the program of one rank of so many on tensors without elements, and print its memory at the peak
+    and its collectives. Exit code 0 if it runs and fits, 1 if it does not fit."""
+    dry_run_rank: int | None = None
+    """With --dry_run, which rank. Default: 0; of a pipeline also the first of the largest and of the last stage."""
+    dry_run_memory: str | None = None
+    """With --dry_run, what a rank's device has, such as 64GiB. Default: what the device here has, if there is one."""
+    dry_run_json: Path | None = None
+    """With --dry_run, where to write all of it."""
+
+    def check_dry_run(self) -> None:
+        """Raises ConfigError for values that are wrong by themselves."""
+        if self.dry_run is None:
+            for name in ("dry_run_rank", "dry_run_memory", "dry_run_json"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"--{name} without --dry_run: give --dry_run WORLD_SIZE, or leave it out")
+            return
+        if self.SEVERAL_MODELS:
+            raise ConfigError("--dry_run: this program trains several models in one run; try one with mmm.trainer.lm")
+        if self.dry_run < 1:
+            raise ConfigError(f"--dry_run {self.dry_run}: it must be at least 1 rank")
+        if self.dry_run_rank is not None and not 0 <= self.dry_run_rank < self.dry_run:
+            raise ConfigError(f"--dry_run_rank {self.dry_run_rank}: it is not between 0 and {self.dry_run - 1}")
+        if self.dry_run_memory is not None:
+            parse_memory(self.dry_run_memory)
+
+
+class DryRunAsked(Exception):
+    """The command line asks for a dry run; its options say of what."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__("a dry run")
+        self.options = options
+
+
+def for_a_few_steps(options: Any) -> Any:
+    """The options of a rank's program in a dry run."""
+    there = {field.name for field in fields(options)}
+    few = getattr(options, "pp", 1) == 1 and getattr(options, "parallel", "ddp") != "ddp"
+    options = replace(options, max_iters=STEPS if few else MORE_STEPS)
+    return replace(options, **{name: value for name, value in WITHOUT.items() if name in there})
+
+
+def answer(program: Callable[[], object], options: Any) -> int:
+    """Make the dry run, print and write what it found. Only one rank does, if there are several here.
+
+    Args:
+        program: parses the command line, and trains.
+
+    Returns:
+        The exit code.
+    """
+    if not whoami().is_main:
+        return 0
+    found = dry_run(program, options.dry_run, options.dry_run_rank)
+    if options.dry_run_memory is not None:
+        budget: int | None = parse_memory(options.dry_run_memory)
+    else:
+        device = choose_device(options.device, whoami())
+        budget = None if device.type == "cpu" else device_memory(device)
+    print(dry_run_report.text_of(found, budget), flush=True)
+    if options.dry_run_json is not None:
+        options.dry_run_json.write_text(json.dumps(dry_run_report.json_of(found, budget, command_line())) + "\n")
+    return 0 if dry_run_report.verdict(found, budget)[0] else NOT_FITTING_EXIT

@@ -1,0 +1,85 @@
+"""A dry run says what real ranks hold and send, and ends as the real run would."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
+LM = [sys.executable, "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
+SHORT = ["llama ddp", "llama pp 1f1b", "vit fsdp·tp", "cnn zero1"]
+FOUR = [
+    *["llama zero2", "llama fsdp", "llama hsdp", "llama fsdp·tp", "llama fsdp·cp", "llama pp·tp"],
+    *["llama pp·fsdp bf16", "llama pp zbv", "experts ep", "llama tp checkpointing"],
+]
+EIGHT = ["llama pp·fsdp·tp", "llama hsdp·cp·tp", "llama hsdp·tp", "experts pp·ep·tp"]
+
+
+def compare(tmp_path, names):
+    """The benchmark's rows."""
+    rows = tmp_path / "rows.json"
+    words = [sys.executable, str(BENCHMARK), "--json", str(rows), "--only", *names]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(rows.read_text())
+
+
+def run(*words, cwd=None):
+    return subprocess.run([*LM, *words], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        SHORT[:1],
+        pytest.param(SHORT[1:], marks=pytest.mark.long),
+        *(pytest.param(FOUR[i : i + 2], marks=pytest.mark.long) for i in range(0, len(FOUR), 2)),
+        *(pytest.param([name], marks=pytest.mark.long) for name in EIGHT),
+    ],
+    ids=", ".join,
+)
+def test_memory_and_every_collective_are_those_of_real_ranks(tmp_path, names):
+    for row in compare(tmp_path, names):
+        assert abs(row["error"]) < 0.03
+        assert row["differ"] == []
+        assert row["calls"] > 0
+
+
+def test_a_world_that_is_not_there(tmp_path):
+    """Its parts add up; nothing but the report is written; what does not fit is exit code 1."""
+    report = tmp_path / "report.json"
+    words = ["--dry_run", "12288", "--tp", "2", "--pp", "2", "--batch_size", "2", "--n_layers", "2"]
+    done = run(*words, "--dry_run_memory", "100KiB", "--dry_run_json", str(report), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "does not fit: rank" in done.stdout.splitlines()[-1]
+    assert "more than 0.10 MiB" in done.stdout.splitlines()[-1]
+    found = json.loads(report.read_text())
+    assert found["layout"] == "pp2·dp3072·tp2"
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 6144]
+    assert found["fits"] is False
+    for rank in found["ranks"]:
+        for peak in rank["peaks"]:
+            assert sum(peak["parts"].values()) == peak["bytes"]
+            assert min(peak["parts"].values()) >= 0
+        assert {entry["axis"] for entry in rank["collectives"]} == {"pp", "dp_shard", "tp"}
+        assert rank["peak"]["parts"]["logits"] > 0 or rank["rank"] == 0  # the last stage alone has an output
+    assert list(tmp_path.iterdir()) == [report]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dry_run", "12288", "--tp", "5"], "12288 ranks"),
+        (["--dry_run", "0"], "--dry_run 0: it must be at least 1"),
+        (["--dry_run", "8", "--dry_run_rank", "8"], "--dry_run_rank 8: it is not between 0 and 7"),
+        (["--dry_run", "8", "--dry_run_memory", "64 apples"], "--dry_run_memory 64 apples: write a number"),
+        (["--dry_run_memory", "64GiB"], "--dry_run_memory without --dry_run"),
+    ],
+)
+def test_what_the_real_run_would_refuse(words, said):
+    done = run(*words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
