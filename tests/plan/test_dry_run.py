@@ -71,7 +71,7 @@ def test_a_world_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--dry_run", "12288", "--tp", "5"], "12288 ranks"),
+        (["--dry_run", "12288", "--tp", "5"], "tp 5 needs a multiple of 5 ranks, and there are 12288"),
         (["--dry_run", "0"], "--dry_run 0: it must be at least 1"),
         (["--dry_run", "8", "--dry_run_rank", "8"], "--dry_run_rank 8: it is not between 0 and 7"),
         (["--dry_run", "8", "--dry_run_memory", "64 apples"], "--dry_run_memory 64 apples: write a number"),

@@ -23,8 +23,8 @@ from mmm.checkpoint.manifest import FileSum
 from mmm.checkpoint.storage import read_metadata
 from mmm.errors import CheckpointError
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full tensor
-Needs = dict[str, tuple[tuple[int, ...], list[Box]]]  # by name in the model: the full shape, and what is local of it
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full tensor
+Needs = dict[str, tuple[tuple[int, ...], list[Region]]]  # by name in the model: the full shape, and what is local of it
 
 
 def needs_of(tensors: Mapping[str, Tensor]) -> Needs:
@@ -70,7 +70,7 @@ class Overlaps:
         planner = {name: paths[name] for name in state if name in paths}
         return replace(self.found, state_dict_metadata=dict(state), storage_data=storage, planner_data=planner)
 
-    def _overlapping(self, name: str, boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
+    def _overlapping(self, name: str, boxes: Sequence[Region]) -> list[ChunkStorageMetadata]:
         found = {}
         for offsets, sizes in boxes:
             first = bisect.bisect_right(self.begins[name], offsets[0] - self.longest[name])

@@ -41,7 +41,7 @@ TRY_HOSTS = 6  # doublings, to say how many hosts would do
 TRY_SECONDS = 4.0
 
 
-class _Parser(argparse.ArgumentParser):
+class _PlanParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -51,7 +51,7 @@ def _both(name: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = _Parser(
+    made = _PlanParser(
         prog="mmm plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument

@@ -29,7 +29,7 @@ STATISTIC = 4  # bytes of a float32
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptActivations:
     """Bytes a token of a rank's layer.
 
     Attributes:
@@ -52,7 +52,7 @@ class Kept:
 
 def transformer_layer(
     config: TransformerConfig, tp: int, compute: int, residual: int, composite_norm: bool, repeats_kv: bool
-) -> Kept:
+) -> KeptActivations:
     """Of a block of `mmm.models.transformer`.
 
     Args:
@@ -85,7 +85,7 @@ def transformer_layer(
     boundary = d * residual / tp
     selective = min(boundary + products + c * e * heads + STATISTIC * heads, none)
     traffic = c * d * 10 / tp + (44 if c == 2 else 40) * e * (heads + own_kv) + 5 * c * hidden
-    return Kept(
+    return KeptActivations(
         none=none,
         selective=selective,
         full=boundary,
@@ -98,7 +98,7 @@ def transformer_layer(
     )
 
 
-def vit_layer(config: ViTConfig, tp: int, compute: int, residual: int) -> Kept:
+def vit_layer(config: ViTConfig, tp: int, compute: int, residual: int) -> KeptActivations:
     """Of a block of `mmm.models.vit`, whose activations between the matrices tp does not shard."""
     d, c, hidden = config.dim, compute, config.hidden_dim / tp
     heads = config.n_heads / tp
@@ -108,7 +108,7 @@ def vit_layer(config: ViTConfig, tp: int, compute: int, residual: int) -> Kept:
     norm = residual * d + 2 * STATISTIC
     none = 2 * (norm + c * d) + attention + 2 * c * hidden
     selective = min(residual * d + 3 * c * d / tp + c * d + c * hidden + c * d + c * d / tp, none)
-    return Kept(
+    return KeptActivations(
         none=none,
         selective=selective,
         full=residual * d,

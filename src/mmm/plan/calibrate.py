@@ -82,10 +82,10 @@ def _measure_collectives(rank: int, ranks: int, store: str, result: str) -> None
     for count, name in ((SMALL, "small"), (LARGE, "large")):
         part = torch.ones(count)
         full = torch.empty(count * ranks)
-        whole = torch.ones(count)
+        summed = torch.ones(count)
         calls: dict[str, Callable[[], Any]] = {
             "all_gather": lambda full=full, part=part: all_gather(full, part),  # type: ignore[misc]
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
+            "all_reduce": lambda summed=summed: dist.all_reduce(summed),  # type: ignore[misc]
         }
         for operation, call in calls.items():
             dist.barrier()
@@ -132,7 +132,7 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
     latency, bandwidth, measured = collective_rates(ranks)
     there = host_memory() or 0
     memory = float(device_memory(device) or 0) if kind != "cpu" else there / each
-    here = f"measured by mmm plan --calibrate on {socket.gethostname()}, torch {torch.__version__}"
+    source = f"measured by mmm plan --calibrate on {socket.gethostname()}, torch {torch.__version__}"
     data: dict[str, Any] = {
         "name": f"{platform.node() or 'here'}",
         "about": f"{each} ranks on {kind}, measured",
@@ -152,8 +152,8 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
         "memory_reserve": 0.0 if kind == "cpu" else 0.08,
     }
     data["sources"] = {
-        **dict.fromkeys(("peak_flops", "memory_bandwidth", "layer_overhead", "gpu_memory", "host_memory"), here),
-        **dict.fromkeys(("link_bandwidth", "link_latency"), f"{here}; gloo, {ranks} ranks"),
+        **dict.fromkeys(("peak_flops", "memory_bandwidth", "layer_overhead", "gpu_memory", "host_memory"), source),
+        **dict.fromkeys(("link_bandwidth", "link_latency"), f"{source}; gloo, {ranks} ranks"),
         **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency"), "the rates are measured"),
         "overlap": "assumed: on a CPU communication and compute share the cores",
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import Techniques
 from mmm.plan.cost import StepCost
-from mmm.plan.memory import Stage
+from mmm.plan.memory import PlannedStage
 
 GIB = 2**30
 EQUAL = 0.01  # step times that differ by less count as equal: then the simpler layout comes first
@@ -53,7 +53,7 @@ class Choice:
 
     seconds: float
     techniques: Techniques
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     batch: int
 
     @property

@@ -28,7 +28,7 @@ from mmm.parallel.mesh import Layout
 from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.techniques import Techniques
 from mmm.plan.machine import Machine
-from mmm.plan.memory import MemoryModel, Stage
+from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group, collective, group_of, groups_of, send
 from mmm.plan.spec import ModelSpec
 
@@ -176,7 +176,7 @@ class CostModel:
         return times * flops / self.rate + traffic / self.memory_rate, waits
 
     def _work(
-        self, stages: tuple[Stage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
+        self, stages: tuple[PlannedStage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
     ) -> Work:
         """What a step takes without data parallelism. Arguments as of `step`; of the layout pp, cp, tp and ep count."""
         machine, spec = self.machine, self.spec
@@ -221,7 +221,7 @@ class CostModel:
         )
 
     def step(
-        self, stages: tuple[Stage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
+        self, stages: tuple[PlannedStage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
     ) -> StepCost:
         """Seconds of a step.
 
@@ -250,7 +250,7 @@ class CostModel:
 
     def _data_parallel(
         self,
-        stages: tuple[Stage, ...],
+        stages: tuple[PlannedStage, ...],
         layout: Layout,
         techniques: Techniques,
         microbatches: int,

@@ -30,7 +30,7 @@ from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.mesh import Layout
 from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.techniques import Techniques
-from mmm.plan.activations import Kept, transformer_layer, vit_layer
+from mmm.plan.activations import KeptActivations, transformer_layer, vit_layer
 from mmm.plan.spec import ModelSpec
 
 Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
@@ -69,7 +69,7 @@ class Backward(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """What one pipeline rank has. kinds: kind of part → how many. own: how many stages. number: its coordinate."""
 
     kinds: tuple[tuple[int, int], ...]
@@ -132,7 +132,7 @@ class MemoryModel:
             return layout.dp, layout.dp
         return layout.dp_shard * layout.cp, max(layout.dp_shard // layout.ep, 1) * layout.cp * layout.tp
 
-    def _of_stage(self, stage: Stage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
+    def _of_stage(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
         """All parameters of a stage."""
         by_kind = {kind: (self.sizes(kind, tp, ep, *shards), count) for kind, count in stage.kinds}
         local, padded, sharded = (
@@ -155,11 +155,11 @@ class MemoryModel:
             layer=max(others, default=largest),
         )
 
-    def of(self, stage: Stage, layout: Layout, data_parallel: str) -> Sizes:
+    def of(self, stage: PlannedStage, layout: Layout, data_parallel: str) -> Sizes:
         """Parameters of a stage on a rank of a layout."""
         return self.totals(stage, layout.tp, layout.ep, self.shards(layout, data_parallel), layout.pp > 1)
 
-    def _kept(self, tp: int, replicas: bool) -> Kept:
+    def _kept(self, tp: int, replicas: bool) -> KeptActivations:
         config, c = self.spec.config, self.compute
         residual = self.storage if replicas else c
         if isinstance(config, TransformerConfig):
@@ -167,10 +167,10 @@ class MemoryModel:
             return transformer_layer(config, tp, c, residual, self.device == "cpu", not grouped)
         if isinstance(config, ViTConfig):
             return vit_layer(config, tp, c, residual)
-        return Kept(0, 0, 0, 0, 0, 0, 0, 0)
+        return KeptActivations(0, 0, 0, 0, 0, 0, 0, 0)
 
     def _activations(
-        self, stage: Stage, tp: int, cp: int, replicas: bool, checkpointing: str, tile: int, batch: float
+        self, stage: PlannedStage, tp: int, cp: int, replicas: bool, checkpointing: str, tile: int, batch: float
     ) -> Backward:
         """What one micro-batch leaves for backward on a stage.
 
@@ -215,7 +215,7 @@ class MemoryModel:
         return chunk * vocabulary * 2 * (s + mixed), summed
 
     def of_stage(
-        self, stage: Stage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
+        self, stage: PlannedStage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
     ) -> dict[str, float]:
         """Bytes by part, on a rank of a stage, at the peak.
 
@@ -297,14 +297,14 @@ class MemoryModel:
         )
         return moments, (full, self.state * (full if technique == "ddp" else own))
 
-    def on_host(self, stage: Stage, layout: Layout, techniques: Techniques) -> float:
+    def on_host(self, stage: PlannedStage, layout: Layout, techniques: Techniques) -> float:
         """Bytes of the host that a rank with offload takes."""
         if not techniques.offload:
             return 0.0
         return self.of(stage, layout, techniques.data_parallel).sharded * self.storage * (2.0 + self.state)
 
 
-def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[Stage]:
+def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[PlannedStage]:
     """What each pipeline rank has, by coordinate.
 
     Args:
@@ -317,18 +317,18 @@ def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> 
         kinds = Counter(spec.sequence[part] for number in numbers for part in splits[number])
         has_head = len(splits) - 1 in numbers
         last = spec.sequence[splits[max(numbers)][-1]]
-        found.append(Stage(tuple(sorted(kinds.items())), coordinate, has_head, last, own))
+        found.append(PlannedStage(tuple(sorted(kinds.items())), coordinate, has_head, last, own))
     return found
 
 
-def distinct(stages: list[Stage]) -> list[Stage]:
+def distinct(stages: list[PlannedStage]) -> list[PlannedStage]:
     """Of stages that are alike the first, which has the most micro-batches under way."""
-    found: dict[tuple[object, ...], Stage] = {}
+    found: dict[tuple[object, ...], PlannedStage] = {}
     for stage in stages:
         found.setdefault((stage.kinds, stage.has_head, stage.last_kind), stage)
     return list(found.values())
 
 
-def whole_model(spec: ModelSpec) -> Stage:
+def whole_model(spec: ModelSpec) -> PlannedStage:
     kinds = Counter(spec.sequence)
-    return Stage(tuple(sorted(kinds.items())), 0, True, spec.sequence[-1])
+    return PlannedStage(tuple(sorted(kinds.items())), 0, True, spec.sequence[-1])

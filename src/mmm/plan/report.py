@@ -9,7 +9,7 @@ from typing import Any
 
 from mmm.errors import ConfigError
 from mmm.plan.candidate import GIB, Candidate, Found
-from mmm.plan.memory import PARTS, Stage
+from mmm.plan.memory import PARTS, PlannedStage
 from mmm.plan.network import groups_of
 from mmm.plan.search import Search
 from mmm.plan.traffic import between_hosts, sent_bytes
@@ -121,7 +121,7 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     layout, techniques, machine, count = candidate.layout, candidate.techniques, search.machine, candidate.microbatches
     batch = -(-candidate.local_batch // count)
     lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
-    stages: tuple[Stage, ...] = search.one_stage
+    stages: tuple[PlannedStage, ...] = search.one_stage
     if layout.pp > 1:
         stages = search.stages(techniques.schedule, layout.pp, techniques.stages_per_rank or 1)
     for stage in stages:

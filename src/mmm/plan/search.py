@@ -29,7 +29,7 @@ from mmm.parallel.techniques import Techniques
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
 from mmm.plan.cost import CostModel, bubble_of
 from mmm.plan.machine import Machine
-from mmm.plan.memory import MemoryModel, Stage, distinct, stages_for, whole_model
+from mmm.plan.memory import MemoryModel, PlannedStage, distinct, stages_for, whole_model
 from mmm.plan.spec import ModelSpec
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -67,7 +67,7 @@ class Search:
         self.one_stage = (whole_model(spec),)
         self.peak = machine.peak(dtype)
 
-    def _stages(self, schedule: str, pp: int, own: int) -> tuple[Stage, ...]:
+    def _stages(self, schedule: str, pp: int, own: int) -> tuple[PlannedStage, ...]:
         return tuple(distinct(stages_for(self.spec, self.splits(pp * own), schedule, pp)))
 
     def _broken(self, tp: int, cp: int, ep: int, style: str) -> str:
@@ -241,7 +241,7 @@ class Search:
 
     def _without_pipeline(
         self, shape: Layout, local: int, mode: str, technique: str
-    ) -> Iterator[tuple[tuple[Stage, ...], dict[str, object]]]:
+    ) -> Iterator[tuple[tuple[PlannedStage, ...], dict[str, object]]]:
         tiles = (1, TILES) if self._has_tiles(shape) and mode != "selective" else (1,)
         reshards = ("auto",) if technique in UNSHARDED else ("auto", "never")
         for tile in tiles:
@@ -263,7 +263,7 @@ class Search:
 
     def _pipelines(
         self, shape: Layout, local: int, mode: str, technique: str
-    ) -> Iterator[tuple[tuple[Stage, ...], dict[str, object]]]:
+    ) -> Iterator[tuple[tuple[PlannedStage, ...], dict[str, object]]]:
         for name, schedule in SCHEDULES.items():
             if not self._wanted("schedule", name) or (mode == "selective" and schedule.splits):
                 continue

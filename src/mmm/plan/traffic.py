@@ -15,12 +15,17 @@ from mmm.models.vit import ViTConfig
 from mmm.parallel.data.apply import UNSHARDED
 from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import Techniques
-from mmm.plan.memory import MemoryModel, Stage
+from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group
 
 
 def sent_bytes(
-    memory: MemoryModel, stage: Stage, layout: Layout, techniques: Techniques, local_batch: int, microbatches: int
+    memory: MemoryModel,
+    stage: PlannedStage,
+    layout: Layout,
+    techniques: Techniques,
+    local_batch: int,
+    microbatches: int,
 ) -> dict[str, float]:
     """Bytes that a rank of a stage sends in a step, by axis; axes on which it sends nothing are left out.
 

@@ -83,20 +83,20 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     """What the tree asks of a model and a machine; and the numbers behind the answers, a line each."""
     alone = Layout(dp_shard=1)
     techniques = Techniques(data_parallel="ddp", checkpointing="full" if _checkpoints(spec) else "none", loss_chunks=64)
-    whole = sum(memory.of_stage(whole_model(spec), alone, techniques, 1, 1).values())
+    full = sum(memory.of_stage(whole_model(spec), alone, techniques, 1, 1).values())
     largest = spec.largest_part
     kept = memory.kept(1, False)
     layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens
     between = machine.network_bandwidth / machine.gpus_per_host
     fast = between >= FAST_NETWORK if machine.hosts > 1 else machine.link_bandwidth >= FAST_LINK
-    facts = Facts(whole <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast)
+    facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast)
     where, rate, least = (
         ("between hosts", between, FAST_NETWORK)
         if machine.hosts > 1
         else (("inside the host", machine.link_bandwidth, FAST_LINK))
     )
     lines = [
-        f"one device would hold {whole / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
+        f"one device would hold {full / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
         f"the largest layer, {largest.parameters:,} parameters, needs {layer / GIB:,.1f} GiB with its gradient",
     ]
     if machine.ranks > 1:
