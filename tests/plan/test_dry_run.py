@@ -74,7 +74,7 @@ def test_a_world_that_is_not_there(tmp_path):
         (["--dry_run", "12288", "--tp", "5"], "tp 5 needs a multiple of 5 ranks, and there are 12288"),
         (["--dry_run", "0"], "--dry_run 0: it must be at least 1"),
         (["--dry_run", "8", "--dry_run_rank", "8"], "--dry_run_rank 8: it is not between 0 and 7"),
-        (["--dry_run", "8", "--dry_run_memory", "64 apples"], "--dry_run_memory 64 apples: write a number"),
+        (["--dry_run", "8", "--dry_run_memory", "64 apples"], "--dry_run_memory 64 apples: the unit is none of"),
         (["--dry_run_memory", "64GiB"], "--dry_run_memory without --dry_run"),
     ],
 )

@@ -8,7 +8,6 @@ of the stage between them that has the most parameters.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 import traceback
@@ -20,15 +19,12 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from mmm.errors import ConfigError, UserError
-from mmm.plan.observer import SentCall
 from mmm.plan.program import Rehearsal, rehearsing
+from mmm.plan.sent_calls import SentCall
 from mmm.plan.tracker import MemoryPeak
 from mmm.testing.processes import Child, Children, ended
 
 AT_ONCE = 2  # processes
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
-UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
 
 
 @dataclass(frozen=True)
@@ -169,11 +165,3 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
 
 def _is_step(phase: str) -> bool:
     return phase.startswith("step ")
-
-
-def parse_memory(text: str) -> int:
-    """``64GiB`` → bytes. Raises ConfigError where it is not a positive number and a unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in UNITS or not float(match[1]) > 0:
-        raise ConfigError(f"--dry_run_memory {text}: write a number above 0 and a unit, such as 64GiB")
-    return int(float(match[1]) * UNITS[match[2]])

@@ -17,7 +17,8 @@ from typing_extensions import Self
 from mmm.analysis.traffic import axes_of, count_traffic
 from mmm.models.experts import has_experts
 from mmm.parallel.mesh import Layout
-from mmm.plan.observer import Observer, SentCall, SentInOrder, observing
+from mmm.plan.observer import Observer, observing
+from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from mmm.analysis.collective_bytes import Call
-from mmm.analysis.traffic import Traffic
 from mmm.parallel.mesh import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
@@ -48,24 +45,3 @@ def observed(
     for observer in _OBSERVERS:
         group = observer.group(group, clock, layout, precision, resolved)
     return group
-
-
-@dataclass(frozen=True)
-class SentCall:
-    """A call to a process group. phase: when, of `StepClock.phase`; axis: of the mesh, in which the group lies."""
-
-    phase: str
-    axis: str
-    call: Call
-
-
-class SentInOrder(Traffic):
-    """`Traffic` that also keeps each call."""
-
-    def __init__(self, phase: Callable[[], str]) -> None:
-        super().__init__()
-        self.phase, self.calls = phase, list[SentCall]()
-
-    def add(self, axis: str, call: Call, on_gloo: bool) -> None:
-        super().add(axis, call, on_gloo)
-        self.calls.append(SentCall(self.phase(), axis, call))

@@ -40,7 +40,8 @@ from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import find
-from mmm.plan.observer import Observer, SentInOrder, observing
+from mmm.plan.observer import Observer, observing
+from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
 from mmm.plan.tracker import MemoryPeak, MemoryTracker
 from mmm.runtime.clock import StepClock

@@ -88,7 +88,7 @@ def _mode(candidate: Candidate) -> str:
 def line_of(candidate: Candidate) -> str:
     rate = candidate.tokens_per_second
     return (
-        f"{candidate.layout!s:<34} {candidate.cost.seconds:9.3f} s {rate:13,.0f} {candidate.mfu:6.1%} "
+        f"{candidate.layout!s:<36} {candidate.cost.seconds:9.3f} s {rate:13,.0f} {candidate.mfu:6.1%} "
         f"{candidate.bytes / GIB:7.1f} GiB   {choices(candidate)}"
     )
 
@@ -104,15 +104,15 @@ def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> l
         f"GiB, of which {machine.budget / GIB:,.1f} can be used; {found.layouts:,} layouts",
         *(f"note: {note}" for note in spec.notes),
         "",
-        f"{'the best':<34} {'step':>11} {what:>13} {'mfu':>6} {'memory':>11}",
+        f"{'the best':<36} {'step':>11} {what:>13} {'mfu':>6} {'memory':>11}",
         *(line_of(candidate) for candidate in found.best[:top]),
         "",
         "why each other kind lost",
     ]
     winner = found.best[0].kind if found.best else ""
-    lines += [f"{c.kind:<22} {c.layout!s:<34} {c.why}" for c in kinds if c.kind != winner]
+    lines += [f"{c.kind:<22} {c.layout!s:<36} {c.why}" for c in kinds if c.kind != winner]
     refused = {kind: why for kind, why in found.refused.items() if not kind.endswith("no dp")}
-    lines += [f"{kind:<22} {'':<34} not possible: {why}" for kind, why in refused.items()]
+    lines += [f"{kind:<22} {'':<36} not possible: {why}" for kind, why in refused.items()]
     return lines
 
 

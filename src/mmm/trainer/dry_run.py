@@ -11,8 +11,6 @@ from typing import Annotated, Any, ClassVar
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.plan import dry_run_report
-from mmm.plan.dry_run import dry_run, parse_memory
 from mmm.runtime.device import choose_device
 from mmm.runtime.memory import device_memory
 from mmm.runtime.ranks import command_line, whoami
@@ -71,7 +69,9 @@ class DryRunOptions:
         if self.dry_run_rank is not None and not 0 <= self.dry_run_rank < self.dry_run:
             raise ConfigError(f"--dry_run_rank {self.dry_run_rank}: it is not between 0 and {self.dry_run - 1}")
         if self.dry_run_memory is not None:
-            parse_memory(self.dry_run_memory)
+            from mmm.plan.machine import parse_bytes  # every run would pay for it
+
+            parse_bytes(self.dry_run_memory, "--dry_run_memory")
 
 
 class DryRunAsked(Exception):
@@ -101,9 +101,13 @@ def answer(program: Callable[[], object], options: Any) -> int:
     """
     if not whoami().is_main:
         return 0
+    from mmm.plan import dry_run_report  # a tenth of what this package adds to PyTorch's import, for every run
+    from mmm.plan.dry_run import dry_run
+    from mmm.plan.machine import parse_bytes
+
     found = dry_run(program, options.dry_run, options.dry_run_rank)
     if options.dry_run_memory is not None:
-        budget: int | None = parse_memory(options.dry_run_memory)
+        budget: int | None = int(parse_bytes(options.dry_run_memory, "--dry_run_memory"))
     else:
         device = choose_device(options.device, whoami())
         budget = None if device.type == "cpu" else device_memory(device)

@@ -1,0 +1,30 @@
+"""Calls to process groups, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmm.analysis.collective_bytes import Call
+from mmm.analysis.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class SentCall:
+    """A call to a process group. phase: when, of `StepClock.phase`; axis: of the mesh, in which the group lies."""
+
+    phase: str
+    axis: str
+    call: Call
+
+
+class SentInOrder(Traffic):
+    """`Traffic` that also keeps each call."""
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        super().__init__()
+        self.phase, self.calls = phase, list[SentCall]()
+
+    def add(self, axis: str, call: Call, on_gloo: bool) -> None:
+        super().add(axis, call, on_gloo)
+        self.calls.append(SentCall(self.phase(), axis, call))
