@@ -39,6 +39,11 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "eval_batches": ("1", "3", "0", "1000"),
     "loss_chunks": ("1", "2", "3", "4", "0", "999"),
     "tile": ("1", "2", "3", "4", "0", "999"),
+    "prompt": ("the", ""),
+    "sample_tokens": ("3", "0"),
+    "sample_temperature": ("0", "0.5", "-1", "nan"),
+    "sample_top_k": ("2", "0"),
+    "sample_top_p": ("0.9", "0", "2"),
     "seq_length": ("1", "7", "12", "31", "0"),
     "n_layers": ("0", "1", "3", "5"),
     "dim": ("20", "48", "0", "7"),
@@ -71,9 +76,10 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "classes": ("2", "10", "3", "0"),
 }
 GIVEN = names(
-    "outdir data_dir text model resume tokenizer pack document_mask"
-)  # paths, which the fuzzer sets itself; what needs prepared ones; a model that is the only one
-NOT_SPOILT = names("device plots compile dataset model preset")  # other machines, network, minutes
+    "outdir data_dir text model resume tokenizer pack document_mask init_from "
+    "dry_run dry_run_rank dry_run_memory dry_run_json"
+)  # paths, which the fuzzer sets itself; what needs prepared ones; a model that is the only one; what trains nothing
+NOT_SPOILT = names("device plots compile dataset model preset tracker")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
     "decayed offload scale_lr overwrite"

@@ -54,8 +54,7 @@ class Config(TextProgramOptions):
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "fp64"] = "auto"
     compile: Unused[bool] = False
-    default_batch_size = 8
-    default_max_iters = 20
+    default_batch_size, default_max_iters = 8, 20
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> None:
