@@ -74,9 +74,8 @@ def test_sample_writes_what_the_weights_say(folder, imported, expected, capsys, 
     assert f"{TOKENS} tokens in " in out.err
 
 
-@pytest.mark.parametrize(
-    "axes", [["--tp", "2"], pytest.param(["--tp", "2", "--pp", "2"], marks=pytest.mark.long)], ids=" ".join
-)
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [["--tp", "2"], ["--tp", "2", "--pp", "2"]], ids=" ".join)
 def test_sample_on_ranks(imported, expected, tmp_path, axes):
     launcher = Launcher(tmp_path)
     ranks = "4" if "--pp" in axes else "2"

@@ -87,7 +87,7 @@ def test_new_ranks_come_from_the_same_fork_server(launcher, elastic):
     assert len({rank[3] for ranks in attempts(launcher) for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize(("refused", "then"), [("3", [4, 2]), ("23", [4, 1])])
+@pytest.mark.parametrize(("refused", "then"), [pytest.param("3", [4, 2], marks=pytest.mark.long), ("23", [4, 1])])
 def test_the_next_number_that_the_layout_takes(launcher, elastic, refused, then):
     check = (
         "import os\nfrom mmm.errors import LayoutError\nworld = os.environ['WORLD_SIZE']\n"
@@ -112,6 +112,7 @@ def test_another_mistake_of_the_user_ends_the_run(launcher, elastic):
     assert (code, err.splitlines()[-1], sizes(launcher)) == (2, "error: no data", [4, 3])
 
 
+@pytest.mark.long
 def test_fewer_than_the_least(launcher, elastic):
     code, err = ended(elastic("2:2", KILLED + WAITS))
     assert (code, sizes(launcher)) == (137, [2])
@@ -125,6 +126,7 @@ def test_a_mistake_of_the_program_ends_in_so_many_attempts(launcher, elastic):
     assert err.count("OSError: no file") == 3
 
 
+@pytest.mark.long
 def test_a_rank_that_failed_by_itself_stays_out(launcher, elastic):
     fails = "if (attempt, rank) == ('0', '1'): raise OSError('no file')\ntime.sleep(90 if attempt == '0' else 1.5)"
     code, err = ended(elastic("2:4", fails, "--rejoin", "0.2"))
@@ -132,6 +134,7 @@ def test_a_rank_that_failed_by_itself_stays_out(launcher, elastic):
     assert "there is room" not in err
 
 
+@pytest.mark.long
 def test_no_more_retries(launcher, elastic):
     always = "if rank == '1': os.kill(os.getpid(), 9)\ntime.sleep(90)"
     code, err = ended(elastic("1:4", always, "--retries", "1"))
@@ -146,6 +149,7 @@ def test_a_rank_that_was_killed_is_taken_in_again(launcher, elastic):
     assert err.splitlines()[-1] == "launch: exit code 75: going on with 4 ranks (--elastic)"
 
 
+@pytest.mark.long
 def test_a_program_that_does_not_save_goes_on(launcher, elastic):
     waits = "time.sleep(90 if attempt == '0' else 2)"
     code, err = ended(elastic("2:4", KILLED + waits, "--rejoin", "0.3", before=""))
@@ -173,6 +177,7 @@ def test_ctrl_c_while_it_starts(launcher, elastic):
     assert launcher.gone(within=2.0)
 
 
+@pytest.mark.long
 def test_nothing_outlives_launch(launcher, elastic):
     process = elastic("1:2", KILLED + "time.sleep(90)")
     launcher.wait_for("ranks")
@@ -236,6 +241,7 @@ def test_a_spare_host(launcher, hosts):
     assert (code, [on(ranks) for ranks in attempts(launcher)[1:]]) == (0, [["hB", "hB", "hC", "hC"]]), err
 
 
+@pytest.mark.long
 def test_a_host_that_comes_back(launcher, hosts):
     process = hosts("hA,hB", "2:4", "time.sleep(0 if attempt == '2' else 90)", "--rejoin", "0.5")
     launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
@@ -244,6 +250,7 @@ def test_a_host_that_comes_back(launcher, hosts):
     assert (code, sizes(launcher)) == (0, [4, 2, 4]), err
 
 
+@pytest.mark.long
 def test_the_only_host_that_can_go_on_is_awaited(launcher, hosts):
     process = hosts("hA,hB", "3:4", WAITS)
     launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))

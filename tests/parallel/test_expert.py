@@ -210,7 +210,7 @@ MANY = [  # in `make test-long`
 @pytest.mark.parametrize(
     ("layout", "steps"),
     [
-        (Layout(dp_shard=4, ep=2), 3),
+        pytest.param(Layout(dp_shard=4, ep=2), 3, marks=pytest.mark.long),
         (Layout(dp_shard=2, cp=2, ep=2), 2),
         *(pytest.param(layout, STEPS, marks=pytest.mark.long) for layout in [Layout(dp_shard=4, ep=2), *MANY]),
     ],

@@ -72,10 +72,14 @@ def test_a_world_that_is_not_there(tmp_path):
     ("words", "said"),
     [
         (["--dry_run", "12288", "--tp", "5"], "tp 5 needs a multiple of 5 ranks, and there are 12288"),
-        (["--dry_run", "0"], "--dry_run 0: it must be at least 1"),
-        (["--dry_run", "8", "--dry_run_rank", "8"], "--dry_run_rank 8: it is not between 0 and 7"),
+        pytest.param(["--dry_run", "0"], "--dry_run 0: it must be at least 1", marks=pytest.mark.long),
+        pytest.param(
+            ["--dry_run", "8", "--dry_run_rank", "8"],
+            "--dry_run_rank 8: it is not between 0 and 7",
+            marks=pytest.mark.long,
+        ),
         (["--dry_run", "8", "--dry_run_memory", "64 apples"], "--dry_run_memory 64 apples: the unit is none of"),
-        (["--dry_run_memory", "64GiB"], "--dry_run_memory without --dry_run"),
+        pytest.param(["--dry_run_memory", "64GiB"], "--dry_run_memory without --dry_run", marks=pytest.mark.long),
     ],
 )
 def test_what_the_real_run_would_refuse(words, said):

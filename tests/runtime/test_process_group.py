@@ -119,7 +119,10 @@ else:
 """
 
 
-@pytest.mark.parametrize(("whose", "before", "after"), [("ours", "None\n", "None"), ("own", "", "cuda:0")])
+@pytest.mark.parametrize(
+    ("whose", "before", "after"),
+    [("ours", "None\n", "None"), pytest.param("own", "", "cuda:0", marks=pytest.mark.long)],
+)
 def test_meshes_where_the_backend_cannot_split_groups(whose, before, after):
     """PyTorch would split each group off the default one if that is bound; a user's own group stays as it was."""
     done = subprocess.run([sys.executable, "-c", BOUND, whose], capture_output=True, text=True, check=False)

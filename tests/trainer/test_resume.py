@@ -88,8 +88,8 @@ LAYOUTS = [
         id="pp2, tied",
         marks=pytest.mark.long,
     ),
-    pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16"),
-    pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts"),
+    pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16", marks=pytest.mark.long),
+    pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "hsdp", "optimizer": "sgd"}, id="hsdp", marks=pytest.mark.long),
     pytest.param(4, {"tpsize": 2, "ep": 2, **MOE}, id="dp2·tp2·ep2", marks=pytest.mark.long),
@@ -109,7 +109,11 @@ def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
         assert read_manifest(two / "checkpoints/step-20").state["scaler"]["_growth_tracker"] == STEPS
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, {"tpsize": 2}), (4, {"pp": 2, "loss_chunks": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"tpsize": 2}), pytest.param(4, {"pp": 2, "loss_chunks": 2}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     """A mixture of them, to the last bit; and on another layout."""
     folders = []
@@ -274,6 +278,7 @@ def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 def test_a_tied_weight_on_another_layout(run_on_ranks, tmp_path, text):
     """From one parameter to two stages of one rank, and back to one."""
     flags = {**TEXT, "text": text, "tie_word_embeddings": True, "checkpoint_every": 5}

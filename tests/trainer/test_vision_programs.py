@@ -155,6 +155,7 @@ def test_losses_of_one_rank_on_several_axes(tmp_path, program, flags, layout):
     assert 1 <= sum(recorded["held"]) / recorded["parameters"] < (2.2 if recorded["mesh"]["dp_replicate"] == 2 else 1.2)
 
 
+@pytest.mark.long
 def test_large_in_the_summary_costs_no_forward(tmp_path):
     begin = children_cpu()
     command = [sys.executable, "-m", "mmm.examples.vit", "--preset", "large", "--summary"]
