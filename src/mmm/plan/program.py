@@ -29,6 +29,7 @@ import torch.distributed._tools.fake_collectives  # the shapes of c10d's operato
 import torch.testing._internal.distributed.fake_pg
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed
@@ -210,6 +211,7 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
         (dist, "batch_isend_irecv", sent),
         (distributed, "_verify_param_shape_across_processes", lambda *_: None),
         (distributed, "_sync_module_states", lambda **_: None),
+        (_fsdp_param, "_chunk_with_empty", _Chunks),
         (DDP, "__init__", _with_hook(DDP.__init__)),
         (DDP, "_pre_forward", _with_numbers(DDP._pre_forward)),
     ]
@@ -231,6 +233,23 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """What FSDP makes of each parameter, a chunk a rank, and then takes one or two of: made where it is taken."""
+
+    tensor: torch.Tensor
+    count: int
+    dim: int
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        size = self.tensor.shape[self.dim]
+        rows = -(-size // self.count)
+        begin = min(number * rows, size)
+        if begin == size:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, begin, min(rows, size - begin))
 
 
 @dataclass
