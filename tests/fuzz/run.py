@@ -42,7 +42,7 @@ from mmm.trainer.options import parse
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
 COMPILE_TIMEOUT = 400.0
 SERIES = ("loss", "train_loss", "val_loss", "test_loss", "test_acc", "imbalance")
-RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt"}
+RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt", "checkpoints"}
 Plant = Callable[[Rank], None]
 
 
