@@ -42,10 +42,11 @@ READ = (
     *("rope.dimension_count", "attention.key_length", "attention.value_length"),
 )
 # How a text is split before its bytes are merged, as a pre_tokenizer of the package tokenizers.
+BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 SPLITS: dict[str, list[dict[str, Any]]] = {
-    "smollm": [DIGITS, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}],
-    "gpt-2": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}],
+    "smollm": [DIGITS, BYTE_LEVEL],
+    "gpt-2": [BYTE_LEVEL],
     "llama-bpe": [
         {
             "type": "Split",
@@ -56,7 +57,7 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
             "behavior": "Isolated",
             "invert": False,
         },
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        BYTE_LEVEL | {"use_regex": False},
     ],
 }
 CONTROL = 3  # type of a token that stands for no text
@@ -211,7 +212,6 @@ class GGUFWeights(Weights):
         model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges}
         model |= {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
         model |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": split == "llama-bpe"}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         about = {
             "version": "1.0",
             "truncation": None,
@@ -220,7 +220,7 @@ class GGUFWeights(Weights):
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[split]},
             "post_processor": None,
-            "decoder": byte_level,
+            "decoder": BYTE_LEVEL,
             "model": model,
         }
         return ("tokenizer.json", json.dumps(about, ensure_ascii=False).encode()), ""
