@@ -22,8 +22,8 @@ def run(rank, outdir, optimizer, lacks=None):
 
     state_of, calls = checkpoint.state_of, itertools.count()
     with (
-        patch("mmm.trainer.run.process_group", meeting_only),
-        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.start.process_group", meeting_only),
+        patch("mmm.trainer.start.whoami", lambda: rank),
         patch("mmm.trainer.text.whoami", lambda: rank),
         patch.object(checkpoint, "state_of", some),
         open(os.devnull, "w") as nowhere,

@@ -212,6 +212,6 @@ def test_refused_before_any_process_group(monkeypatch, example, options, ranks, 
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=words):
         example.train(example.Config(**options))

@@ -21,7 +21,7 @@ from mmm.errors import UserError
 from support.pool import meeting_only
 
 PATIENCE = 60.0  # s for a save to end
-WHERE = ("mmm.trainer.run.whoami", "mmm.trainer.text.whoami", "mmm.trainer.vision.whoami", "mmm.trainer.vit.whoami")
+WHERE = ("mmm.trainer.start.whoami", "mmm.trainer.text.whoami", "mmm.trainer.vision.whoami", "mmm.trainer.vit.whoami")
 
 
 class Ended(Exception):
@@ -52,7 +52,7 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
         seed_step(seed, step, coordinate)
 
     with ExitStack() as stack:
-        stack.enter_context(patch("mmm.trainer.run.process_group", meeting_only))
+        stack.enter_context(patch("mmm.trainer.start.process_group", meeting_only))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         stack.enter_context(patch("mmm.trainer.loop.seed_step", ending))
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

@@ -47,8 +47,8 @@ SMALL = {
 def run(rank, outdir, flags):
     """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
     with (
-        patch("mmm.trainer.run.process_group", meeting_only),
-        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.start.process_group", meeting_only),
+        patch("mmm.trainer.start.whoami", lambda: rank),
         patch("mmm.trainer.text.whoami", lambda: rank),
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),
@@ -253,7 +253,7 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
 )
 def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
     (tmp_path / "small.txt").write_text("word " * 1200)
     flags = flags | ({"text": (Path("small.txt"),)} if "text" in flags else {})
     with pytest.raises(UserError, match=re.escape(words)):

@@ -84,8 +84,8 @@ def test_it_is_pytorchs_up_to_bfloat16():
 
 def run(rank, outdir, flags):
     with (
-        patch("mmm.trainer.run.process_group", meeting_only),
-        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.start.process_group", meeting_only),
+        patch("mmm.trainer.start.whoami", lambda: rank),
         patch("mmm.trainer.text.whoami", lambda: rank),
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),

@@ -58,8 +58,8 @@ def imported(folder):
 def run(rank, outdir, flags):
     """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
     with (
-        patch("mmm.trainer.run.process_group", meeting_only),
-        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.start.process_group", meeting_only),
+        patch("mmm.trainer.start.whoami", lambda: rank),
         patch("mmm.trainer.text.whoami", lambda: rank),
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),

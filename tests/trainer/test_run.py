@@ -23,7 +23,8 @@ from mmm.runtime.ranks import Rank
 from mmm.testing import free_port
 from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import BaseOptions, RunOptions
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import Run
+from mmm.trainer.start import start_run
 from mmm.trainer.text import TextProgramOptions, resolve
 from support.clock import PATIENCE
 from support.launcher import OURS
@@ -112,8 +113,8 @@ def start(rank, outdir, options, differs):
     """
     given = TextProgramOptions(preset="debug", device="cpu", outdir=outdir, plots=False, **options[rank.rank])
     with ExitStack() as stack:
-        stack.enter_context(patch("mmm.trainer.run.process_group", meeting_only))
-        stack.enter_context(patch("mmm.trainer.run.whoami", lambda: rank))
+        stack.enter_context(patch("mmm.trainer.start.process_group", meeting_only))
+        stack.enter_context(patch("mmm.trainer.start.whoami", lambda: rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         if differs and rank.rank == 1:
@@ -244,8 +245,8 @@ def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
 
 def test_mps_runs_the_trainers_alone(monkeypatch):
     """The others make groups by PyTorch's own calls, which MPS has none for: refused before any is made."""
-    monkeypatch.setattr("mmm.trainer.run.choose_device", lambda *_: torch.device("mps"))
-    monkeypatch.setattr("mmm.trainer.run.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.start.choose_device", lambda *_: torch.device("mps"))
+    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
     refused = pytest.raises(DeviceError, match=r"--device mps: zero .* mmm\.trainer\.lm")
     with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
         pass

@@ -53,8 +53,8 @@ def on_a_rank(rank, path, outdir):
     """The script's own `train`, on a rank of the pool, whose process group is there already."""
     denoise = load(path)
     with (
-        patch("mmm.trainer.run.process_group", meeting_only),
-        patch("mmm.trainer.run.whoami", lambda: rank),
+        patch("mmm.trainer.start.process_group", meeting_only),
+        patch("mmm.trainer.start.whoami", lambda: rank),
         patch.object(denoise, "whoami", lambda: rank),
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),

@@ -39,7 +39,7 @@ from mmm.trainer.mistakes import TOLERANCE
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import Unused, parse
 from mmm.trainer.report import print_once
-from mmm.trainer.run import start_run
+from mmm.trainer.start import start_run
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import TextProgramOptions, resolve_own
 

@@ -40,7 +40,7 @@ from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, parse
-from mmm.trainer.run import start_run
+from mmm.trainer.start import start_run
 
 
 @dataclass(frozen=True, kw_only=True)

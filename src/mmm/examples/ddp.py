@@ -42,7 +42,7 @@ from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once
-from mmm.trainer.run import start_run
+from mmm.trainer.start import start_run
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import TextProgramOptions, resolve_own
 

@@ -35,8 +35,9 @@ from mmm.trainer.flags import run_main
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, parse
 from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import Run
 from mmm.trainer.save import save_model
+from mmm.trainer.start import start_run
 from mmm.trainer.steps import image_steps
 from mmm.trainer.vision import CNNOptions, resolve
 

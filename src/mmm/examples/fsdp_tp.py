@@ -47,7 +47,7 @@ from mmm.trainer.layout import TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import BreakOptions, Unused, parse
 from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import start_run
+from mmm.trainer.start import start_run
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve_own
 

@@ -33,7 +33,8 @@ from mmm.parallel import Layout
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, Need, check_needs, parse
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import Run
+from mmm.trainer.start import start_run
 
 PROGRAM = ["-m", "mmm.examples._startup_rank"]
 MPIEXEC = Need(

@@ -45,7 +45,7 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BreakOptions, parse
-from mmm.trainer.run import start_run
+from mmm.trainer.start import start_run
 
 Ways = tuple[list[Tensor], list[Tensor]]  # [output, gradients …] of the sharded computation, and of the full one
 

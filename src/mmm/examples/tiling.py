@@ -40,7 +40,8 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import Unused, parse
 from mmm.trainer.report import print_once
 from mmm.trainer.resolve import ResolvedPlan
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import Run
+from mmm.trainer.start import start_run
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import Preset, TextProgramOptions, resolve
 

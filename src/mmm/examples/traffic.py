@@ -35,7 +35,8 @@ from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import Run
+from mmm.trainer.start import start_run
 from mmm.trainer.text import TextData, TextOptions, TransformerOptions
 
 LIMIT = 0.05

@@ -6,7 +6,7 @@
         program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
     rehearsal.peaks()                   # memory; rehearsal.traffic has what was sent
 
-The program does not know. Its rank comes from the environment, as always; `mmm.trainer.run.start_run` takes its process
+The program does not know. Its rank comes from the environment, as always; `mmm.trainer.start` takes its process
 group from the observer (`mmm.plan.observer`), which is this one; and where the program reads an element of a tensor, it
 gets a 1, or zeros. Nobody writes or prints: a rank of a dry run is never the main one.
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from mmm.trainer.flags import run_main
     from mmm.trainer.optimizer import make_optimizer
     from mmm.trainer.options import BaseOptions, BatchOptions, RunOptions, parse
-    from mmm.trainer.run import Run, start_run
+    from mmm.trainer.run import Run
     from mmm.trainer.save import save_model
+    from mmm.trainer.start import start_run
     from mmm.trainer.steps import build_model, evaluate, train_steps
 
 __all__ = [
@@ -43,7 +44,7 @@ _PLACES = {
     "parse": "mmm.trainer.options",
     "run_main": "mmm.trainer.flags",
     "save_model": "mmm.trainer.save",
-    "start_run": "mmm.trainer.run",
+    "start_run": "mmm.trainer.start",
     "train_steps": "mmm.trainer.steps",
     "whoami": "mmm.runtime.ranks",
 }

@@ -17,7 +17,8 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, Unused, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.resolve import ResolvedPlan
-from mmm.trainer.run import Run, start_run
+from mmm.trainer.run import Run
+from mmm.trainer.start import start_run
 from mmm.trainer.steps import on_mesh, text_steps
 from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
 

@@ -18,9 +18,9 @@ from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import LoopOptions, Unused, parse
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.report import print_once
-from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
+from mmm.trainer.start import start_run
 from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import CNNOptions, resolve
 

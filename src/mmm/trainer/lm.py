@@ -28,10 +28,10 @@ from mmm.trainer.presets import preset_defaults
 from mmm.trainer.pretrained import PretrainedOptions, start_from, without_draws
 from mmm.trainer.rates import measure_utilization
 from mmm.trainer.report import print_once
-from mmm.trainer.run import start_run
 from mmm.trainer.samples import SampleOptions, log_sample
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
+from mmm.trainer.start import start_run
 from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import DocumentOptions, TextProgramOptions, ValidationOptions, resolve
 

@@ -28,9 +28,9 @@ from mmm.trainer.options import TrainingOptions, Unused, parse
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.report import print_once
 from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
-from mmm.trainer.run import start_run
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
+from mmm.trainer.start import start_run
 from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import ImageOptions, check_images
 
