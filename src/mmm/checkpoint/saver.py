@@ -1,14 +1,14 @@
 """Saving while training goes on.
 
-``dcp.async_save`` copies this rank's tensors to the host, and then writes them in a thread of its own. The ranks agree
-there over a group of their own: a collective of the training must not get between. So the loop waits for the copy
-alone, and for a save that has not ended when the next begins.
+This rank's tensors are copied to the host, and ``dcp.save`` writes the copy in a thread of its own. The ranks agree there
+over a group of their own: a collective of the training must not get between. So the loop waits for the copy alone, and
+for a save that has not ended when the next begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mmm.checkpoint.host_copy import HostCopy
 from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, complete, remove
 from mmm.checkpoint.state import one_line
 from mmm.checkpoint.storage import Writer
@@ -32,7 +33,7 @@ class Saver:
         folder: on a file system that all ranks share. group: of all ranks, for sending from the host, and for nothing
             else. keep, keep_every: as for `mmm.checkpoint.manifest.complete`.
         failed: called on every rank with why a save has failed; the training goes on.
-        origins: what each checkpoint keeps of the model besides.
+        origins: what each checkpoint keeps of the model besides. what: is saved, for `failed`.
     """
 
     folder: Path
@@ -41,7 +42,10 @@ class Saver:
     keep_every: int | None
     failed: Callable[[str], None]
     origins: Origins = field(default_factory=Origins)
+    what: str = "checkpoint"
     _running: tuple[int, Future] | None = None
+    _host_copy: HostCopy = field(default_factory=HostCopy)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
     def save(self, state: dict[str, Any], manifest: Manifest) -> None:
         """Begin to save; wait first for the save before it. A collective.
@@ -50,7 +54,12 @@ class Saver:
             state: of `training_state`; it may change as soon as this returns. manifest: without files; rank 0's counts.
         """
         self.wait()
-        partial = self.folder / f"step-{manifest.step}{PARTIAL}"
+        copied = self._host_copy.of(state)
+        self._running = (manifest.step, self._thread.submit(self.write, copied, manifest))
+
+    def write(self, state: dict[str, Any], manifest: Manifest) -> None:
+        """Write a state that is on the host. A collective; in the saver's thread."""
+        partial = self.partial(manifest.step)
 
         def finished(files: dict[str, FileSum]) -> None:
             hidden = [name for name in files if not (partial / name).exists()]
@@ -62,9 +71,11 @@ class Saver:
 
         if not dist.is_initialized() or dist.get_rank() == 0:
             remove([partial])
-        future = dcp.async_save(state, storage_writer=Writer(partial, finished), process_group=self.group)
-        assert isinstance(future, Future)
-        self._running = (manifest.step, future)
+        dcp.save(state, storage_writer=Writer(partial, finished), process_group=self.group)
+
+    def partial(self, step: int) -> Path:
+        """The folder that a checkpoint is written to."""
+        return self.folder / f"step-{step}{PARTIAL}"
 
     def poll(self) -> None:
         """Say by `failed` if a save has failed meanwhile. Waits for nothing."""
@@ -82,7 +93,7 @@ class Saver:
             failures = error.failures if isinstance(error, CheckpointException) else {}
             first = next((each for each, _ in failures.values()), error)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                remove([self.folder / f"step-{step}{PARTIAL}"])  # the disk may be full
-            self.failed(f"no checkpoint of step {step}: {one_line(first)}")
+                remove([self.partial(step)])  # the disk may be full
+            self.failed(f"no {self.what} of step {step}: {one_line(first)}")
             return False
         return True

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 
 from mmm.checkpoint.local_metadata import metadata_of_rank
 from mmm.checkpoint.manifest import FileSum
@@ -36,14 +35,7 @@ def training_state(
     """
     state = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     tensors = {name: {key: x for key, x in of.items() if isinstance(x, Tensor)} for name, of in state.items()}
-    model = {name: _copyable(x) for name, x in {**parameters, **buffers}.items()}
-    return {MODEL: model, OPTIMIZER: {name: of for name, of in tensors.items() if of}}
-
-
-def _copyable(tensor: Tensor) -> Tensor:
-    """`tensor` as DCP can copy it to the host: not a DTensor whose local part begins inside other memory, as ZeRO's."""
-    tensor = tensor.detach()
-    return tensor.clone() if isinstance(tensor, DTensor) and tensor.data_ptr() else tensor
+    return {MODEL: {**parameters, **buffers}, OPTIMIZER: {name: of for name, of in tensors.items() if of}}
 
 
 def shapes_of(found: Metadata) -> dict[tuple[str, ...], Any]:

@@ -77,7 +77,12 @@ def _main(words: list[str], begin: float) -> int:
         from mmm.launch.host.stage import on_this_host
 
         staged = on_this_host(options.stage)
-    with staged as copy:
+    memory: AbstractContextManager[None] = nullcontext()
+    if retries and isinstance(plan, LaunchPlan):
+        from mmm.launch.host.memory import host_memory
+
+        memory = host_memory()
+    with memory, staged as copy:
         for attempt in range(retries + 1):
             if attempt:  # whose start-up is its own
                 for told in (shared, os.environ):

@@ -23,6 +23,7 @@ from mmm.launch.control.link import Link, Lost
 from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.control.wire import CPUS_VARIABLE
 from mmm.launch.host.entry import Entry, OneAttempt, host_name
+from mmm.launch.host.memory import host_memory
 from mmm.launch.host.stage import Stager
 from mmm.launch.job import binding, local
 from mmm.launch.job import target as targets
@@ -50,7 +51,8 @@ def main() -> int:
         hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
     if "index" in entry:  # the only one on its host
         hello["index"] = entry["index"]
-        return run_attempts(entry, target, hello)
+        with host_memory():
+            return run_attempts(entry, target, hello)
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}

@@ -33,7 +33,7 @@ from mmm.launch.control.wire import (
     Instructions,
     Status,
 )
-from mmm.launch.host import child, lifeline
+from mmm.launch.host import child, lifeline, memory
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.job import binding
 from mmm.launch.job.preloads import OURS, preloads
@@ -260,6 +260,7 @@ class ForkServer:
                 data = os.read(self.todo.control, 1 << 16)
                 if not data:
                     processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
+                    memory.remove()
                     os.killpg(0, signal.SIGKILL)
                 *lines, self.buffer = (self.buffer + data).split(b"\n")
                 self.messages += map(json.loads, lines)
