@@ -1,8 +1,8 @@
 """Saving while training goes on.
 
-This rank's tensors are copied to the host, and ``dcp.save`` writes the copy in a thread of its own. The ranks agree there
-over a group of their own: a collective of the training must not get between. So the loop waits for the copy alone, and
-for a save that has not ended when the next begins.
+This rank's tensors are copied to the host, and ``dcp.save`` writes the copy in a thread of its own. The ranks agree
+there over a group of their own: a collective of the training must not get between. So the loop waits for the copy
+alone, and for a save that has not ended when the next begins.
 """
 
 from __future__ import annotations

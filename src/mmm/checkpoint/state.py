@@ -6,9 +6,9 @@ it was saved on, and DCP reads of it what another one needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -51,17 +51,20 @@ def load_tensors(
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     repeated: Iterable[tuple[str, Tensor]] = (),
+    fetch: Callable[[list[str]], None] = lambda names: None,
 ) -> None:
     """Load into a model, in place, and into an optimizer that has made no step. A collective.
 
     Args:
         files: the checkpoint's, of its manifest. parameters, buffers: as for `training_state`.
         repeated: further parameters under a name of `parameters`, to be equal to that one, as their states.
+        fetch: called on each rank with the files that it needs; a collective.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
     """
     found = metadata_of_rank(folder, files, {**parameters, **buffers})
+    fetch(sorted({stored.relative_path for stored in cast(dict, found.storage_data).values()}))
     moments: dict[str, dict[str, Tensor]] = {}  # by parameter, then as the optimizer calls them
     for path, entry in shapes_of(found).items():
         if path[0] == OPTIMIZER and path[1] in parameters:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from shutil import disk_usage
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from mmm.analysis.footprint import STATE
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
+from mmm.checkpoint.replica import ReplicaSaver
 from mmm.checkpoint.weights import Origins
 from mmm.contract import SAVED_EXIT
 from mmm.models.weights import widest
@@ -54,6 +58,13 @@ class Checkpoints:
             keep, keep_every = run.options.keep or 2, run.options.keep_every
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
             self.saver = Saver(folder[0] / CHECKPOINTS, group, keep, keep_every, run.note, origins)
+        self.replicas: ReplicaSaver | None = None
+        if (memory := run.memory) is not None:
+            self.replicas = ReplicaSaver(
+                memory.folder, memory.group, 1, None, self._copy_failed, what="copy in memory", memory=memory
+            )
+            self._copy_noted = False
+            self._predict(copies=2 if len(memory.hosts) == 1 else 4)
 
     def load(self) -> tuple[int, int, float, Tensor | None]:
         """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's
@@ -62,13 +73,19 @@ class Checkpoints:
             return 0, 0, 0, None
         manifest, run = origin.manifest, self.run
         buffers = self.model.saved_buffers()
-        load_tensors(origin.path, manifest.files, self.parameters, buffers, self.optimizer, self.repeated)
+
+        def fetch(names: list[str]) -> None:
+            if origin.in_memory and run.memory is not None:
+                run.memory.fetch(origin.path, manifest.files, names)
+
+        load_tensors(origin.path, manifest.files, self.parameters, buffers, self.optimizer, self.repeated, fetch)
         self.model.gather_updated()
         state, there = manifest.state, manifest.about["layout"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         moved = "" if there == str(run.layout) else f", saved on the layout {there}"
-        run.note(f"resumed from {origin.path} at step {manifest.step}{moved}")
+        where = "a copy in memory" if origin.in_memory else origin.path
+        run.note(f"resumed from {where} at step {manifest.step}{moved}")
         losses = state["losses"]
         if not losses:
             return manifest.step, 0, 0, None
@@ -86,6 +103,8 @@ class Checkpoints:
         device, whether one had come when the step before was over: the host waits for that step alone."""
         if self.every is None:
             return False
+        if self.replicas is not None:  # then no more steps are lost than lie between two copies
+            self.replicas.wait()
         run = self.run
         came = torch.full((1,), float(run.stop.came is not None), device=run.device)  # a kernel: no copy to wait for
         if run.rank.world_size > 1:
@@ -100,18 +119,24 @@ class Checkpoints:
         before[1].synchronize()
         return bool(before[0].item())
 
-    def due(self, step: int, last: bool) -> bool:
-        """Whether to save after this step."""
-        return self.every is not None and ((step + 1) % self.every == 0 or last)
+    def due(self, step: int, last: bool) -> list[Saver]:
+        """By which to save after this step."""
+        savers: list[Saver] = []
+        if self.saver is not None and self.every is not None and ((step + 1) % self.every == 0 or last):
+            savers.append(self.saver)
+        if self.replicas is not None and (step + 1) % (self.run.options.replica or 1) == 0 and not last:
+            savers.append(self.replicas)
+        return savers
 
-    def save(self, done: int, since: int, counted: float | Tensor, local_loss: Tensor | None) -> None:
+    def save(
+        self, savers: list[Saver], done: int, since: int, counted: float | Tensor, local_loss: Tensor | None
+    ) -> None:
         """Begin to save. A collective.
 
         Args:
-            done: steps. since, counted, local_loss: of the row under way; see `load`.
+            savers: of `due`. done: steps. since, counted, local_loss: of the row under way; see `load`.
         """
         run = self.run
-        assert self.saver is not None
         losses = [] if local_loss is None else [loss for (loss,) in gather_floats(local_loss.view(1), run.device)]
         if run.record is not None:
             run.record.flush()  # the rows that the checkpoint counts on
@@ -125,12 +150,32 @@ class Checkpoints:
         }
         about = {name: run.config.get(name) for name in ("layout", "command", "versions")} | {"layout": str(run.layout)}
         manifest = Manifest(done, run.identity, state, about, {})
-        self.saver.save(training_state(self.parameters, self.model.saved_buffers(), self.optimizer), manifest)
+        tensors = training_state(self.parameters, self.model.saved_buffers(), self.optimizer)
+        for saver in savers:
+            saver.save(tensors, manifest)
 
     def poll(self) -> None:
         """Say what has gone wrong with a save, if it has ended."""
         if self.saver is not None:
             self.saver.poll()
+
+    def _copy_failed(self, text: str) -> None:
+        if not self._copy_noted:
+            self.run.note(f"{text}; others are tried, and no more is said")
+        self._copy_noted = True
+
+    def _predict(self, copies: int) -> None:
+        """Say what copies take of the memory of rank 0's host. A collective."""
+        memory, every = self.run.memory, self.run.options.replica
+        assert memory is not None
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters.values()]
+        size = sum(x.numel() * x.element_size() for x in local) * (
+            1 + STATE[getattr(self.run.options, "optimizer", "adamw")]
+        )
+        sizes = memory.gather(size)
+        needed, free = copies * sum(sizes[rank] for rank in memory.local), disk_usage(memory.folder).free
+        text = f"--replica {every}: copies take at most {needed / 1e9:,.2f} GB of a host's memory"
+        self.run.note(text + (f", and {memory.folder} has {free / 1e9:,.2f} GB left" if needed > free else ""))
 
     def stop(self, done: int) -> NoReturn:
         """End the run, which is saved as of so many steps. A collective."""
@@ -140,4 +185,6 @@ class Checkpoints:
 
     def wait(self) -> bool:
         """Wait for the save under way. Whether it is complete."""
+        if self.replicas is not None:
+            self.replicas.wait()
         return self.saver is None or self.saver.wait()

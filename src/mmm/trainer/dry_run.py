@@ -30,6 +30,7 @@ WITHOUT: dict[str, Any] = {
     "checkpoint_every": None,
     "keep": None,
     "keep_every": None,
+    "replica": None,
     "resume": None,
     "compile": False,
     "dry_run": None,

@@ -100,8 +100,8 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         evaluate_now = last or (
             end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
         )
-        save = checkpoints.due(step, last or stop)  # after a row, which finds out whether the loss is a number
-        due = evaluate_now or (not options.by_epoch and (save or step % run.options.log_every == 0))
+        savers = checkpoints.due(step, last or stop)  # after a row, which finds out whether the loss is a number
+        due = evaluate_now or (not options.by_epoch and (bool(savers) or step % run.options.log_every == 0))
         imbalance = model.balance_experts(scaler.unless_skipped(options.balance_rate), due)
         clock.lap("dto")
 
@@ -118,14 +118,14 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
             size = since * task.global_batch_size, since * task.tokens
             run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
             local_loss, since, counted = None, 0, 0
-        if save:
-            checkpoints.save(step + 1, since, counted, local_loss)
+        if savers:
+            checkpoints.save(savers, step + 1, since, counted, local_loss)
         checkpoints.poll()
         if stop and not last:
             checkpoints.stop(step + 1)
         if row:
             clock.start()
-        elif save:
+        elif savers:
             clock.lap("dto")
     checkpoints.wait()
     return evaluated

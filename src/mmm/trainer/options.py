@@ -117,6 +117,7 @@ class BaseOptions:
     plots = False
     break_ = None
     checkpoint_every = None
+    replica = None
     resume = None
     tracker = None
     RUNS_ON_MPS: ClassVar = False
@@ -254,12 +255,15 @@ class LoopOptions(RunOptions):
     resume: Path | None = None  # type: ignore[assignment]
     """Go on from a checkpoint, on any layout: a run's folder, one of its checkpoints/step-N, or auto: the newest whole
     one in --outdir, in the same record; from the beginning where there is none yet."""
-    NEEDS: ClassVar[dict[str, Need]] = {"keep": SAVES, "keep_every": SAVES}
+    replica: int | None = None  # type: ignore[assignment]
+    """Steps between two copies of the run's state in the memory of its hosts, from which the ranks that are left go on
+    (`launch --elastic`, and on one host `launch --retries`). Default: none."""
+    NEEDS: ClassVar[dict[str, Need]] = {"keep": SAVES, "keep_every": SAVES, "replica": SAVES}
 
     def check(self) -> None:
         super().check()
         check_tracker(self.tracker)
-        for name in ("checkpoint_every", "keep", "keep_every"):
+        for name in ("checkpoint_every", "keep", "keep_every", "replica"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
         if self.resume is not None and self.overwrite:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +21,8 @@ from mmm.checkpoint.manifest import (
     remove_partial,
     steps_of,
 )
-from mmm.contract import ELASTIC_VARIABLE
+from mmm.checkpoint.replica import Copy, HostMemory
+from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.attempts import Attempt, make_room
 from mmm.history.record import DATASET, JOURNAL, writable
@@ -38,11 +39,12 @@ AUTO, CHECKPOINTS = Path("auto"), "checkpoints"
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run goes on from. rows: of the record that stay."""
+    """The checkpoint that a run goes on from. rows: of the record that stay. in_memory: it is a copy in the hosts'."""
 
     path: Path
     manifest: Manifest
     rows: int
+    in_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,19 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
 
     Raises:
         CheckpointError: there is no checkpoint where ``--resume`` says; or there are some, and nothing says to go on.
-        ConfigError: `launch --elastic` is to go on from checkpoints, and there would be none, or not with this batch.
+        ConfigError: `launch --elastic` is to go on from checkpoints, and there would be none, or not with this batch;
+            or no memory outlives the ranks.
         RecordError: the folder holds a record that does not go on, or cannot be written.
     """
     needed = ("checkpoint_every", "outdir", "global_batch_size") if ELASTIC_VARIABLE in os.environ else ()
     if missing := [f"--{name}" for name in needed if getattr(options, name, None) is None]:
         raise ConfigError(
             f"launch --elastic: to go on with another number of ranks {module} needs {' and '.join(missing)} as well"
+        )
+    if options.replica is not None and MEMORY_VARIABLE not in os.environ:
+        raise ConfigError(
+            f"--replica {options.replica}: no memory here outlives the ranks; start them by launch --elastic MIN:MAX, "
+            "or on this host alone by launch --retries N, where the system has /dev/shm"
         )
     given = None if options.outdir is None else Path(options.outdir).expanduser().absolute()
     saves, note = options.checkpoint_every is not None, None
@@ -139,8 +147,7 @@ def identity_of(module: str, resolved: Resolved, precision: Precision) -> dict[s
 
 
 def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved) -> None:
-    """Set the run's identity and origin: the first checkpoint that is whole. Every rank checks some of its files. A
-    collective.
+    """Set the run's identity and origin: the first checkpoint that is whole. A collective.
 
     Args:
         prepared: on rank 0.
@@ -153,23 +160,48 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
         return
     run.identity = identity_of(module, resolved, run.precision)
     found, auto, goes_on = _of_rank_0((prepared.found, prepared.auto, prepared.goes_on) if prepared else None)
-    problems = []
-    for path in found:
-        manifest, problem = _of_rank_0(_try_read(path) if run.rank.is_main else None)
-        if manifest is not None:
-            names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
-            broken = gather_objects(run.rank, broken_file(path, {name: manifest.files[name] for name in names}))
-            problem = _of_rank_0(next(filter(None, broken), None))
+    memory, copies, problems = None, list[Copy](), list[str]()
+    if run.options.replica is not None:
+        run.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
+        copies = memory.copies() if auto else []
+    for place in _newest_first(found, copies):
+        if isinstance(place, Copy):
+            assert memory is not None
+            path, (manifest, problem) = memory.path(place.step), memory.check(place)
+        else:
+            path, (manifest, problem) = place, _check_files(run, place)
         if problem is None:
-            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0)
+            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0, isinstance(place, Copy))
             _check(run.origin, run.identity, resolved.steps)
-            return
+            break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
-        problems.append(problem)
+        if not isinstance(place, Copy):
+            problems.append(problem)
         run.note(f"{problem}: the checkpoint before it is taken")
-    if problems:
+    if problems and run.origin is None:
         raise CheckpointError(f"no checkpoint is whole: {problems[0]}", on_every_rank=True)
+    if memory is not None:
+        memory.keep_only(run.origin.manifest.step if run.origin is not None and run.origin.in_memory else None)
+
+
+def _newest_first(found: Sequence[Path], copies: Sequence[Copy]) -> list[Path | Copy]:
+    """Checkpoints on disk before copies of the same step."""
+
+    def key(place: Path | Copy) -> tuple[int, bool]:
+        return (place.step, False) if isinstance(place, Copy) else (int(place.name.removeprefix("step-")), True)
+
+    return sorted([*found, *copies], key=key, reverse=True)
+
+
+def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
+    """A checkpoint's manifest, and what is wrong with it. Every rank checks some of its files. A collective."""
+    manifest, problem = _of_rank_0(_try_read(path) if run.rank.is_main else None)
+    if manifest is not None:
+        names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
+        broken = gather_objects(run.rank, broken_file(path, {name: manifest.files[name] for name in names}))
+        problem = _of_rank_0(next(filter(None, broken), None))
+    return manifest, problem
 
 
 def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> Resume | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmm import history
+from mmm.checkpoint.replica import HostMemory
 from mmm.errors import DivergedError
 from mmm.history.ending import RUNNING, Ending
 from mmm.parallel.loss import detached
@@ -41,7 +42,7 @@ class Run:
         clock: for the parts of a step. log: the package's logger.
         outdir: the run's folder; ranks: every rank's host, pid and place: both known on rank 0 only.
         stop: the signal to, if one has come. origin: the checkpoint that it goes on from, if any. identity: of those
-            that it can go on from.
+            that it can go on from. memory: of the hosts, with --replica.
     """
 
     options: BaseOptions
@@ -61,6 +62,7 @@ class Run:
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
     origin: Origin | None = None
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+    memory: HostMemory | None = None
     utilization: Utilization | None = None  # on rank 0, where rows say it
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
