@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import mmm.history
 from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
+from mmm.contract import MEMORY_VARIABLE
 from mmm.errors import UserError
 from support.pool import meeting_only
 
@@ -32,11 +33,12 @@ def before_step(seed: int, step: int, coordinate: int) -> None:
     """For a test to patch."""
 
 
-def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
+def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: Path | None = None) -> str:
     """Run a trainer; what a user's error says, or nothing.
 
     Args:
         ends_at: the step before which the run ends, on all ranks, once the checkpoint before it is complete.
+        memory: the folder in the host's memory.
     """
     module = importlib.import_module(program)
     seed_step = module.fit.__globals__["seed_step"]
@@ -52,6 +54,7 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
         seed_step(seed, step, coordinate)
 
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {MEMORY_VARIABLE: str(memory)} if memory is not None else {}))
         stack.enter_context(patch("mmm.trainer.start.process_group", meeting_only))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         stack.enter_context(patch("mmm.trainer.loop.seed_step", ending))
