@@ -1,10 +1,11 @@
 """A training whose ranks are killed at random: does it go on with those that are left, and is its curve the same?
 
-    python benchmarks/elastic.py [--kills 100] [--ranks 3 8] [--seed 0] [--steps N] [--json FILE]
+    python benchmarks/elastic.py [--kills 100] [--minutes M] [--ranks 3 8] [--replica N] [--seed 0] [--json FILE]
 
 A language model is trained once undisturbed, and once by `launch --elastic 3:8` with `kill -9` of ranks at random
 moments, also while they start and while a checkpoint is written: one after the other until there is room for 3, then
-launch takes all in again. The global batch divides over 8, 6, 5, 4 and 3 ranks; 7 are refused, and 6 go on.
+launch takes all in again. With --replica they go on from copies in memory, and at most N steps are lost. The global
+batch divides over 8, 6, 5, 4 and 3 ranks; 7 are refused, and 6 go on.
 
 Printed for each kill: how many ranks went on, and the pause from the kill to the end of the next step. In the end the
 losses have to be those of the undisturbed run to 1e-9, every step has to be in the record once, and nothing may be left
@@ -14,7 +15,6 @@ running. Exit code 1 if anything does not hold.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-import numpy as np
+from disturbed import MARK, difference, end, flags, left_over, processes, write
 
 from mmm.history import load
 
@@ -37,7 +37,6 @@ LONGEST = 3.0  # s from one kill to the next, at most
 SHARE = 0.5  # of the undisturbed run's time, in which all kills come: there has to be a run to kill
 REJOIN = 1.0  # s beyond the longest, after the last kill, until launch has room for all ranks again
 SOON = 0.2  # of the kills do not wait until the run has gone on after the one before
-GONE = 20.0  # s within which nothing is left of the run
 SERVER = b"mmm.launch.host.forkserver"
 TRAINER = (
     f"-m mmm.trainer.lm --preset debug --dataset random --seq_length 4 --global_batch_size {BATCH} --device cpu "
@@ -45,36 +44,22 @@ TRAINER = (
 )
 
 
-def start(words: list[str], steps: int, outdir: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mmm.launch", *words, "--device", "cpu", "python3", *TRAINER.split()]
+def start(words: list[str], steps: int, outdir: Path, more: list[str] | None = None) -> subprocess.Popen:
+    program = ["python3", *TRAINER.split(), *(more or [])]
+    command = [sys.executable, "-m", "mmm.launch", *words, "--device", "cpu", *program]
     return subprocess.Popen(
         [*command, "--max_iters", str(steps), "--outdir", str(outdir)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"MMM_ELASTIC_BENCHMARK": outdir.name},
+        env=os.environ | {MARK: outdir.name},
     )
-
-
-def processes(outdir: Path) -> dict[int, tuple[int, bool]]:
-    """All that were started for the run, by a variable of their environment: pid → parent, and whether it is a fork
-    server or what that has forked."""
-    mark, found = f"MMM_ELASTIC_BENCHMARK={outdir.name}\0".encode(), {}
-    for path in Path("/proc").iterdir():
-        try:
-            if path.name.isdigit() and mark in (path / "environ").read_bytes():
-                state, parent, *_ = (path / "stat").read_text().rpartition(")")[2].split()
-                if state not in "ZX":
-                    found[int(path.name)] = int(parent), SERVER in (path / "cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended
-    return found
 
 
 def ranks_of(outdir: Path) -> list[int]:
     """The pids of the ranks that live."""
     there = processes(outdir)
-    return [pid for pid, (parent, forked) in there.items() if forked and there.get(parent, (0, False))[1]]
+    return [pid for pid, (parent, line) in there.items() if SERVER in line and SERVER in there.get(parent, (0, b""))[1]]
 
 
 class Follower:
@@ -89,6 +74,9 @@ class Follower:
         self.pauses: list[float] = []
         self.said: list[str] = []
         self.killed: list[tuple[float, int]] = []  # when, of how many ranks; those after which no step has ended
+        self.step = 0  # the last
+        self.lost: list[int] = []  # steps made once more after each kill
+        self.from_memory = 0
         self.trains = False  # launch has gone on since the last kill
         self.lock = threading.Lock()
         self.threads = [threading.Thread(target=self.follow, args=(pipe,)) for pipe in (run.stdout, run.stderr)]
@@ -102,7 +90,13 @@ class Follower:
                     self.ranks, self.trains = int(match[1]), True
                 elif "launch: there is room for" in line:
                     self.room = self.most
-                elif " iter=" in line and self.trains:
+                elif "resumed from " in line:
+                    self.from_memory += "a copy in memory" in line
+                    self.lost.append(self.step + 1 - int(line.partition(" at step ")[2].split(",")[0]))
+                    self.step -= self.lost[-1]
+                elif match := re.search(r" iter=(\d+) ", line):
+                    self.step = int(match[1])
+                if " iter=" in line and self.trains:
                     for at, ranks in self.killed:
                         self.pauses.append(time.monotonic() - at)
                         count = len(self.pauses)
@@ -111,17 +105,24 @@ class Follower:
                 if line.startswith(("launch: ", "error: ")):
                     self.said.append(line)
 
+    def found(self, most: int) -> dict:
+        sizes = [int(match[1]) for line in self.said if (match := re.search(r"going on with (\d+) ranks", line))]
+        more = {"median_pause": median(self.pauses) if self.pauses else None, "lost": self.lost}
+        return {"sizes": [most, *sizes], "pauses": self.pauses, "from_memory": self.from_memory, **more}
+
 
 def disturb(
-    outdir: Path, given: argparse.Namespace, longest: float, chance: random.Random
+    outdir: Path, given: argparse.Namespace, longest: float, chance: random.Random, result: dict
 ) -> tuple[Follower, int, int]:
     """Train with kills. What was said, how many were killed, and launch's exit code."""
     least, most = given.ranks
-    run = start(["--elastic", f"{least}:{most}", "--rejoin", f"{longest + REJOIN:.2f}"], given.steps, outdir)
+    words = ["--elastic", f"{least}:{most}", "--rejoin", f"{longest + REJOIN:.2f}"]
+    run = start(words, given.steps, outdir, ["--replica", str(given.replica)] if given.replica else [])
+    until = time.monotonic() + 60 * given.minutes
     says, done, soon = Follower(run, most), 0, False
     while not (outdir / "checkpoints").exists() and run.poll() is None:
         time.sleep(0.05)
-    while run.poll() is None and done < given.kills:
+    while run.poll() is None and done < given.kills and time.monotonic() < until:
         time.sleep(chance.uniform(min(0.1, longest), longest))
         while says.killed and not soon and run.poll() is None:
             time.sleep(0.02)
@@ -136,21 +137,22 @@ def disturb(
             says.killed.append((time.monotonic(), says.ranks))
             says.room, says.trains = says.room - 1, False
         done, soon = done + 1, chance.random() < SOON
+        write(given.json, result | says.found(most) | {"kills": done})
+    result["late"] = time.monotonic() >= until
     for thread in says.threads:
         thread.join()
     return says, done, run.wait()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
+    parser = flags(__doc__, 100)
     parser.add_argument("--ranks", type=int, nargs=2, default=[3, 8], metavar=("MIN", "MAX"))
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help=f"default: {STEPS_A_KILL} a kill")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--replica", type=int, help="steps between two copies in memory")
     given = parser.parse_args()
     given.steps = given.steps or STEPS_A_KILL * given.kills
-    wrong: list[str] = []
+    result: dict = {"wrong": [], "steps": given.steps}
+    wrong = result["wrong"]
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder) / "whole", Path(folder) / "killed"
         run = start(["-n", str(given.ranks[0])], given.steps, whole)
@@ -158,39 +160,26 @@ def main() -> int:
         if run.returncode:
             print(said)
             return 1
-        expected = load(whole)
-        seconds = float(expected["dt"].sum())
+        seconds = float(load(whole)["dt"].sum())
         longest = min(LONGEST, SHARE * seconds / given.kills)
         print(f"{given.steps} steps in {seconds:.1f} s; at most {longest:.2f} s between kills", flush=True)
-        says, done, code = disturb(killed, given, longest, random.Random(given.seed))
+        says, done, code = disturb(killed, given, longest, random.Random(given.seed), result)
         if code:
             wrong.append(f"launch ended with exit code {code}: {''.join(says.said[-3:])}")
-        if done < given.kills:
+        if done < given.kills and not result["late"]:
             wrong.append(f"the run was over after {done} kills: give more --steps")
-        deadline = time.monotonic() + GONE
-        while (left := processes(killed)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if left:
-            wrong.append(f"{len(left)} processes are left after {GONE:g} s")
-        found = load(killed)
-        far = float("inf")
-        if found["iter"].values.tolist() != expected["iter"].values.tolist():
-            wrong.append(f"the record has {len(found['iter'])} rows, and the run has {given.steps} steps")
-        else:
-            losses = expected["loss"].values
-            far = float(np.max(np.abs(found["loss"].values - losses) / np.abs(losses)))
-            if far > 1e-9:
-                wrong.append(f"the curves differ by {far:.1e}")
-    sizes = [int(match[1]) for line in says.said if (match := re.search(r"going on with (\d+) ranks", line))]
+        wrong += left_over(killed)
+        far, problems = difference(killed, whole, 1e-9)
+        wrong += problems
     pause = median(says.pauses) if says.pauses else float("nan")
-    result = {"kills": done, "steps": given.steps, "sizes": [given.ranks[1], *sizes], "pauses": says.pauses}
-    result |= {"median_pause": pause, "largest_difference": far, "wrong": wrong}
+    result |= says.found(given.ranks[1]) | {"kills": done, "largest_difference": far}
     print(f"{done} kills of {given.steps} steps; ranks {' '.join(map(str, result['sizes']))}")
     print(f"median pause {pause:.2f} s, longest {max(says.pauses, default=pause):.2f} s; largest difference {far:.1e}")
-    print("\n".join(wrong) if wrong else "nothing was wrong")
-    if given.json:
-        given.json.write_text(json.dumps(result))
-    return int(bool(wrong))
+    if given.replica:
+        print(f"from memory {result['from_memory']} times; at most {max(result['lost'], default=0)} steps were lost")
+        if max(result["lost"], default=0) > given.replica:
+            wrong.append(f"more than {given.replica} steps were lost")
+    return end(result, given.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A training that is killed again and again, and goes on: is what it leaves always whole, and its curve the same?
 
-    python benchmarks/kills.py [--kills 200] [--seed 0] [--layouts "" "--tpsize 2" "--pp 2"] [--json FILE]
+    python benchmarks/kills.py [--kills 200] [--minutes M] [--seed 0] [--layouts "" "--tpsize 2" "--pp 2"] [--json FILE]
 
 A language model is trained once in one go, and once more with `kill -9` at random moments: of a rank, of all, of
 launch, also while ranks start and while a checkpoint is written. Each start goes on with ``--resume auto``, on the next
@@ -13,8 +13,6 @@ Printed for each kill: when, what, the step reached, the newest checkpoint. Exit
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import random
@@ -27,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
+from disturbed import MARK, difference, end, flags, left_over, processes, write
 
 from mmm.checkpoint.manifest import broken_file, read_manifest, steps_of
 from mmm.errors import RecordError
@@ -36,7 +34,6 @@ from mmm.history import load
 EVERY = 4  # steps between two checkpoints
 STEPS_A_KILL = 8  # of the whole run: so many kills find it still running
 EARLY = 0.3  # of the kills come by the clock, while ranks start; the others once a step is reached
-GONE = 20.0  # s within which nothing is left of a run that was killed
 TRAINER = (
     "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --dtype fp64 "
     f"--eval_every 0 --no-plots --flush_every 1 --checkpoint_every {EVERY} --resume auto"
@@ -51,24 +48,12 @@ def start(ranks: int, steps: int, outdir: Path, layout: str) -> subprocess.Popen
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"MMM_KILLS": outdir.name},
+        env=os.environ | {MARK: outdir.name},
     )
 
 
-def processes(outdir: Path) -> list[int]:
-    """All that were started for the run, by a variable of their environment."""
-    mark, found = f"MMM_KILLS={outdir.name}\0".encode(), []
-    for path in Path("/proc").iterdir():
-        try:
-            if path.name.isdigit() and mark in (path / "environ").read_bytes():
-                found.append(int(path.name))
-        except OSError:
-            continue  # it has ended
-    return found
-
-
 def kill(process: subprocess.Popen, what: str, outdir: Path, chance: random.Random) -> None:
-    pids = {"launch": [process.pid], "all": processes(outdir)}.get(what)
+    pids = {"launch": [process.pid], "all": list(processes(outdir))}.get(what)
     if pids is None:  # a rank, or one of launch's own processes that stand between
         others = [pid for pid in processes(outdir) if pid != process.pid]
         pids = [chance.choice(others)] if others else [process.pid]
@@ -86,12 +71,6 @@ def logged(outdir: Path) -> int:
     return int(steps[-1]) if steps else 0
 
 
-def rows(outdir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and losses of the record."""
-    data = load(outdir)
-    return data["iter"].values, data["loss"].values
-
-
 def problems(outdir: Path, newest: int) -> tuple[int, list[str]]:
     """The newest checkpoint's step, and what is wrong with what a kill has left."""
     found, wrong = steps_of(outdir / "checkpoints"), []
@@ -106,14 +85,12 @@ def problems(outdir: Path, newest: int) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
+    parser = flags(__doc__, 200)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", nargs="+", default=[""], help="flags of the trainer, in turn")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    chance, steps, wrong, lost = random.Random(given.seed), STEPS_A_KILL * given.kills, [], []
+    chance, steps, wrong, lost = random.Random(given.seed), STEPS_A_KILL * given.kills, list[str](), list[int]()
+    result = {"kills": 0, "steps": steps, "most_steps_lost": 0, "every": EVERY, "wrong": wrong}
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder) / "whole", Path(folder) / "killed"
         began = time.monotonic()
@@ -123,8 +100,8 @@ def main() -> int:
             print(err)
             return 1
         print(f"{given.ranks} ranks, {steps} steps in {time.monotonic() - began:.1f} s; seed {given.seed}", flush=True)
-        newest, done = 0, 0
-        while done < given.kills:
+        newest, done, until = 0, 0, time.monotonic() + 60 * given.minutes
+        while done < given.kills and time.monotonic() < until:
             run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)])
             what = chance.choice(("rank", "rank", "all", "launch"))
             after = chance.uniform(0.3, 3.0) if chance.random() < EARLY else math.inf
@@ -141,16 +118,12 @@ def main() -> int:
                 if run.returncode:
                     wrong.append(f"it ended by itself: {err}")
                 break
-            deadline = time.monotonic() + GONE
-            while (left := processes(killed)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if left:
-                wrong.append(f"{len(left)} processes are left after {GONE:g} s")
+            wrong += left_over(killed)
             done += 1
             newest, bad = problems(killed, newest)
             wrong += bad
             try:
-                reached = int(rows(killed)[0][-1]) + 1
+                reached = int(load(killed)["iter"].values[-1]) + 1
             except (RecordError, IndexError):
                 reached = 0
             lost.append(reached - newest)
@@ -158,24 +131,17 @@ def main() -> int:
                 f"{done:4d} {what:6} after {after:4.1f} s: step {reached}, checkpoint {newest} {' '.join(bad)}",
                 flush=True,
             )
+            result |= {"kills": done, "most_steps_lost": max(lost)}
+            write(given.json, result)
         run = start(given.ranks, steps, killed, given.layouts[done % len(given.layouts)])
         _, err = run.communicate()
         if run.returncode and "no step is left" not in err:
             wrong.append(f"the last start failed: {err}")
-        (numbers, expected), (found_numbers, found) = rows(whole), rows(killed)
-        if found_numbers.tolist() != numbers.tolist():
-            wrong.append(f"the record has {len(found_numbers)} rows, and the run has {len(numbers)} steps")
-        else:
-            far = float(np.max(np.abs(found - expected) / np.abs(expected)))
-            print(f"largest relative difference of a loss: {far:.1e}")
-            if far > (1e-9 if len(given.layouts) > 1 else 0):
-                wrong.append(f"the curves differ by {far:.1e}")
-    result = {"kills": done, "steps": steps, "most_steps_lost": max(lost, default=0), "every": EVERY, "wrong": wrong}
+        far, problems_of_curve = difference(killed, whole, 1e-9 if len(given.layouts) > 1 else 0)
+        print(f"largest relative difference of a loss: {far:.1e}")
+        wrong += problems_of_curve
     print(f"{done} kills; at most {result['most_steps_lost']} steps were lost, with a checkpoint every {EVERY}")
-    print("\n".join(wrong) if wrong else "nothing was wrong")
-    if given.json:
-        given.json.write_text(json.dumps(result))
-    return int(bool(wrong))
+    return end(result, given.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`--replica`: a run goes on from the copy in memory as if it had not ended; from the checkpoint where that is damaged."""
+"""`--replica`: a run goes on from the copy in memory as if it had not ended; from a checkpoint where it is damaged."""
 
 import json
 from pathlib import Path

@@ -43,11 +43,15 @@ class Utilization:
 
 def measure_utilization(run: Run, resolved: ResolvedPlan) -> None:
     """Have the run's rows say how well its devices are used, and its record say of what; before the model is consumed.
-    Costs rank 0 some tenths of a second, and the others nothing."""
+    Costs rank 0 some tenths of a second, and the others nothing; in a later attempt of a launch, which goes by what the
+    first has measured, nothing."""
     if not run.rank.is_main:
         return
-    flops = step_flops(resolved.model, resolved.plan, resolved.sample)
-    peak, source = peak_flops(run.device, run.precision.compute)
+    if known := run.config.get("mfu"):
+        flops, peak, source = (known[name] for name in ("flops_per_sample", "peak_flops_per_rank", "peak"))
+    else:
+        flops = step_flops(resolved.model, resolved.plan, resolved.sample)
+        peak, source = peak_flops(run.device, run.precision.compute)
     run.utilization = Utilization(run.rank.world_size, flops, peak, source)
     run.describe(mfu={"flops_per_sample": flops, "peak_flops_per_rank": peak, "peak": source})
     run.log.info("%s; peak: %.4g TFLOP/s a rank (%s)", LEGEND, peak / 1e12, source)

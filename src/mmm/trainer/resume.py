@@ -24,7 +24,8 @@ from mmm.checkpoint.manifest import (
 from mmm.checkpoint.replica import Copy, HostMemory
 from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
-from mmm.history.attempts import Attempt, make_room
+from mmm.history.attempts import Attempt, attempt_of, make_room
+from mmm.history.ending import read_config
 from mmm.history.record import DATASET, JOURNAL, writable
 from mmm.history.resume import Resume, check_over
 from mmm.runtime.device import Precision
@@ -54,7 +55,7 @@ class RunFolder:
     Attributes:
         found: checkpoints to go on from, the best first. auto: whether the next is taken where one is damaged.
         goes_on: with the record that is in the folder, if any.
-        note: what was done with the record of an earlier attempt of the same launch.
+        note: what was done with the record of an earlier attempt of the same launch. mfu: what that one has measured.
     """
 
     outdir: Path
@@ -62,6 +63,7 @@ class RunFolder:
     auto: bool = False
     goes_on: bool = False
     note: str | None = None
+    mfu: dict[str, Any] | None = None
 
 
 def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
@@ -108,11 +110,19 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
         )
     elif given is not None:
         note = make_room(given, this)
+    mfu = _measured(given, this) if goes_on and given is not None else None
     outdir = history.prepare(options.outdir, module, options.overwrite, goes_on)
     if saves:
         writable(outdir / CHECKPOINTS)
         remove_partial(outdir / CHECKPOINTS)
-    return RunFolder(outdir, tuple(found), auto, goes_on, note)
+    return RunFolder(outdir, tuple(found), auto, goes_on, note, mfu)
+
+
+def _measured(outdir: Path, this: Attempt | None) -> dict[str, Any] | None:
+    """What an earlier attempt of the same launch has measured of its devices; None where there is none."""
+    config = read_config(outdir)
+    earlier = attempt_of(config)
+    return json.loads(config).get("mfu") if this is not None and earlier is not None and earlier.of == this.of else None
 
 
 def _at(path: Path) -> list[Path]:

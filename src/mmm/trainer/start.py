@@ -134,6 +134,8 @@ def start_run(
         }
         if data is not None:
             config["data"] = data
+        if prepared and prepared[0].mfu is not None:
+            config["mfu"] = prepared[0].mfu
         wish = stack.enter_context(stop_signal()) if options.checkpoint_every is not None else StopSignal()
         run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times, stop=wish)
         run.describe(**config)

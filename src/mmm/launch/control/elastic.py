@@ -37,6 +37,8 @@ from mmm.launch.control.run import Limits
 from mmm.launch.job import mpi, variables
 from mmm.launch.job.cluster import ClusterPlan
 
+SHORT_GRACE = 0.1  # s for the ranks that are left, when the run goes on without one that was killed
+
 
 @dataclass
 class Host:
@@ -246,6 +248,7 @@ class ElasticController(Controller):
 
     def fail(self) -> None:
         self.first, known = failures.cause(self.failures), list(self.failures)
+        self.after_failure = SHORT_GRACE if self.goes_on(self.first, known) else None
         super().fail()
         if self.first.exit_code == SAVED_EXIT or (self.first.report is not None and self.first.report.is_users):
             return
@@ -255,6 +258,11 @@ class ElasticController(Controller):
                 host, slot = self.places[failure.rank]
                 if host.agent is not None:
                     (host.resting if killed or failure.doubt else host.out).add(slot)
+
+    def goes_on(self, first: Failure, known: list[Failure]) -> bool:
+        """Whether enough ranks are left after one that was killed: the others have nothing to save or to say."""
+        left = len(self.free()) - len(known)
+        return first.report is None and first.exit_code > 128 and self.retries != 0 and left >= self.elastic.least
 
     def attempt_over(self, now: float) -> None:
         """No rank is left: what is next?"""

@@ -34,6 +34,7 @@ class RunControl(ABC):
         self.decide_at: float | None = None  # when the cause is looked for among the failures known by then
         self.kill_at: float | None = None
         self.grace: float | None = None  # s, of the signal that ends the ranks; None: GRACE
+        self.after_failure: float | None = None  # s, the same of those that are left when one has failed
         self.interrupted_at = -REPEAT
         self.again = False  # a new start may help: no signal, no user's mistake
         self.attempts_left = 0  # how often --retries may start it after this one
@@ -131,7 +132,7 @@ class RunControl(ABC):
         self.exit_code, self.decide_at = first.exit_code, None
         self.again = first.again and not self.signalled
         failures.tell(first, self.failures)
-        self.grace = self.limits.grace if first.final else None
+        self.grace = self.limits.grace if first.final else self.after_failure
         self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
 
     def end(self, number: int, verdict: str = "") -> None:
