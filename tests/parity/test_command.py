@@ -172,7 +172,7 @@ def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
     assert done.code == 1, done.out + done.err
     (row,) = rows_of(tmp_path / "rows.json")
     assert not row["passed"]
-    assert re.search(what, row["reason"]), row["reason"]
+    assert re.search(what, row["reason"]), row["reason"] + done.tracebacks
     assert "0 of 1 trainings" in done.out
 
 
