@@ -34,7 +34,9 @@ def rows_of(path):
     [
         pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
         ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
-        ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED),
+        pytest.param(
+            ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED), marks=pytest.mark.long
+        ),
         ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
         pytest.param(("--model", "transformer", "--layout", "pp2.dp2.tp2", *PACKED), marks=pytest.mark.long),
         pytest.param(("--model", "transformer", "--layout", "dp2.tp2.cp2", *PACKED), marks=pytest.mark.long),
