@@ -35,7 +35,7 @@ def save(rank, folders, steps=(3,), blocked=None):
 def load(rank, folders):
     """The step that is loaded, what is wrong with others, and all tensors."""
     memory, problems = find(rank, folders), []
-    for copy in memory.copies():
+    for copy in memory.replicas():
         manifest, problem = memory.check(copy)
         if problem is not None:
             problems.append(problem)

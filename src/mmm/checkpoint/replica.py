@@ -50,7 +50,7 @@ LOST = -1  # the size of a file that its rank could not write
 Move = tuple[int, int, str]  # a file's way: from rank, to rank, name
 
 
-class Copy(NamedTuple):
+class Replica(NamedTuple):
     """One that some host has. digest: of its manifest, the same on all hosts."""
 
     step: int
@@ -152,17 +152,17 @@ class HostMemory:
 
     # To go on.
 
-    def copies(self) -> list[Copy]:
+    def replicas(self) -> list[Replica]:
         """Those that a host has, the newest first. A collective."""
         found = []
         for path in steps_of(self.folder) if self.is_first else []:
             try:
-                found.append(Copy(read_manifest(path).step, _digest(path)))
+                found.append(Replica(read_manifest(path).step, _digest(path)))
             except CheckpointError:
                 continue
         return sorted({copy for of_host in self.gather(found) for copy in of_host}, reverse=True)
 
-    def check(self, copy: Copy) -> tuple[Manifest, str | None]:
+    def check(self, copy: Replica) -> tuple[Manifest, str | None]:
         """A copy's manifest, and why it cannot be put together; None if each file is whole on some host. A collective.
 
         A file that is damaged is removed, so that another host's can take its place.
@@ -181,8 +181,8 @@ class HostMemory:
                 problems.append(broken)
                 (path / name).unlink(missing_ok=True)
         problems = [text for of_rank in self.gather(problems) for text in of_rank]
-        held = {name for of_host in self.gather(self._held(path)) for name in of_host}
-        missing = sorted(manifest.files.keys() - held)
+        stored = {name for of_host in self.gather(self._stored(path)) for name in of_host}
+        missing = sorted(manifest.files.keys() - stored)
         if missing:
             gone = f"no host that is left has {missing[0]} of the copy of step {copy.step} in memory"
             return manifest, next(iter(problems), gone)
@@ -199,12 +199,12 @@ class HostMemory:
         Raises:
             CheckpointError: one did not come as it was written; on every rank.
         """
-        held = dict(enumerate(self.gather(self._held(path))))
+        stored = dict(enumerate(self.gather(self._stored(path))))
         moves: set[Move] = set()
         for rank, needed in enumerate(self.gather([*names])):
             first = self.hosts[self.folders[rank]][0]
-            for name in set(needed) - held[first]:
-                moves.add((next(other for other in held if name in held[other]), first, name))
+            for name in set(needed) - stored[first]:
+                moves.add((next(other for other in stored if name in stored[other]), first, name))
         self.transfer(sorted(moves), path)
         broken = broken_file(path, {name: files[name] for _, target, name in moves if target == self.rank})
         if problem := next(filter(None, self.gather(broken)), None):
@@ -217,7 +217,7 @@ class HostMemory:
             remove_partial(self.folder)
         self.gather(None)
 
-    def _held(self, path: Path) -> set[str]:
+    def _stored(self, path: Path) -> set[str]:
         return set(os.listdir(path)) if self.is_first and path.exists() else set()
 
     def gather(self, local: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from shutil import disk_usage
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from mmm.models.weights import widest
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
-from mmm.runtime.process_group import gather_floats
+from mmm.runtime.process_group import broadcast_object, gather_floats
 from mmm.trainer.resume import CHECKPOINTS
 from mmm.trainer.run import Run
 
@@ -51,20 +52,17 @@ class Checkpoints:
         self._event = event_class(run.device)
         self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
         if self.every is not None:
-            folder = [run.outdir]
-            if run.rank.world_size > 1:
-                dist.broadcast_object_list(folder)
-            assert folder[0] is not None
+            folder: Path = broadcast_object(run.outdir)  # which rank 0 has made
             keep, keep_every = run.options.keep or 2, run.options.keep_every
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
-            self.saver = Saver(folder[0] / CHECKPOINTS, group, keep, keep_every, run.note, origins)
+            self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, origins)
         self.replicas: ReplicaSaver | None = None
         if (memory := run.memory) is not None:
             self.replicas = ReplicaSaver(
                 memory.folder, memory.group, 1, None, self._copy_failed, what="copy in memory", memory=memory
             )
             self._copy_noted = False
-            self._predict(copies=2 if len(memory.hosts) == 1 else 4)
+            self._predict(times=2 if len(memory.hosts) == 1 else 4)
 
     def load(self) -> tuple[int, int, float, Tensor | None]:
         """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's
@@ -164,7 +162,7 @@ class Checkpoints:
             self.run.note(f"{text}; others are tried, and no more is said")
         self._copy_noted = True
 
-    def _predict(self, copies: int) -> None:
+    def _predict(self, times: int) -> None:
         """Say what copies take of the memory of rank 0's host. A collective."""
         memory, every = self.run.memory, self.run.options.replica
         assert memory is not None
@@ -173,7 +171,7 @@ class Checkpoints:
             1 + STATE[getattr(self.run.options, "optimizer", "adamw")]
         )
         sizes = memory.gather(size)
-        needed, free = copies * sum(sizes[rank] for rank in memory.local), disk_usage(memory.folder).free
+        needed, free = times * sum(sizes[rank] for rank in memory.local), disk_usage(memory.folder).free
         text = f"--replica {every}: copies take at most {needed / 1e9:,.2f} GB of a host's memory"
         self.run.note(text + (f", and {memory.folder} has {free / 1e9:,.2f} GB left" if needed > free else ""))
 

@@ -10,8 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from mmm import history
 from mmm.checkpoint.manifest import (
     LaterVersionError,
@@ -21,7 +19,7 @@ from mmm.checkpoint.manifest import (
     remove_partial,
     steps_of,
 )
-from mmm.checkpoint.replica import Copy, HostMemory
+from mmm.checkpoint.replica import HostMemory, Replica
 from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.attempts import Attempt, attempt_of, make_room
@@ -29,7 +27,7 @@ from mmm.history.ending import read_config
 from mmm.history.record import DATASET, JOURNAL, writable
 from mmm.history.resume import Resume, check_over
 from mmm.runtime.device import Precision
-from mmm.runtime.process_group import gather_objects
+from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.trainer.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -169,24 +167,24 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
     if run.options.resume is None and run.options.checkpoint_every is None:
         return
     run.identity = identity_of(module, resolved, run.precision)
-    found, auto, goes_on = _of_rank_0((prepared.found, prepared.auto, prepared.goes_on) if prepared else None)
-    memory, copies, problems = None, list[Copy](), list[str]()
+    found, auto, goes_on = broadcast_object((prepared.found, prepared.auto, prepared.goes_on) if prepared else None)
+    memory, replicas, problems = None, list[Replica](), list[str]()
     if run.options.replica is not None:
         run.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
-        copies = memory.copies() if auto else []
-    for place in _newest_first(found, copies):
-        if isinstance(place, Copy):
+        replicas = memory.replicas() if auto else []
+    for place in _newest_first(found, replicas):
+        if isinstance(place, Replica):
             assert memory is not None
             path, (manifest, problem) = memory.path(place.step), memory.check(place)
         else:
             path, (manifest, problem) = place, _check_files(run, place)
         if problem is None:
-            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0, isinstance(place, Copy))
+            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0, isinstance(place, Replica))
             _check(run.origin, run.identity, resolved.steps)
             break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
-        if not isinstance(place, Copy):
+        if not isinstance(place, Replica):
             problems.append(problem)
         run.note(f"{problem}: the checkpoint before it is taken")
     if problems and run.origin is None:
@@ -195,22 +193,22 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
         memory.keep_only(run.origin.manifest.step if run.origin is not None and run.origin.in_memory else None)
 
 
-def _newest_first(found: Sequence[Path], copies: Sequence[Copy]) -> list[Path | Copy]:
-    """Checkpoints on disk before copies of the same step."""
+def _newest_first(found: Sequence[Path], replicas: Sequence[Replica]) -> list[Path | Replica]:
+    """Checkpoints on disk before replicas of the same step."""
 
-    def key(place: Path | Copy) -> tuple[int, bool]:
-        return (place.step, False) if isinstance(place, Copy) else (int(place.name.removeprefix("step-")), True)
+    def key(place: Path | Replica) -> tuple[int, bool]:
+        return (place.step, False) if isinstance(place, Replica) else (int(place.name.removeprefix("step-")), True)
 
-    return sorted([*found, *copies], key=key, reverse=True)
+    return sorted([*found, *replicas], key=key, reverse=True)
 
 
 def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
     """A checkpoint's manifest, and what is wrong with it. Every rank checks some of its files. A collective."""
-    manifest, problem = _of_rank_0(_try_read(path) if run.rank.is_main else None)
+    manifest, problem = broadcast_object(_try_read(path) if run.rank.is_main else None)
     if manifest is not None:
         names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
         broken = gather_objects(run.rank, broken_file(path, {name: manifest.files[name] for name in names}))
-        problem = _of_rank_0(next(filter(None, broken), None))
+        problem = broadcast_object(next(filter(None, broken), None))
     return manifest, problem
 
 
@@ -241,10 +239,3 @@ def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None
         return None, CheckpointError(str(error))
     except CheckpointError as error:
         return None, str(error)
-
-
-def _of_rank_0(value: Any) -> Any:
-    box = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
