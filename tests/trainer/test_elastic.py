@@ -32,9 +32,10 @@ def test_what_it_needs(monkeypatch, given, missing):
 
 
 @pytest.mark.long
-def test_random_kills(tmp_path):
+@pytest.mark.parametrize("more", [[], ["--replica", "1"]], ids=["checkpoints", "copies in memory"])
+def test_random_kills(tmp_path, more):
     """A few of what `benchmarks/elastic.py` does by the hundred."""
-    words = [sys.executable, BENCHMARK, "--kills", "4", "--steps", "160", "--ranks", "2", "4"]
+    words = [sys.executable, BENCHMARK, "--kills", "4", "--steps", "160", "--ranks", "2", "4", *more]
     done = subprocess.run(
         [*map(str, words), "--json", tmp_path / "found.json"], capture_output=True, text=True, timeout=PATIENCE
     )

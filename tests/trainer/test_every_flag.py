@@ -14,7 +14,7 @@ from support.flags import flags, reads
 SAME = {"mmm.examples.vit": "mmm.trainer.vit"}  # one program under two names
 PROGRAMS = [name for name in runnable_modules() if name not in SAME]
 DEFAULTS = {"default_max_iters", "default_batch_size", "break_", "BREAKS", "parallel", "RUNS_ON_MPS", "TIES"}
-DEFAULTS |= {"checkpoint_every", "resume", "tracker"}  # of programs without the shared loop
+DEFAULTS |= {"checkpoint_every", "replica", "resume", "tracker"}  # of programs without the shared loop
 NOTHING_TO_DRAW = {"plots"}
 # What shared code reads, and the program has no flag for: by design.
 FIXED = {
