@@ -172,14 +172,11 @@ class StepGraph(TorchDispatchMode):
                 data.add(uses.writer)
         for uses in overwritten:
             order.update(uses.readers)
-        communication = None if sent is None else _communication(sent, arguments)
-        stream = self.stream if sent is None else sent.axis
-        line: Any = stream
-        if communication is not None:
-            line = (
-                communication.ranks,
-                *((sent.call.operation, communication.peer) if communication.peer >= 0 else ()),
-            )
+        communication, stream, line = None, self.stream, tuple[Any, ...]([self.stream])
+        if sent is not None:
+            communication, stream = _communication(sent, arguments), sent.axis
+            message = [sent.call.operation, communication.peer] if communication.peer >= 0 else []
+            line = (communication.ranks, *message)
         if line in self._last:
             order.add(self._last[line])
         if self.stream == GATHER and self._copied_out is not None:
