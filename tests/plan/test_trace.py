@@ -109,40 +109,48 @@ def execute(ranks, groups):
 
     A collective ends when the whole group is at its next one, which has to be the same; a receive when it was sent.
     """
-    done = {rank: set() for rank in ranks}
-    left = {rank: {node.id: node for node in nodes} for rank, nodes in ranks.items()}
-    about = {rank: {node.id: attributes(node) for node in nodes} for rank, nodes in ranks.items()}
-    at_group, sent = defaultdict(dict), defaultdict(list)
-    while any(left.values()):
-        before = sum(map(len, left.values()))
-        for rank, nodes in left.items():
-            for number, node in list(nodes.items()):
-                if not done[rank].issuperset((*node.data_deps, *node.ctrl_deps)):
-                    continue
-                given = about[rank][number]
-                if node.type == COLLECTIVE:
-                    assert at_group[given["pg_name"]].setdefault(rank, number) == number, "two at once in a group"
-                    continue
-                if node.type == SEND:
-                    assert given["comm_src"] == rank
-                    sent[rank, given["comm_dst"], given["comm_tag"]].append(given["comm_size"])
-                elif node.type == RECEIVE:
-                    assert given["comm_dst"] == rank
-                    messages = sent[given["comm_src"], rank, given["comm_tag"]]
-                    if not messages:
-                        continue
-                    assert messages.pop(0) == given["comm_size"]
-                done[rank].add(number)
-                del nodes[number]
-        for name, members in at_group.items():
-            if set(members) == set(groups[name]):
-                calls = {(about[r][n]["comm_type"], about[r][n]["payload_bytes"]) for r, n in members.items()}
-                assert len(calls) == 1, f"group {name}: {calls}"
-                for rank, number in members.items():
-                    done[rank].add(number)
-                    del left[rank][number]
+    about = {(rank, node.id): attributes(node) for rank, nodes in ranks.items() for node in nodes}
+    waits = {
+        (rank, node.id): len(node.data_deps) + len(node.ctrl_deps) for rank, nodes in ranks.items() for node in nodes
+    }
+    after = defaultdict(list)
+    for rank, nodes in ranks.items():
+        for node in nodes:
+            for number in (*node.data_deps, *node.ctrl_deps):
+                after[rank, number].append((rank, node.id))
+    ready = [node for node, count in waits.items() if not count]
+    sent, received, at_group, left = defaultdict(list), defaultdict(list), defaultdict(dict), len(waits)
+
+    while ready:
+        rank, number = node = ready.pop()
+        given, ended = about[node], [node]
+        if "comm_type" in given:
+            members = at_group[given["pg_name"]]
+            assert rank not in members, "two at once in a group"
+            members[rank] = node
+            ended = []
+            if set(members) == groups[given["pg_name"]]:
+                calls = {(about[each]["comm_type"], about[each]["payload_bytes"]) for each in members.values()}
+                assert len(calls) == 1, f"group {given['pg_name']}: {calls}"
+                ended = [*members.values()]
                 members.clear()
-        assert sum(map(len, left.values())) < before, "nothing can go on"
+        elif "comm_src" in given:
+            way = given["comm_src"], given["comm_dst"], given["comm_tag"]
+            mine = sent if given["operation"] == "send" else received
+            assert rank == (given["comm_src"] if mine is sent else given["comm_dst"])
+            mine[way].append(node)
+            ended = [node] if mine is sent else []
+            if sent[way] and received[way]:
+                pair = sent[way].pop(0), received[way].pop(0)
+                assert about[pair[0]]["comm_size"] == about[pair[1]]["comm_size"]
+                ended = [*{*ended, pair[1]}]
+        left -= len(ended)
+        for each in ended:
+            for later in after[each]:
+                waits[later] -= 1
+                if not waits[later]:
+                    ready.append(later)
+    assert left == 0, "the rest can never begin"
     assert not any(sent.values())
 
 
