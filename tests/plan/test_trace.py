@@ -191,7 +191,7 @@ def test_a_step_of_fsdp(tmp_path, messages):
     assert len(events) == len(nodes)
     ends = {event["args"]["node"]: event["ts"] + event["dur"] for event in events}
     for event in events:
-        assert event["ts"] >= max((ends[at] for at in event["args"]["waits_for"]), default=0.0)
+        assert event["ts"] + 1e-6 >= max((ends[at] for at in event["args"]["waits_for"]), default=0.0)
     for thread in {event["tid"] for event in events}:
         line = sorted((event["ts"], event["dur"]) for event in events if event["tid"] == thread)
         assert all(begin + length <= after + 1e-6 for (begin, length), (after, _) in pairwise(line))

@@ -18,8 +18,8 @@ from mmm.runtime.ranks import command_line, whoami
 if TYPE_CHECKING:
     from mmm.plan.machine import Machine
 
-STEPS = 2  # the first makes the optimizer's state
-MORE_STEPS = 3  # a pipeline sends shapes in the first, DDP packs its gradients anew in the second
+STEPS = 2  # the first makes the optimizer's state, and a pipeline sends shapes in it
+MORE_STEPS = 3  # DDP packs its gradients anew in the second
 # What the steps of a dry run go without: it leaves nothing behind, and evaluates one batch at its end.
 WITHOUT: dict[str, Any] = {
     "epochs": None,
@@ -120,7 +120,7 @@ class DryRunAsked(Exception):
 def for_a_few_steps(options: Any) -> Any:
     """The options of a rank's program in a dry run."""
     there = {field.name for field in fields(options)}
-    few = getattr(options, "pp", 1) == 1 and getattr(options, "parallel", "ddp") != "ddp"
+    few = getattr(options, "parallel", "ddp") != "ddp"
     options = replace(options, max_iters=STEPS if few else MORE_STEPS)
     return replace(options, **{name: value for name, value in WITHOUT.items() if name in there})
 
