@@ -140,5 +140,5 @@ def test_what_fails_on_the_last_rank_alone():
         dry_run(partial(on_the_last_rank, LayoutError("no shard is left for rank 12287")), LAST + 1, LAST)
     with pytest.raises(RuntimeError, match=r"(?s)rank 12287 of 12288 failed:.*KeyError: 'no such shard'"):
         dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1, LAST)
-    with pytest.raises(RuntimeError, match="rank 0 of 12288 failed:.*"):
+    with pytest.raises(RuntimeError, match="rank 0 of 12288 failed"):
         dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1)
