@@ -90,6 +90,16 @@ CASES = {
     "llama pp·fsdp·tp": (8, f"{DEEP} --pp 2 --tp 2"),
     "llama hsdp·cp·tp": (8, f"{LLAMA} --parallel hsdp --cp 2 --tp 2"),
     "llama hsdp·tp": (8, f"{LLAMA} --parallel hsdp --tp 2"),
+    "llama fsdp 8": (8, LLAMA),
+    "llama hsdp 2·4": (8, f"{LLAMA} --parallel hsdp --dp_replicate 2"),
+    "llama fsdp·tp4": (8, f"{LLAMA} --tp 4 --n_kv_heads 4"),
+    "llama tp8": (8, f"{LLAMA} --tp 8 --n_heads 8 --n_kv_heads 8"),
+    "llama pp4·fsdp": (8, f"{DEEP} --pp 4"),
+    "llama fsdp·cp·tp": (8, f"{LLAMA} --cp 2 --tp 2"),
+    "llama cp4·tp": (8, f"{LLAMA} --cp 4 --tp 2"),
+    "experts fsdp·ep 8": (8, f"{EXPERTS} --ep 2"),
+    "vit pp·fsdp·tp": (8, f"{VIT} --pp 2 --tp 2"),
+    "cnn fsdp 8": (8, CNN),
     "experts pp·ep·tp": (8, f"{EXPERTS} --n_layers 4 --pp 2 --ep 2 --tp 2 --microbatches 4"),
 }
 

@@ -78,7 +78,7 @@ ANYTHING: dict[str, tuple[str, ...]] = {
 }
 GIVEN = names(
     "outdir data_dir text model resume tokenizer pack document_mask init_from "
-    "dry_run dry_run_rank dry_run_memory dry_run_json"
+    "dry_run dry_run_rank dry_run_memory dry_run_json dry_run_trace dry_run_trace_all dry_run_machine"
 )  # paths, which the fuzzer sets itself; what needs prepared ones; a model that is the only one; what trains nothing
 NOT_SPOILT = names("device plots compile dataset model preset tracker")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(

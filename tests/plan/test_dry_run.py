@@ -1,11 +1,17 @@
 """A dry run says what real ranks hold and send, and ends as the real run would."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from mmm.errors import LayoutError
+from mmm.plan.dry_run import dry_run
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
 LM = [sys.executable, "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
@@ -14,7 +20,12 @@ FOUR = [
     *["llama zero2", "llama fsdp", "llama hsdp", "llama fsdp·tp", "llama fsdp·cp", "llama pp·tp"],
     *["llama pp·fsdp bf16", "llama pp zbv", "experts ep", "llama tp checkpointing"],
 ]
-EIGHT = ["llama pp·fsdp·tp", "llama hsdp·cp·tp", "llama hsdp·tp", "experts pp·ep·tp"]
+EIGHT = [
+    *["llama pp·fsdp·tp", "llama hsdp·cp·tp", "llama hsdp·tp", "experts pp·ep·tp", "llama fsdp 8", "llama hsdp 2·4"],
+    *["llama fsdp·tp4", "llama tp8", "llama pp4·fsdp", "llama fsdp·cp·tp", "llama cp4·tp", "experts fsdp·ep 8"],
+    *["vit pp·fsdp·tp", "cnn fsdp 8"],
+]
+LAST = 12287
 
 
 def compare(tmp_path, names):
@@ -87,3 +98,47 @@ def test_what_the_real_run_would_refuse(words, said):
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def error_of(done):
+    """The message, without the rank and host that a real run says."""
+    last = done.stderr.strip().splitlines()[-1]
+    return re.sub(r"^error: (\[rank \d+ on [^]]*\] )?", "", last)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tp", "3"],  # heads
+        ["--pp", "8", "--microbatches", "8", "--batch_size", "8"],  # layers
+        ["--microbatches", "3", "--batch_size", "1"],
+        ["--tp", "5"],
+    ],
+    ids=" ".join,
+)
+def test_what_fails_on_12288_ranks_fails_here_with_the_same_error(words):
+    numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(LAST + 1), "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    real = subprocess.run(
+        [*LM, *words], capture_output=True, text=True, check=False, env={**os.environ, **numbers, **meeting}
+    )
+    dry = run("--dry_run", str(LAST + 1), *words)
+    assert real.returncode == dry.returncode == 2, real.stderr + dry.stderr
+    assert error_of(dry) == error_of(real)
+
+
+def on_the_last_rank(error):
+    """A user's program, of which one rank fails."""
+    if os.environ["RANK"] == str(LAST):
+        raise error
+    raise SystemExit(3)
+
+
+def test_what_fails_on_the_last_rank_alone():
+    with pytest.raises(LayoutError, match="no shard is left for rank 12287"):
+        dry_run(partial(on_the_last_rank, LayoutError("no shard is left for rank 12287")), LAST + 1, LAST)
+    with pytest.raises(RuntimeError, match=r"(?s)rank 12287 of 12288 failed:.*KeyError: 'no such shard'"):
+        dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1, LAST)
+    with pytest.raises(RuntimeError, match="rank 0 of 12288 failed"):
+        dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1)

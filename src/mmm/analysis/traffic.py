@@ -166,7 +166,7 @@ class _Count(TorchDispatchMode):
         if read is None:
             raise RuntimeError(f"{func} on a process group: mmm.analysis.traffic does not know what it sends")
         given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-        group = _group(given)
+        group = process_group_of(given)
         on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(given.values())))
         for call in read(given, group.size(), group.rank()):
             self.traffic.add(self._axis(group), call, on_gloo)
@@ -187,7 +187,8 @@ def _name(func: Any) -> str:
     return func._schema.name.split("::")[1].strip("_").removesuffix("_out")
 
 
-def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
+def process_group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The group in the arguments of an operator, by name."""
     handle = given["process_group"] if "process_group" in given else given["group_name"]
     if isinstance(handle, str):
         return dist.distributed_c10d._resolve_process_group(handle)  # type: ignore[arg-type]

@@ -12,15 +12,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
 import torch
 
 from mmm.errors import ConfigError, UserError
+from mmm.parallel.mesh import Layout
 from mmm.plan.program import Rehearsal, rehearsing
 from mmm.plan.sent_calls import SentCall
+from mmm.plan.step_graph import Node
 from mmm.plan.tracker import MemoryPeak
 from mmm.testing.processes import Child, Children, ended
 
@@ -36,6 +38,7 @@ class RankReport:
         peaks: the most bytes at once in each phase of the run (`StepClock.phase`), in their order.
         calls: to process groups in the last step, in their order.
         seconds: that the dry run took. notes: of what was chosen where no flag says.
+        experts: whether the model has any. nodes: of the last step, where a trace is asked for.
     """
 
     rank: int
@@ -48,6 +51,9 @@ class RankReport:
     calls: list[SentCall]
     seconds: float
     notes: tuple[str, ...] = ()
+    sizes: Layout = field(default_factory=Layout)
+    experts: bool = False
+    nodes: list[Node] = field(default_factory=list)
 
     @property
     def peak(self) -> MemoryPeak:
@@ -73,33 +79,46 @@ class DryRun:
         return max(self.ranks, key=lambda report: report.peak.bytes)
 
 
-def dry_run(program: Callable[[], object], world_size: int, rank: int | None = None) -> DryRun:
+def dry_run(
+    program: Callable[[], object],
+    world_size: int,
+    rank: int | None = None,
+    traced: bool = False,
+    every_stage: bool = False,
+) -> DryRun:
     """Run a program as rank after rank of `world_size`, on nothing.
 
     Args:
         program: starts one run (`mmm.trainer.start.start_run`), and ends by itself after a few steps.
         rank: the only one; None for the distinct ones.
+        traced: keep the nodes of the last step. every_stage: the first rank of each stage, whatever they have.
 
     Raises:
         UserError: whatever the program itself refuses, on the rank that it would be raised on.
         RuntimeError: the program failed otherwise; with its traceback.
     """
-    first, *_ = _in_processes(program, world_size, [rank or 0])
-    others = [] if rank is not None else _others(first, world_size)
-    return DryRun(world_size, [first, *_in_processes(program, world_size, others)])
+    child = partial(_child, program, world_size, traced)
+    first, *_ = _in_processes(child, world_size, [rank or 0])
+    others = [] if rank is not None else _others(first, world_size, every_stage)
+    return DryRun(world_size, [first, *_in_processes(child, world_size, others)])
 
 
-def _others(first: RankReport, world_size: int) -> list[int]:
+def _others(first: RankReport, world_size: int, every_stage: bool) -> list[int]:
     """The distinct ranks besides rank 0."""
     pp = len(first.stages)
     if pp < 2:
         return []
     between = range(1, pp - 1)
-    stages = [*([max(between, key=lambda at: first.stages[at])] if between else []), pp - 1]
+    if every_stage:
+        stages = [*between, pp - 1]
+    else:
+        stages = [*([max(between, key=lambda at: first.stages[at])] if between else []), pp - 1]
     return [at * world_size // pp for at in stages]
 
 
-def _in_processes(program: Callable[[], object], world_size: int, ranks: Sequence[int]) -> list[RankReport]:
+def _in_processes(
+    of_rank: Callable[[int, Connection], None], world_size: int, ranks: Sequence[int]
+) -> list[RankReport]:
     found: dict[int, RankReport] = {}
     waiting = list(ranks)
     running: dict[Connection, tuple[int, Child]] = {}
@@ -107,7 +126,7 @@ def _in_processes(program: Callable[[], object], world_size: int, ranks: Sequenc
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 rank = waiting.pop(0)
-                child = children.fork(partial(_child, program, world_size, rank))
+                child = children.fork(partial(of_rank, rank))
                 running[child.end] = rank, child
             for end in [each for each in wait([*running]) if isinstance(each, Connection)]:
                 rank, child = running.pop(end)
@@ -123,13 +142,13 @@ def _in_processes(program: Callable[[], object], world_size: int, ranks: Sequenc
     return [found[rank] for rank in ranks]
 
 
-def _child(program: Callable[[], object], world_size: int, rank: int, end: Connection) -> None:
+def _child(program: Callable[[], object], world_size: int, traced: bool, rank: int, end: Connection) -> None:
     """One rank: send its report, or why there is none."""
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     began = time.perf_counter()
     try:
-        with rehearsing(rank, world_size) as rehearsal:
+        with rehearsing(rank, world_size, traced) as rehearsal:
             try:
                 program()
             except SystemExit as stop:
@@ -160,6 +179,9 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
         [sent for sent in traffic.calls if sent.phase == last],
         seconds,
         rehearsal.notes,
+        layout,
+        rehearsal.has_experts,
+        [] if rehearsal.graph is None else rehearsal.graph.nodes,
     )
 
 

@@ -44,6 +44,7 @@ from mmm.parallel.plan import find
 from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
+from mmm.plan.step_graph import StepGraph
 from mmm.plan.tracker import MemoryPeak, MemoryTracker
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
@@ -58,11 +59,12 @@ class Rehearsal(Observer):
     Attributes:
         layout, device, precision: of the run, once it has started. stages: of a pipeline, by coordinate on pp, the
             elements of the parameters of its ranks; empty without.
-        memory, traffic: once it has started.
+        traced: whether to keep the graph of a step. memory, traffic, graph: once it has started.
     """
 
     rank: int
     world_size: int
+    traced: bool = False
     layout: Layout | None = None
     device: torch.device | None = None
     precision: str = ""
@@ -71,6 +73,7 @@ class Rehearsal(Observer):
     notes: tuple[str, ...] = ()
     memory: MemoryTracker | None = None
     traffic: SentInOrder | None = None
+    graph: StepGraph | None = None
 
     @contextmanager
     def group(
@@ -91,6 +94,7 @@ class Rehearsal(Observer):
             sizes = [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
         self.memory.widths |= {-(-size // layout.tp) for size in sizes}
         self.traffic = SentInOrder(lambda: clock.phase)
+        self.graph = StepGraph(self.memory, self.traffic, lambda: clock.phase) if self.traced else None
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
         with ExitStack() as stack:
             enter = stack.enter_context
@@ -110,6 +114,8 @@ class Rehearsal(Observer):
         enter(_Reads())
         enter(self.memory.tracking())
         enter(count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts)))
+        if self.graph is not None:
+            enter(self.graph.recording())
 
     def peaks(self) -> dict[str, MemoryPeak]:
         assert self.memory is not None, "no run has started"
@@ -117,7 +123,7 @@ class Rehearsal(Observer):
 
 
 @contextmanager
-def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
+def rehearsing(rank: int, world_size: int, traced: bool = False) -> Iterator[Rehearsal]:
     """Inside, this process is rank `rank` of `world_size` by its environment, and a run that it starts is a dry one."""
     before = dict(os.environ)
     for numbering in NUMBERINGS.values():
@@ -133,7 +139,7 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
         "MASTER_ADDR": "127.0.0.1",  # which nobody asks
         "MASTER_PORT": "1",
     }
-    rehearsal = Rehearsal(rank, world_size)
+    rehearsal = Rehearsal(rank, world_size, traced)
     try:
         with observing(rehearsal):
             yield rehearsal

@@ -17,6 +17,7 @@ import copy
 import linecache
 import re
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -105,15 +106,19 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
 def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> nn.Module:
     """A copy of `model` (parameters on the meta device) with just the parts of those numbers: the others are None, or
     removed from the ModuleDict, ModuleList or Sequential that they are in. Parameter names stay as they are."""
-    stage = copy.deepcopy(model)
-    for number, part in enumerate(parts):
-        for name in part if number not in stage_parts else ():
-            parent, _, child = name.rpartition(".")
-            owner = stage.get_submodule(parent)
-            if isinstance(owner, nn.ModuleDict | nn.ModuleList | nn.Sequential):
-                del owner._modules[child]  # `del owner[…]` of a list would give those behind it other names
-            else:
-                setattr(owner, child, None)
+    others = [name for number, part in enumerate(parts) if number not in stage_parts for name in part]
+    modules = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    # What deepcopy finds in its memo it does not copy: a deep model has many times more than a stage.
+    without = {*others}
+    memo = {id(m): None for name, m in model.named_modules() if name in without and modules[id(m)] == 1}
+    stage = copy.deepcopy(model, memo)
+    for name in others:
+        parent, _, child = name.rpartition(".")
+        owner = stage.get_submodule(parent)
+        if isinstance(owner, nn.ModuleDict | nn.ModuleList | nn.Sequential):
+            del owner._modules[child]  # `del owner[…]` of a list would give those behind it other names
+        else:
+            setattr(owner, child, None)
     return stage
 
 
