@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -146,6 +148,31 @@ def parse_bytes(text: str, flag: str) -> float:
     if unit in ("", "b") and number < 1e6:
         raise ConfigError(f"{flag} {text}: that is {number:g} bytes; give a unit, such as {text.strip('bB ')}GiB")
     return number * units[unit]
+
+
+def calibrated_path() -> Path:
+    """Where `mmm plan --calibrate` keeps what it measures of this host."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "mmm" / f"machine-{socket.gethostname()}.json"
+
+
+def known_here(device: str, site: str | None, hosts: int, ranks: int) -> Machine | None:
+    """The machine that a run is on, as far as its rates are known: measured on this host, or by the site's data file.
+
+    Args:
+        device: type of the run's device. site: name of the site, None where there is none. ranks: of the run.
+
+    Raises:
+        ConfigError: the file is wrong, or has no rate for several hosts.
+    """
+    path = calibrated_path()
+    if hosts == 1 and path.exists():
+        machine = load(str(path), "--machine")
+    elif site is not None and site.lower() in known_machines():
+        machine = load(site, "--site")
+    else:
+        return None
+    return changed(machine, {"hosts": hosts, "gpus_per_host": ranks // hosts}) if machine.device == device else None
 
 
 def known_machines() -> dict[str, Path]:

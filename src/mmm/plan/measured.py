@@ -1,5 +1,5 @@
-"""A program on real ranks of this machine, its memory measured by PyTorch's own tracker, and what it sends counted:
-what a dry run is compared with."""
+"""A program on real ranks of this machine: its memory by PyTorch's own tracker and what it sends, or its step times.
+What predictions are compared with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.runtime.ranks import Rank
+from mmm.runtime.ranks import Rank, whoami
 from mmm.testing.ranks import fork_ranks
 
 
@@ -59,8 +59,7 @@ class PhaseTracker(MemTracker):
 class Measurement(Observer):
     """Measures the run of this process."""
 
-    rank: int
-    measured: Measured | None = field(default=None)
+    measured: Measured | None = None
 
     @contextmanager
     def group(
@@ -73,10 +72,48 @@ class Measurement(Observer):
     ) -> Iterator[None]:
         memory, traffic = PhaseTracker(lambda: clock.phase), SentInOrder(lambda: clock.phase)
         model = getattr(resolved, "model", None)
-        names = axes_of(layout, self.rank, model is not None and has_experts(model))
+        names = axes_of(layout, whoami().rank, model is not None and has_experts(model))
         with group, memory, count_traffic(traffic=traffic, names=names):
             yield
         self.measured = Measured(memory.peaks, traffic.calls)
+
+
+@dataclass
+class Stopwatch(Observer):
+    """Keeps the step times of the run of this process. seconds: ``dt`` of each row."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def group(
+        self,
+        group: AbstractContextManager[None],
+        clock: StepClock,
+        layout: Layout,
+        precision: Precision,
+        resolved: Any,
+    ) -> Iterator[None]:
+        read = clock.seconds
+
+        def kept() -> dict[str, float]:
+            found = read()
+            self.seconds.append(found["dt"])
+            return found
+
+        clock.seconds = kept  # type: ignore[method-assign]
+        with group:
+            yield
+
+
+def step_seconds(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[float]:
+    """Run `program` on forked ranks of this host, with a thread each, and say how long each of its rows took: on the
+    rank that was slowest.
+
+    Args:
+        timeout: seconds until all are through.
+    """
+    by_rank = fork_ranks(_run, ranks, program, Stopwatch(), timeout=timeout)
+    return [max(each) for each in zip(*(watch.seconds for watch in by_rank), strict=True)]
 
 
 def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[Measured]:
@@ -85,16 +122,16 @@ def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -
     Args:
         timeout: seconds until all are through.
     """
-    return fork_ranks(_run, ranks, program, timeout=timeout)
+    found = fork_ranks(_run, ranks, program, Measurement(), timeout=timeout)
+    assert all(each.measured is not None for each in found), "the program has started no run"
+    return [each.measured for each in found]
 
 
-def _run(rank: Rank, program: Callable[[], object]) -> Measured:
+def _run(rank: Rank, program: Callable[[], object], observer: Observer) -> Observer:
     torch.set_num_threads(1)
     numbers = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
     numbers |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_PORT": rank.port or 0}
     os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": str(rank.address)}
-    measurement = Measurement(rank.rank)
-    with observing(measurement):
+    with observing(observer):
         program()
-    assert measurement.measured is not None, "the program has started no run"
-    return measurement.measured
+    return observer
