@@ -8,12 +8,9 @@ steps of a layout the fastest counts. The prediction knows the layout, the techn
 of these runs. Exit code 1 where Spearman's rank correlation is below 0.9, or the median error above 15 %.
 """
 
-import argparse
 import contextlib
 import importlib
-import json
 import os
-import statistics
 import sys
 import tempfile
 from dataclasses import replace

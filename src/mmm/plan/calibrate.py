@@ -159,6 +159,7 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
     }
     read(data, "calibration")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--calibrate {path}: it cannot be written: {error.strerror}") from None

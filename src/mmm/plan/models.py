@@ -136,9 +136,7 @@ def transformer_spec(config: TransformerConfig, seq_length: int, flops: bool = T
     )
 
 
-def _kinds(
-    model: nn.Module, plan: Plan, sample: Tensor | None, scores: Mapping[str, int]
-) -> tuple[PartKind, ...]:
+def _kinds(model: nn.Module, plan: Plan, sample: Tensor | None, scores: Mapping[str, int]) -> tuple[PartKind, ...]:
     """Embedding, layer and head of a model with one layer.
 
     Args:

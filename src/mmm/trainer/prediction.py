@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmm.trainer.resolve import Resolved
     from mmm.trainer.run import Run
 
-ADVICE = "mmm plan --calibrate measures this machine, so that step times of later runs are predicted as well"
+ADVICE = "mmm plan --calibrate lets later runs predict it"
 
 
 def predict_run(run: Run, resolved: Resolved) -> dict[str, Any] | None:
@@ -64,7 +64,9 @@ def report_prediction(run: Run) -> None:
     measured = "not known" if peak is None else f"{_mib(peak)} ({source})"
     words = [f"memory of rank {run.rank.rank}: predicted {_mib(predicted['peak_bytes'])}, measured {measured}"]
     if step is not None and predicted["step_seconds"] is not None:
-        words.append(f"step: predicted {predicted['step_seconds']:.4g} s ({predicted['machine']}), measured {step:.4g} s")
+        words.append(
+            f"step: predicted {predicted['step_seconds']:.4g} s ({predicted['machine']}), measured {step:.4g} s"
+        )
     elif step is not None:
         words.append(f"step: measured {step:.4g} s; {ADVICE}")
     run.log.info("%s", "; ".join(words))

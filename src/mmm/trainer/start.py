@@ -50,7 +50,6 @@ from mmm.trainer.resolve import Resolved
 from mmm.trainer.resume import RunFolder
 from mmm.trainer.run import Run
 
-
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
 
 
