@@ -74,9 +74,9 @@ class CheckedRun(Observer):
         with ExitStack() as stack:
             stack.enter_context(group)
             before = start_of_peak(device)
-            stack.enter_context(tracker.tracking())
             if device.type == "cpu":
                 stack.enter_context(pytorch)
+            stack.enter_context(tracker.tracking())
             yield
             allocated, source = peak_memory(device, before)
         peak = max((peak for phase, peak in tracker.peaks().items() if phase != "start"), key=lambda peak: peak.bytes)
