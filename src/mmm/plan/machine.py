@@ -42,6 +42,7 @@ class Machine:
         matmul_efficiency, memory_efficiency, link_efficiency, network_efficiency: what is reached of each peak.
         overlap: the part of compute that data-parallel communication can hide behind.
         layer_overhead: s that the host needs to start the kernels of a layer's forward; a layer takes no less.
+        cores: of a host, where the devices are ranks on its CPU, whose rates are those of one core; else 0.
         memory_reserve: part of gpu_memory that context, communication library and fragmentation take.
         sources: field → where its value is from.
     """
@@ -72,6 +73,7 @@ class Machine:
     overlap: float = 0.9
     layer_overhead: float = 0.0
     memory_reserve: float = 0.08
+    cores: int = 0
     sources: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -156,11 +158,12 @@ def calibrated_path() -> Path:
     return cache / "mmm" / f"machine-{socket.gethostname()}.json"
 
 
-def known_here(device: str, site: str | None, hosts: int, ranks: int) -> Machine | None:
+def known_here(device: str, site: str | None, hosts: int, ranks: int, threads: int = 1) -> Machine | None:
     """The machine that a run is on, as far as its rates are known: measured on this host, or by the site's data file.
 
     Args:
         device: type of the run's device. site: name of the site, None where there is none. ranks: of the run.
+        threads: of a rank on a CPU: so many times the rate of one, which is optimistic.
 
     Raises:
         ConfigError: the file is wrong, or has no rate for several hosts.
@@ -172,7 +175,13 @@ def known_here(device: str, site: str | None, hosts: int, ranks: int) -> Machine
         machine = load(site, "--site")
     else:
         return None
-    return changed(machine, {"hosts": hosts, "gpus_per_host": ranks // hosts}) if machine.device == device else None
+    if machine.device != device:
+        return None
+    there: dict[str, Any] = {"hosts": hosts, "gpus_per_host": ranks // hosts}
+    if device == "cpu" and threads > 1:
+        there["peak_flops"] = {name: threads * rate for name, rate in machine.peak_flops.items()}
+        there |= {"memory_bandwidth": threads * machine.memory_bandwidth, "cores": -(-machine.cores // threads)}
+    return changed(machine, there)
 
 
 def known_machines() -> dict[str, Path]:

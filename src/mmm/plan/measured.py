@@ -4,10 +4,11 @@ What predictions are compared with."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -80,9 +81,11 @@ class Measurement(Observer):
 
 @dataclass
 class Stopwatch(Observer):
-    """Keeps the step times of the run of this process. seconds: ``dt`` of each row."""
+    """Keeps the step times of the run of this process: of each row ``dt``, and the CPU seconds of all of its threads
+    meanwhile (without those of an evaluation, a row's step ends with its last lap)."""
 
     seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
 
     @contextmanager
     def group(
@@ -93,27 +96,48 @@ class Stopwatch(Observer):
         precision: Precision,
         resolved: Any,
     ) -> Iterator[None]:
-        read = clock.seconds
+        start, read, lap, began, ended = clock.start, clock.seconds, clock.lap, 0.0, 0.0
+
+        def started() -> None:
+            nonlocal began
+            start()
+            began = time.process_time()
+
+        def lapped(part: str) -> None:
+            nonlocal ended
+            lap(part)
+            ended = time.process_time()
 
         def kept() -> dict[str, float]:
             found = read()
             self.seconds.append(found["dt"])
+            self.busy.append(ended - began)
             return found
 
-        clock.seconds = kept  # type: ignore[method-assign]
+        clock.start, clock.lap, clock.seconds = started, lapped, kept  # type: ignore[method-assign]
         with group:
             yield
 
 
-def step_seconds(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[float]:
-    """Run `program` on forked ranks of this host, with a thread each, and say how long each of its rows took: on the
-    rank that was slowest.
+class StepTime(NamedTuple):
+    """Of a step over all ranks: seconds of the slowest; and those that it takes at least with all cores to itself, which
+    other work on the host does not change: the CPU seconds of the busiest rank, or of all over the cores."""
+
+    seconds: float
+    busy: float
+
+
+def step_times(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[StepTime]:
+    """Run `program` on forked ranks of this host, with a thread each, and say how long each of its rows took.
 
     Args:
         timeout: seconds until all are through.
     """
-    by_rank = fork_ranks(_run, ranks, program, Stopwatch(), timeout=timeout)
-    return [max(each) for each in zip(*(watch.seconds for watch in by_rank), strict=True)]
+    watches = fork_ranks(_run, ranks, program, Stopwatch(), timeout=timeout)
+    cores = len(os.sched_getaffinity(0))
+    seconds = [max(each) for each in zip(*(watch.seconds for watch in watches), strict=True)]
+    busy = [max(*each, sum(each) / cores) for each in zip(*(watch.busy for watch in watches), strict=True)]
+    return [StepTime(*each) for each in zip(seconds, busy, strict=True)]
 
 
 def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[Measured]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mmm.runtime.memory import peak_memory, start_of_peak
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def _prediction(run: Run, resolved: Resolved) -> dict[str, Any] | None:
 
     hosts = len(run.config["hosts"])
     site = (run.config["site"] or {}).get("name")
-    machine = known_here(run.device.type, site, hosts, run.layout.ranks)
+    machine = known_here(run.device.type, site, hosts, run.layout.ranks, torch.get_num_threads())
     found = predict(resolved, run.device.type, run.precision.name, machine)
     if found is None:
         return None
