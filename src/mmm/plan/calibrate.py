@@ -182,9 +182,8 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
         "memory_reserve": 0.0 if kind == "cpu" else 0.08,
     }
     data["sources"] = {
-        **dict.fromkeys(
-            ("peak_flops", "memory_bandwidth", "layer_overhead", "gpu_memory", "host_memory", "cores"), source
-        ),
+        **dict.fromkeys(("peak_flops", "layer_overhead", "gpu_memory", "host_memory", "cores"), source),
+        "memory_bandwidth": source + ("; element-wise kernels and attention of a layer" if kind == "cpu" else ""),
         **dict.fromkeys(("link_bandwidth", "link_latency"), f"{source}; gloo, {ranks} ranks"),
         **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency"), "the rates are measured"),
         "overlap": "assumed: on a CPU communication and compute share the cores",

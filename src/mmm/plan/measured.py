@@ -120,8 +120,12 @@ class Stopwatch(Observer):
 
 
 class StepTime(NamedTuple):
-    """Of a step over all ranks: seconds of the slowest; and those that it takes at least with all cores to itself, which
-    other work on the host does not change: the CPU seconds of the busiest rank, or of all over the cores."""
+    """Of a step over all ranks.
+
+    Attributes:
+        seconds: of the slowest. busy: what it takes at least with the cores to itself, which other work on the host
+            hardly changes: the CPU seconds of the busiest rank, or of all ranks over the cores.
+    """
 
     seconds: float
     busy: float

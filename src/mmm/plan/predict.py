@@ -51,6 +51,7 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
     microbatches = partition.microbatches if partition is not None else techniques.microbatches or 1
     stages: list[PlannedStage] = [whole_model(spec)]
     if layout.pp > 1:
+        assert partition is not None, "a pipeline is made by a partition"
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
     batch = -(-len(sample) // microbatches)
     memory = MemoryModel(spec, device, dtype, resolved.options.optimizer)
