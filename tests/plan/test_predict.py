@@ -32,7 +32,8 @@ CASES = [
     (2, "vit --preset debug --dataset digits --batch_size 4"),
 ]
 SHORT = (LLAMA, f"{DEEP} --pp 2 --schedule 1F1B")
-BOUND = 0.1
+# Of the dry run: below that what is predicted may not be, above that it may not be either (full checkpointing, GPipe).
+BELOW, ABOVE = 0.97, 1.13
 
 
 def resolved(monkeypatch, ranks, line):
@@ -58,7 +59,8 @@ def test_memory_by_formula_is_that_of_the_dry_run(monkeypatch, ranks, line):
     monkeypatch.undo()
     found = dry_run(partial(train, f"mmm.trainer.{name}", [*words, "--device", "cpu"]), ranks)
     for report in found.ranks:
-        assert predicted.bytes(report.coordinates["pp"]) == pytest.approx(report.peak_of_steps, rel=BOUND)
+        peak = max(peak.bytes for phase, peak in report.peaks.items() if phase.startswith("step "))
+        assert BELOW < predicted.bytes(report.coordinates["pp"]) / peak < ABOVE
 
 
 def test_step_times_follow_the_machine(monkeypatch):
