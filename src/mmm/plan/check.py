@@ -25,6 +25,7 @@ from mmm.runtime.ranks import whoami
 
 MIB = 2**20
 ALLOWED = 0.03  # of memory: the dry run, and the real rank that it stands for
+DIFFER = 0.01  # the parts, and what they should add up to: then the text says so
 BY_FORMULA = {
     "optimizer": "optimizer state",
     "buffers": "communication",
@@ -143,7 +144,9 @@ def text_of(checked: Checked) -> str:
     lines.append(f"  {'together':<38}" + "".join(f"{size / MIB:>12,.2f}" for size in totals))
     errors = [f"{totals[0] / totals[1] - 1:>+12.2%}", f"{'':>12}"]
     lines.append(f"  {'apart':<38}" + "".join([*errors, *(f"{total / totals[1] - 1:>+12.2%}" for total in totals[2:])]))
-    lines += [f"  measured together: {measured.source}; parts: this package's tracker", ""]
+    added = sum(measured.parts.values())
+    differ = f", which add up to {added / MIB:,.2f}" if abs(added / measured.bytes - 1) > DIFFER else ""
+    lines += [f"  measured together: {measured.source}; parts: this package's tracker{differ}", ""]
     predicted, seconds = checked.step
     if predicted is None:
         lines.append(f"step: measured {seconds:.4g} s")
