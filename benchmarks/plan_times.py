@@ -4,7 +4,7 @@
 
 First this machine is measured, as ``mmm plan --calibrate`` does (or FILE is read). Then each layout trains some steps
 on CPU ranks of this host, a thread each; layouts take turns, so that load from elsewhere meets all of them, and of all
-steps of a layout the fastest counts. ``busy`` is what other work on the host hardly changes: the CPU seconds of the
+steps of a layout the fastest counts. ``busy`` is what other work on the host changes least: the CPU seconds of the
 busiest rank, or of all ranks over the cores; what ranks wait for each other is not in it. The prediction knows layout,
 techniques and the machine file, and nothing of these runs. Exit code 1 where for ``step`` Spearman's rank correlation
 is below 0.9, or the median error above 15 %.

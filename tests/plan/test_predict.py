@@ -31,7 +31,6 @@ CASES = [
     (4, f"{DEEP} --pp 2 --tp 2"),
     (2, "vit --preset debug --dataset digits --batch_size 4"),
 ]
-SHORT = (LLAMA, f"{DEEP} --pp 2 --schedule 1F1B")
 # Of the dry run: below that what is predicted may not be, above that it may not be either (full checkpointing, GPipe).
 BELOW, ABOVE = 0.97, 1.13
 
@@ -50,7 +49,7 @@ def resolved(monkeypatch, ranks, line):
 
 @pytest.mark.parametrize(
     ("ranks", "line"),
-    [pytest.param(*case, marks=() if case[1] in SHORT and case[0] < 4 else pytest.mark.long) for case in CASES],
+    [pytest.param(*case, marks=() if case == (1, LLAMA) else pytest.mark.long) for case in CASES],
     ids=lambda value: str(value).partition("n_kv_heads 4")[2] or str(value),
 )
 def test_memory_by_formula_is_that_of_the_dry_run(monkeypatch, ranks, line):

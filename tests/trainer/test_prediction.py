@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch, machine=None):
     return json.loads((tmp_path / "run" / "config.json").read_text()), (done.stdout + done.stderr).splitlines()[-1]
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("known", [pytest.param(False, marks=pytest.mark.long), True])
 def test_predicted_and_measured(tmp_path, monkeypatch, known):
     laptop = asdict(load("laptop", "--site"))
     config, line = run(tmp_path, monkeypatch, json.dumps({**laptop, "script": []}) if known else None)

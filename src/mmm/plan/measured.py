@@ -124,7 +124,7 @@ class StepTime(NamedTuple):
 
     Attributes:
         seconds: of the slowest. busy: what it takes at least with the cores to itself, which other work on the host
-            hardly changes: the CPU seconds of the busiest rank, or of all ranks over the cores.
+            changes least: the CPU seconds of the busiest rank, or of all ranks over the cores.
     """
 
     seconds: float
