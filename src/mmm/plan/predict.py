@@ -36,7 +36,7 @@ class Prediction:
 
 
 def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = None) -> Prediction | None:
-    """What a run will need and take; None for a model that has no formulas. Counting FLOPs, for a machine, costs most of it.
+    """What a run will need and take; None for a model that has no formulas. With a machine it counts FLOPs, 20 ms.
 
     Args:
         resolved: a `mmm.trainer.resolve.Resolved`. device: type of the device. dtype: name of the precision.
