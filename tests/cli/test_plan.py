@@ -177,8 +177,8 @@ def test_dry_run_of_a_layout(tmp_path, capfd):
 
 
 @pytest.mark.long
-def test_check_of_a_layout(tmp_path, capfd, monkeypatch):
-    """Real ranks have the memory that the dry run predicts, by part; a prediction that is off is exit code 1."""
+def test_check_of_a_layout(tmp_path, capfd):
+    """Real ranks have the memory that the dry run predicts, by part."""
     report, laptop = tmp_path / "report.json", str(known_machines()["laptop"])
     words = [*TRIED, "--machine", laptop, "--check", "dp2", "--json", str(report)]
     assert main(words) == 0
@@ -191,6 +191,3 @@ def test_check_of_a_layout(tmp_path, capfd, monkeypatch):
     assert sum(rank["parts"].values()) == pytest.approx(rank["bytes"], rel=0.03)
     assert found["step_seconds"]["predicted"] > 0
     assert len(found["step_seconds"]["each"]) == 6
-    monkeypatch.setattr("mmm.plan.check.ALLOWED", -1.0)
-    assert main(words) == 1
-    assert "MORE THAN" in capfd.readouterr().out
