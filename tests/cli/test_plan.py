@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from mmm.cli.main import main
+from mmm.cli.plan_try import sizes_of
 from mmm.plan import calibrate
-from mmm.plan.machine import load
+from mmm.plan.machine import known_machines, load
 from mmm.plan.models import read_model
 
 SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global_batch", "32"]
@@ -134,3 +135,59 @@ def test_calibrate_writes_a_machine(tmp_path, monkeypatch, capsys):
     assert "measured by mmm plan --calibrate" in machine.sources["peak_flops"]
     assert main(["plan", "--machine", str(path), "--model", "debug", "--seq_length", "64"]) == 0
     assert "written: " in capsys.readouterr().out
+
+
+TRIED = ["plan", "--model", "debug", "--seq_length", "64", "--global_batch", "8"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--check", "dp2,xp2"], "'xp2' is no axis with its size"),
+        (["--check", "dp"], "'dp' is no axis with its size"),
+        (["--check", "--site", "aurora"], "--check runs on this host: leave --site out"),
+        (["--check", "--dry_run"], "leave one out"),
+        (["--check", "tp3", "--machine", "{laptop}"], "no layout of debug on 3 devices"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_tried(capsys, flags, said):
+    laptop = str(known_machines()["laptop"])
+    assert main([*TRIED, *(flag.replace("{laptop}", laptop) for flag in flags)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_sizes_of_a_layout():
+    ones = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
+    assert sizes_of("1") == ones
+    assert sizes_of("pp2·dp4·tp2") == ones | {"pp": 2, "dp_shard": 4, "tp": 2}
+    assert sizes_of("dp_replicate2,dp_shard=3, cp4") == ones | {"dp_replicate": 2, "dp_shard": 3, "cp": 4}
+
+
+def test_dry_run_of_a_layout(tmp_path, capfd):
+    report = tmp_path / "report.json"
+    flags = ["--site", "laptop", "--gpus_per_host", "4", "--dry_run", "dp2,tp2", "--json", str(report)]
+    assert main([*TRIED, *flags]) == 0
+    text = capfd.readouterr().out
+    assert "dry run of 4 ranks, layout dp2·tp2" in text
+    assert "fits: rank 0 needs" in text
+    found = json.loads(report.read_text())
+    assert found["layout"] == "dp2·tp2"
+    assert {entry["axis"] for entry in found["ranks"][0]["collectives"]} == {"dp_shard", "tp"}
+
+
+@pytest.mark.long
+def test_check_of_a_layout(tmp_path, capfd):
+    """Real ranks have the memory that the dry run predicts, by part."""
+    report, laptop = tmp_path / "report.json", str(known_machines()["laptop"])
+    words = [*TRIED, "--machine", laptop, "--check", "dp2", "--json", str(report)]
+    assert main(words) == 0
+    text = capfd.readouterr().out
+    assert "check of 2 ranks here, layout dp2, cpu, fp32" in text
+    assert "within 3%" in text
+    found = json.loads(report.read_text())
+    (rank,) = found["ranks"]
+    assert abs(rank["error"]) < 0.03
+    assert sum(rank["parts"].values()) == pytest.approx(rank["bytes"], rel=0.03)
+    assert found["step_seconds"]["predicted"] > 0
+    assert len(found["step_seconds"]["each"]) == 6

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mmm.errors import ConfigError
-from mmm.plan.machine import Machine, changed, check_batch, known_machines, load, parse_bytes
+from mmm.plan.machine import Machine, calibrated_path, changed, check_batch, known_machines, load, parse_bytes
 
 if TYPE_CHECKING:
     from mmm.plan.candidate import Found
@@ -22,6 +22,8 @@ examples:
   mmm plan --model llama-8b --hosts 128 --gpus-per-host 12 --gpu-memory 64GiB --seq_length 8192 --global_batch 1024
   mmm plan --model config.json --site perlmutter --hosts 4 --global_batch 64 --explain --script job.sh
   mmm plan --calibrate here.json; mmm plan --model small --machine here.json
+  mmm plan --model debug --seq_length 128 --global_batch 16 --check dp2,tp2
+  mmm plan --model llama-8b --site aurora --hosts 128 --global_batch 1536 --dry-run
 docs/plan.md says what is assumed.
 """
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
@@ -81,8 +83,22 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument("--script", metavar="FILE", type=Path, help="write a job script that runs the best")
     shown.add_argument("--json", metavar="FILE", type=Path, help="write all that fit, best first")
     shown.add_argument("--plots", metavar="DIR", type=Path, help="draw memory, tokens/s against ranks, time and memory")
-    shown.add_argument(
-        "--calibrate", metavar="FILE", type=Path, help="measure this machine, and write it for --machine"
+    tried = made.add_argument_group("what is tried: the best layout, or LAYOUT, such as pp2,dp2,tp2")
+    tried.add_argument(*_both("dry_run"), metavar="LAYOUT", nargs="?", const="", help="its memory and what it sends")
+    tried.add_argument(
+        "--check",
+        metavar="LAYOUT",
+        nargs="?",
+        const="",
+        help="run it here: memory and step time, predicted and measured",
+    )
+    made.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        const=calibrated_path(),
+        help="measure this machine; without FILE for --check, and for the record of runs here",
     )
     return made
 
@@ -110,7 +126,8 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 
 def main(argv: list[str]) -> int:
-    """Search, and say what was found. Returns 0. Raises UserError for what is wrong, or where nothing fits."""
+    """Search, and say what was found, or try it. Returns the exit code. Raises UserError for what is wrong, or where
+    nothing fits."""
     made = parser()
     args = made.parse_args(argv)
     if args.calibrate is not None:
@@ -121,7 +138,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--model is missing: such as --model llama-8b")
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
-    machine = machine_of(args)
+    if args.check is not None and args.dry_run is not None:
+        raise ConfigError("--check and --dry_run: --check makes the dry run as well; leave one out")
+    from mmm.cli import plan_try
+
+    given = args.dry_run if args.check is None else args.check
+    sizes = plan_try.sizes_of(given) if given else {}
+    machine = machine_of(args) if args.check is None else plan_try.machine_here(args, sizes)
     global_batch = machine.ranks if args.global_batch is None else args.global_batch
     check_batch(global_batch, args.seq_length)
 
@@ -133,7 +156,12 @@ def main(argv: list[str]) -> int:
     )
     dtype = args.dtype or ("fp32" if machine.device == "cpu" else "bf16")
     fixed = {field: getattr(args, name) for name, field in FIXED.items() if getattr(args, name) is not None}
-    search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
+    search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed | sizes)
+    if args.check is not None or args.dry_run is not None:
+        found = search.run()
+        if not found.best:
+            raise ConfigError(_missing(search, found))
+        return (plan_try.check if args.check is not None else plan_try.dry_run)(search, found.best[0], args)
     _report(args, search, search.run())
     return 0
 
@@ -146,7 +174,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
     if args.json is not None:
         report.write_json(found, kinds, args.json)
     if not found.best:
-        raise ConfigError(report.missing(search, found, _hosts_that_do(search, found)))
+        raise ConfigError(_missing(search, found))
     lines = report.text_of(search, found, kinds, args.top)
     facts, numbers = tree.facts_of(spec, machine, search.memory)
     decision = tree.decide(facts)
@@ -166,6 +194,12 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 
         lines += [f"picture: {path}" for path in draw(search, found, kinds, args.plots)]
     print("\n".join(lines))
+
+
+def _missing(search: Search, found: Found) -> str:
+    from mmm.plan.report import missing
+
+    return missing(search, found, _hosts_that_do(search, found))
 
 
 def _hosts_that_do(search: Search, found: Found) -> int | None:

@@ -22,30 +22,46 @@ import torch.multiprocessing as mp
 
 from mmm.analysis.collective_bytes import factor
 from mmm.errors import ConfigError
+from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
 from mmm.plan.machine import read
+from mmm.plan.memory import MemoryModel
+from mmm.plan.models import transformer_spec
 from mmm.runtime.device import is_available
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather
 
-TRIES = 5
+TRIES = 12
 PRODUCT = 768  # of the square matrices
 STREAM = 1 << 24  # elements
 SMALL, LARGE = 1 << 8, 1 << 21  # elements of a collective, for its latency and for its bandwidth
 LAYER: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64, "vocab_size": 64}
+USUAL: dict[str, Any] = {"dim": 256, "n_layers": 1, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 64}
+TOKENS = 4, 256  # batch and sequence of it
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
-def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Of some tries, after one that does not count."""
+def best_seconds(
+    work: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Of some tries, after one that does not count.
+
+    Args:
+        clock: `time.thread_time` for what one thread of a CPU computes: other work on the host is then not in it.
+    """
     best = float("inf")
     for attempt in range(TRIES + 1):
-        begin = time.perf_counter()
+        begin = clock()
         work()
         if device.type != "cpu":
             getattr(torch, device.type).synchronize()
         if attempt:
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, clock() - begin)
     return best
+
+
+def computing(device: torch.device) -> Callable[[], float]:
+    """The clock for what this thread computes."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 def product_rates(device: torch.device) -> dict[str, float]:
@@ -53,25 +69,35 @@ def product_rates(device: torch.device) -> dict[str, float]:
     rates = {}
     for name, dtype in DTYPES.items():
         a = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
-        rates[name] = 2 * PRODUCT**3 / best_seconds(lambda a=a: a @ a, device)  # type: ignore[misc]
+        rates[name] = 2 * PRODUCT**3 / best_seconds(lambda a=a: a @ a, device, computing(device))  # type: ignore[misc]
     return rates
 
 
 def stream_rate(device: torch.device) -> float:
     """Bytes/s that an addition in place of two tensors reads and writes."""
     a, b = torch.ones(STREAM, device=device), torch.ones(STREAM, device=device)
-    return 3 * a.nbytes / best_seconds(lambda: a.add_(b), device)
+    return 3 * a.nbytes / best_seconds(lambda: a.add_(b), device, computing(device))
 
 
-def layer_overhead(device: torch.device) -> float:
-    """Seconds of the forward of a layer that is too small to count."""
-    from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
-
-    config = TransformerConfig(**LAYER)
+def layer_seconds(device: torch.device, sizes: dict[str, Any], batch: int, seq: int) -> float:
+    """Of the forward of a layer."""
+    config = TransformerConfig(**sizes)
     layer = TransformerBlock(config).to(device)
-    x = torch.zeros(1, 4, config.dim, device=device)
-    cos, sin = rotary_table(torch.arange(4, device=device), config.head_dim, config.rope_theta)
-    return best_seconds(lambda: layer(x, cos, sin), device)
+    x = torch.zeros(batch, seq, config.dim, device=device)
+    cos, sin = rotary_table(torch.arange(seq, device=device), config.head_dim, config.rope_theta)
+    return best_seconds(lambda: layer(x, cos, sin), device, computing(device))
+
+
+def layer_traffic_rate(device: torch.device, product_rate: float, overhead: float) -> float:
+    """Bytes/s at which a layer's element-wise kernels and attention go through memory: what is left of the seconds of
+    its forward after its products, over the bytes that `CostModel` counts for them."""
+    batch, seq = TOKENS
+    spec = transformer_spec(TransformerConfig(**USUAL), seq)
+    kind = next(kind for kind in spec.kinds if kind.role == "layer")
+    traffic = batch * seq * MemoryModel(spec, device.type, "fp32").kept(1, False).traffic
+    products = batch * (kind.flops - kind.attention_flops / 2) / product_rate
+    left = layer_seconds(device, USUAL, batch, seq) - products - overhead
+    return traffic / left if left > 0 else float("inf")
 
 
 def _measure_collectives(rank: int, ranks: int, store: str, result: str) -> None:
@@ -89,7 +115,8 @@ def _measure_collectives(rank: int, ranks: int, store: str, result: str) -> None
         }
         for operation, call in calls.items():
             dist.barrier()
-            found[f"{operation} {name}"] = best_seconds(call, torch.device("cpu"))
+            clock = time.perf_counter if name == "small" else time.process_time
+            found[f"{operation} {name}"] = best_seconds(call, torch.device("cpu"), clock)
     if rank == 0:
         Path(result).write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -126,7 +153,9 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
     if kind == "cpu":
         torch.set_num_threads(1)  # a rank has one core
     try:
-        rates, stream, overhead = product_rates(device), stream_rate(device), layer_overhead(device)
+        rates, stream, overhead = product_rates(device), stream_rate(device), layer_seconds(device, LAYER, 1, 4)
+        if kind == "cpu":  # an accelerator's kernels are as fast as its memory
+            stream = min(stream, layer_traffic_rate(device, rates["fp32"], overhead))
     finally:
         torch.set_num_threads(threads)
     latency, bandwidth, measured = collective_rates(ranks)
@@ -148,17 +177,20 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
         "link_latency": latency,
         "layer_overhead": overhead,
         **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"), 1.0),
+        "cores": cores if kind == "cpu" else 0,
         "overlap": 0.0 if kind == "cpu" else 0.9,
         "memory_reserve": 0.0 if kind == "cpu" else 0.08,
     }
     data["sources"] = {
-        **dict.fromkeys(("peak_flops", "memory_bandwidth", "layer_overhead", "gpu_memory", "host_memory"), source),
+        **dict.fromkeys(("peak_flops", "layer_overhead", "gpu_memory", "host_memory", "cores"), source),
+        "memory_bandwidth": source + ("; element-wise kernels and attention of a layer" if kind == "cpu" else ""),
         **dict.fromkeys(("link_bandwidth", "link_latency"), f"{source}; gloo, {ranks} ranks"),
         **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency"), "the rates are measured"),
         "overlap": "assumed: on a CPU communication and compute share the cores",
     }
     read(data, "calibration")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--calibrate {path}: it cannot be written: {error.strerror}") from None

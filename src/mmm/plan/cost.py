@@ -9,7 +9,8 @@
 
 Tensor parallelism, Ulysses and experts' all-to-all wait for each collective (`mmm.plan.network`); a ring of cp hides
 what its attention takes; data parallelism hides behind `Machine.overlap` of the compute around it. The bubble is
-`mmm.analysis.bubble.bubble_formula`'s.
+`mmm.analysis.bubble.bubble_formula`'s. Ranks on more than the cores of a host (`Machine.cores`) take turns: their step
+is as long as those need for what all ranks together compute and send.
 """
 
 from __future__ import annotations
@@ -239,8 +240,13 @@ class CostModel:
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
             optimizer = updated * machine.gpus_per_host / (machine.host_memory_bandwidth or self.memory_rate)
         exposed = {**work.exposed, "dp_shard": shard, "dp_replicate": replicate}
+        seconds = work.seconds + shard + replicate + optimizer + offload
+        if machine.cores:
+            # Ranks that wait leave their core to others; the cores have the work of all to do.
+            busy = seconds - work.seconds * work.bubble
+            seconds = max(seconds, busy * machine.gpus_per_host / machine.cores)
         return StepCost(
-            seconds=work.seconds + shard + replicate + optimizer + offload,
+            seconds=seconds,
             compute=work.compute,
             exposed={axis: wait for axis, wait in exposed.items() if wait > 0},
             bubble=work.bubble,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -40,6 +42,7 @@ class Machine:
         matmul_efficiency, memory_efficiency, link_efficiency, network_efficiency: what is reached of each peak.
         overlap: the part of compute that data-parallel communication can hide behind.
         layer_overhead: s that the host needs to start the kernels of a layer's forward; a layer takes no less.
+        cores: of a host, where the devices are ranks on its CPU, whose rates are those of one core; else 0.
         memory_reserve: part of gpu_memory that context, communication library and fragmentation take.
         sources: field → where its value is from.
     """
@@ -70,6 +73,7 @@ class Machine:
     overlap: float = 0.9
     layer_overhead: float = 0.0
     memory_reserve: float = 0.08
+    cores: int = 0
     sources: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -146,6 +150,38 @@ def parse_bytes(text: str, flag: str) -> float:
     if unit in ("", "b") and number < 1e6:
         raise ConfigError(f"{flag} {text}: that is {number:g} bytes; give a unit, such as {text.strip('bB ')}GiB")
     return number * units[unit]
+
+
+def calibrated_path() -> Path:
+    """Where `mmm plan --calibrate` keeps what it measures of this host."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "mmm" / f"machine-{socket.gethostname()}.json"
+
+
+def known_here(device: str, site: str | None, hosts: int, ranks: int, threads: int = 1) -> Machine | None:
+    """The machine that a run is on, as far as its rates are known: measured on this host, or by the site's data file.
+
+    Args:
+        device: type of the run's device. site: name of the site, None where there is none. ranks: of the run.
+        threads: of a rank on a CPU: so many times the rate of one, which is optimistic.
+
+    Raises:
+        ConfigError: the file is wrong, or has no rate for several hosts.
+    """
+    path = calibrated_path()
+    if hosts == 1 and path.exists():
+        machine = load(str(path), "--machine")
+    elif site is not None and site.lower() in known_machines():
+        machine = load(site, "--site")
+    else:
+        return None
+    if machine.device != device:
+        return None
+    there: dict[str, Any] = {"hosts": hosts, "gpus_per_host": ranks // hosts}
+    if device == "cpu" and threads > 1:
+        there["peak_flops"] = {name: threads * rate for name, rate in machine.peak_flops.items()}
+        there |= {"memory_bandwidth": threads * machine.memory_bandwidth, "cores": -(-machine.cores // threads)}
+    return changed(machine, there)
 
 
 def known_machines() -> dict[str, Path]:

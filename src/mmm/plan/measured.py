@@ -1,13 +1,14 @@
-"""A program on real ranks of this machine, its memory measured by PyTorch's own tracker, and what it sends counted:
-what a dry run is compared with."""
+"""A program on real ranks of this machine: its memory by PyTorch's own tracker and what it sends, or its step times.
+What predictions are compared with."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -21,7 +22,7 @@ from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.runtime.ranks import Rank
+from mmm.runtime.ranks import Rank, whoami
 from mmm.testing.ranks import fork_ranks
 
 
@@ -59,8 +60,7 @@ class PhaseTracker(MemTracker):
 class Measurement(Observer):
     """Measures the run of this process."""
 
-    rank: int
-    measured: Measured | None = field(default=None)
+    measured: Measured | None = None
 
     @contextmanager
     def group(
@@ -73,10 +73,75 @@ class Measurement(Observer):
     ) -> Iterator[None]:
         memory, traffic = PhaseTracker(lambda: clock.phase), SentInOrder(lambda: clock.phase)
         model = getattr(resolved, "model", None)
-        names = axes_of(layout, self.rank, model is not None and has_experts(model))
+        names = axes_of(layout, whoami().rank, model is not None and has_experts(model))
         with group, memory, count_traffic(traffic=traffic, names=names):
             yield
         self.measured = Measured(memory.peaks, traffic.calls)
+
+
+@dataclass
+class Stopwatch(Observer):
+    """Keeps the step times of the run of this process: of each row ``dt``, and the CPU seconds of all of its threads
+    meanwhile (without those of an evaluation, a row's step ends with its last lap)."""
+
+    seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def group(
+        self,
+        group: AbstractContextManager[None],
+        clock: StepClock,
+        layout: Layout,
+        precision: Precision,
+        resolved: Any,
+    ) -> Iterator[None]:
+        start, read, lap, began, ended = clock.start, clock.seconds, clock.lap, 0.0, 0.0
+
+        def started() -> None:
+            nonlocal began
+            start()
+            began = time.process_time()
+
+        def lapped(part: str) -> None:
+            nonlocal ended
+            lap(part)
+            ended = time.process_time()
+
+        def kept() -> dict[str, float]:
+            found = read()
+            self.seconds.append(found["dt"])
+            self.busy.append(ended - began)
+            return found
+
+        clock.start, clock.lap, clock.seconds = started, lapped, kept  # type: ignore[method-assign]
+        with group:
+            yield
+
+
+class StepTime(NamedTuple):
+    """Of a step over all ranks.
+
+    Attributes:
+        seconds: of the slowest. busy: what it takes at least with the cores to itself, which other work on the host
+            changes least: the CPU seconds of the busiest rank, or of all ranks over the cores.
+    """
+
+    seconds: float
+    busy: float
+
+
+def step_times(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[StepTime]:
+    """Run `program` on forked ranks of this host, with a thread each, and say how long each of its rows took.
+
+    Args:
+        timeout: seconds until all are through.
+    """
+    watches = fork_ranks(_run, ranks, program, Stopwatch(), timeout=timeout)
+    cores = len(os.sched_getaffinity(0))
+    seconds = [max(each) for each in zip(*(watch.seconds for watch in watches), strict=True)]
+    busy = [max(*each, sum(each) / cores) for each in zip(*(watch.busy for watch in watches), strict=True)]
+    return [StepTime(*each) for each in zip(seconds, busy, strict=True)]
 
 
 def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -> list[Measured]:
@@ -85,16 +150,16 @@ def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -
     Args:
         timeout: seconds until all are through.
     """
-    return fork_ranks(_run, ranks, program, timeout=timeout)
+    found = fork_ranks(_run, ranks, program, Measurement(), timeout=timeout)
+    assert all(each.measured is not None for each in found), "the program has started no run"
+    return [each.measured for each in found]
 
 
-def _run(rank: Rank, program: Callable[[], object]) -> Measured:
+def _run(rank: Rank, program: Callable[[], object], observer: Observer) -> Observer:
     torch.set_num_threads(1)
     numbers = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
     numbers |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_PORT": rank.port or 0}
     os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": str(rank.address)}
-    measurement = Measurement(rank.rank)
-    with observing(measurement):
+    with observing(observer):
         program()
-    assert measurement.measured is not None, "the program has started no run"
-    return measurement.measured
+    return observer

@@ -64,9 +64,10 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
         raise ConfigError(f"--{what} with --model {name}: it changes presets of the Transformer alone; leave it out")
     base, _, size = name.partition("-")
     if base == "vit" and (size or "large") in vit.PRESETS:
-        return _vit(name, vit.PRESETS[size or "large"], size or "large")
+        preset = size or "large"
+        return replace(vit_spec(vit.PRESETS[preset]), name=name, flags=("--preset", preset))
     if name == "cnn":
-        return _cnn()
+        return cnn_spec(CNNConfig())
     if ":" in name:
         return _factory(name)
     known = [*transformer.PRESETS, *(f"vit-{size}" for size in vit.PRESETS), "cnn"]
@@ -100,35 +101,52 @@ def _transformer(
     flags += ("--tie_word_embeddings",) if tie else ()
     if "--vocab_size" not in flags:  # else the trainer takes that of its text
         flags += ("--vocab_size", str(config.vocab_size))
+    return replace(transformer_spec(config, seq_length), name=name, flags=flags, notes=notes)
+
+
+def spec_of(config: Any, seq_length: int, flops: bool = True) -> ModelSpec | None:
+    """A model of this package by its sizes; None for one that is none.
+
+    Args:
+        seq_length: of a Transformer. flops: whether step times are to be predicted: counting takes 20 ms.
+    """
+    if isinstance(config, TransformerConfig):
+        return transformer_spec(config, seq_length, flops)
+    if isinstance(config, ViTConfig):
+        return vit_spec(config, flops)
+    return cnn_spec(config) if isinstance(config, CNNConfig) else None
+
+
+def transformer_spec(config: TransformerConfig, seq_length: int, flops: bool = True) -> ModelSpec:
     # Built with one layer, which stands for all: a thousand layers cost what one does.
     with torch.device("meta"):
         model, sample = Transformer(replace(config, n_layers=1)), torch.zeros(1, seq_length, dtype=torch.int64)
     plan = transformer_plan(config)
     scores = 4 * seq_length**2 * config.n_heads * config.head_dim
-    kinds = _kinds(model, plan, sample, {"layer": scores})
     return ModelSpec(
-        name=name,
+        name="transformer",
         plan=plan,
         config=config,
-        kinds=kinds,
+        kinds=_kinds(model, plan, sample if flops else None, {"layer": scores}),
         sequence=(0, *[1] * config.n_layers, 2),
         tied=config.tie_word_embeddings,
         tokens=seq_length,
         seq_length=seq_length,
         program="mmm.trainer.lm",
-        flags=flags,
-        notes=notes,
     )
 
 
-def _kinds(model: nn.Module, plan: Plan, sample: Tensor, scores: Mapping[str, int]) -> tuple[PartKind, ...]:
-    """Embedding, layer and head of a model with one layer. scores: `PartKind.attention_flops`, by role."""
+def _kinds(model: nn.Module, plan: Plan, sample: Tensor | None, scores: Mapping[str, int]) -> tuple[PartKind, ...]:
+    """Embedding, layer and head of a model with one layer.
+
+    Args:
+        sample: None where FLOPs do not matter. scores: `PartKind.attention_flops`, by role.
+    """
     parts = parts_of(model, plan)
+    costs = [0] * len(parts) if sample is None else part_costs(model, parts, sample)
     return tuple(
         PartKind(role, _matrices(model, plan, part), cost, scores.get(role, 0))
-        for role, part, cost in zip(
-            ("embedding", "layer", "head"), parts, part_costs(model, parts, sample), strict=True
-        )
+        for role, part, cost in zip(("embedding", "layer", "head"), parts, costs, strict=True)
     )
 
 
@@ -144,27 +162,25 @@ def _matrices(model: nn.Module, plan: Plan, part: Part) -> tuple[Matrix, ...]:
     return tuple(found)
 
 
-def _vit(name: str, config: ViTConfig, preset: str) -> ModelSpec:
+def vit_spec(config: ViTConfig, flops: bool = True) -> ModelSpec:
     with torch.device("meta"):
         model = ViT(replace(config, n_layers=1))
         sample = torch.zeros(1, config.channels, config.image_size, config.image_size)
     plan = vit_plan()
     return ModelSpec(
-        name=name,
+        name="vit",
         plan=plan,
         config=config,
-        kinds=_kinds(model, plan, sample, {}),
+        kinds=_kinds(model, plan, sample if flops else None, {}),
         sequence=(0, *[1] * config.n_layers, 2),
         tied=False,
         tokens=config.patches,
         seq_length=0,
         program="mmm.trainer.vit",
-        flags=("--preset", preset),
     )
 
 
-def _cnn() -> ModelSpec:
-    config = CNNConfig()
+def cnn_spec(config: CNNConfig) -> ModelSpec:
     with torch.device("meta"):
         model, sample = CNN(config), torch.zeros(1, config.channels, config.image_size, config.image_size)
     plan = cnn_plan()

@@ -40,12 +40,11 @@ from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
 from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.mesh import Layout
-from mmm.parallel.plan import find
 from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
 from mmm.plan.step_graph import StepGraph
-from mmm.plan.tracker import MemoryPeak, MemoryTracker
+from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 
@@ -82,17 +81,12 @@ class Rehearsal(Observer):
         """In place of the run's process group: one that sends nothing. What the block computes and sends is counted."""
         device = clock.device
         self.layout, self.device, self.precision = layout, device, precision.name
-        plan, model = getattr(resolved, "plan", None), getattr(resolved, "model", None)
+        model = getattr(resolved, "model", None)
         partition, footprint = getattr(resolved, "partition", None), getattr(resolved, "footprint", None)
         self.has_experts = model is not None and has_experts(model)
         self.notes = getattr(resolved, "notes", ())
         self.stages = footprint.parameters if footprint is not None and layout.pp > 1 else ()
-        self.memory = MemoryTracker(device.type, lambda: clock.phase)
-        if plan is not None and model is not None and plan.output:
-            sizes = [getattr(output, "out_features", 0) for output in find(model, plan.output)]
-        else:
-            sizes = [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
-        self.memory.widths |= {-(-size // layout.tp) for size in sizes}
+        self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
         self.traffic = SentInOrder(lambda: clock.phase)
         self.graph = StepGraph(self.memory, self.traffic, lambda: clock.phase) if self.traced else None
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)

@@ -57,7 +57,7 @@ class Search:
         fixed: Mapping[str, object] | None = None,
     ) -> None:
         self.spec, self.machine, self.global_batch, self.dtype = spec, machine, global_batch, dtype
-        self.fixed = dict(fixed or {})
+        self.optimizer, self.fixed = optimizer, dict(fixed or {})
         self.memory = MemoryModel(spec, machine.device, dtype, optimizer)
         self.cost = CostModel(spec, machine, dtype, self.memory)
         self.splits = lru_cache(maxsize=None)(lambda stages: balance_stages(spec.costs, stages))

@@ -25,6 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.parallel.local import to_local
+from mmm.parallel.mesh import Layout
+from mmm.parallel.plan import find
 
 PARTS = (
     "parameters",  # and buffers
@@ -233,6 +235,16 @@ class _Storages(TorchDispatchMode):
             if func.namespace in SENDS:
                 SENDS[func.namespace](tracker, func, args, kwargs, result)
         return result
+
+
+def logit_widths(resolved: Any, layout: Layout) -> set[int]:
+    """The last dim of the logits of a run's model, on a rank (`MemoryTracker.widths`)."""
+    plan, model = getattr(resolved, "plan", None), getattr(resolved, "model", None)
+    if plan is not None and model is not None and plan.output:
+        sizes = [getattr(output, "out_features", 0) for output in find(model, plan.output)]
+    else:
+        sizes = [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
+    return {-(-size // layout.tp) for size in sizes}
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:

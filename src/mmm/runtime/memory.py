@@ -1,4 +1,5 @@
-"""How much memory can still be had: of this host, within the limits of the process's control groups; of a device."""
+"""How much memory can still be had: of this host, within the limits of the process's control groups; of a device. And
+how much of it this process has had at its peak."""
 
 from __future__ import annotations
 
@@ -82,3 +83,32 @@ def device_memory(device: torch.device) -> int | None:
         return int(getattr(torch, device.type).mem_get_info(device)[0])
     except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
         return None
+
+
+def start_of_peak(device: torch.device) -> int:
+    """Begin to count what `peak_memory` says.
+
+    Returns:
+        Bytes that the process has on its host by now, which do not count; of an accelerator 0: its tensors do.
+    """
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).reset_peak_memory_stats(device)
+        return 0
+    return 1024 * _table(ROOT / "proc/self/status").get("VmRSS:", 0)
+
+
+def peak_memory(device: torch.device, before: int) -> tuple[int | None, str]:
+    """The most bytes that this process has had at once, and what they are.
+
+    Args:
+        before: of `start_of_peak`.
+
+    Returns:
+        None where nothing tells. On a CPU, which keeps no count of tensors, what the process has grown by.
+    """
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).max_memory_allocated(device)), "tensors, by the allocator"
+    peak = 1024 * _table(ROOT / "proc/self/status").get("VmHWM:", 0)
+    if device.type != "cpu" or not peak or not before:
+        return None, "nothing here tells"
+    return max(peak - before, 0), "that the process grew by, libraries included"

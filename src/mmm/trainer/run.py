@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +65,8 @@ class Run:
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     memory: HostMemory | None = None
     utilization: Utilization | None = None  # on rank 0, where rows say it
+    memory_before: int = 0  # of `mmm.runtime.memory.start_of_peak`, on rank 0
+    seconds_per_sample: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))  # of the last rows
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
@@ -168,6 +171,8 @@ class Run:
             values, first = table[self.rank.rank].tolist(), len(own) - len(seconds)
             numbers |= dict(zip(tensors, values[UnreadLosses.COLUMNS :], strict=False))
             per_rank = {part: table[:, first + i] for i, part in enumerate(seconds)}
+            if samples:
+                self.seconds_per_sample.append(seconds["dt"] / samples)
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})
             rate |= self.utilization.rates(samples, tokens, seconds["dt"]) if self.utilization is not None else {}
             line = self.record.update({**at, name: total, **seconds, **numbers, **rate}, per_rank)

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,13 +44,10 @@ from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
 from mmm.trainer.options import BaseOptions
+from mmm.trainer.prediction import predict_run, report_prediction
 from mmm.trainer.report import rank_table, report_end
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.resume import RunFolder
-
-if TYPE_CHECKING:
-    pass
-
 from mmm.trainer.run import Run
 
 BROKEN_EXIT = 1  # of a run with --break, whatever it found
@@ -156,7 +153,8 @@ def start_run(
         if isinstance(resolved, Resolved):
             if rank.is_main or options.log_all_ranks:
                 log.info("model:\n%s", resolved.summary())
-            run.describe(**resolved.describe())
+            predicted = {"predicted": predict_run(run, resolved)} if rank.is_main and not dry else {}
+            run.describe(**resolved.describe(), **predicted)
             for note in resolved.notes:
                 run.note(note)
             resume.choose(run, prepared[0] if prepared else None, module, resolved)
@@ -175,5 +173,6 @@ def start_run(
                 run.record_startup()
             if len(run.record):
                 report_end(run, outdir)
+                report_prediction(run)
     if options.break_ is not None:  # on every rank
         raise SystemExit(BROKEN_EXIT)

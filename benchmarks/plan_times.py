@@ -1,0 +1,160 @@
+"""Step times that `mmm plan` predicts on this machine, beside those that real ranks measure.
+
+    python benchmarks/plan_times.py [--machine FILE] [--repeats 3] [--only NAME …] [--json FILE] [--list]
+
+First this machine is measured, as ``mmm plan --calibrate`` does (or FILE is read). Then each layout trains some steps
+on CPU ranks of this host, a thread each; layouts take turns, so that load from elsewhere meets all of them, and of all
+steps of a layout the fastest counts. ``busy`` is what other work on the host changes least: the CPU seconds of the
+busiest rank, or of all ranks over the cores; what ranks wait for each other is not in it. The prediction knows layout,
+techniques and the machine file, and nothing of these runs. Exit code 1 where for ``step`` Spearman's rank correlation
+is below 0.9, or the median error above 15 %.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mmm.plan.calibrate import calibrate
+from mmm.plan.machine import Machine, changed, load
+from mmm.plan.measured import StepTime, step_times
+from mmm.plan.predict import predict
+from mmm.trainer.dry_run import for_a_few_steps
+from mmm.trainer.options import parse
+
+CORRELATION, MEDIAN = 0.9, 0.15
+STEPS = 5
+LLAMA = "lm --preset debug --dataset random --dim 256 --n_heads 8 --n_kv_heads 4 --ffn_dim 704 --vocab_size 2048"
+LLAMA = f"{LLAMA} --seq_length 256 --batch_size 4"
+DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"
+# Name → (ranks, program and flags).
+CASES = {
+    "one device": (1, LLAMA),
+    "one device, batch 2": (1, LLAMA.replace("batch_size 4", "batch_size 2")),
+    "one device, 4 layers": (1, f"{LLAMA} --n_layers 4"),
+    "checkpointing full": (1, f"{LLAMA} --activation_checkpointing full"),
+    "microbatches": (1, f"{LLAMA} --microbatches 4"),
+    "loss in chunks": (1, f"{LLAMA} --loss_chunks 4"),
+    "ddp 2": (2, f"{LLAMA} --parallel ddp"),
+    "ddp 4": (4, f"{LLAMA} --parallel ddp"),
+    "zero1 2": (2, f"{LLAMA} --parallel zero1"),
+    "zero2 4": (4, f"{LLAMA} --parallel zero2"),
+    "fsdp 2": (2, LLAMA),
+    "fsdp 4": (4, LLAMA),
+    "fsdp 2 checkpointing": (2, f"{LLAMA} --activation_checkpointing full"),
+    "fsdp 2 microbatches": (2, f"{LLAMA} --microbatches 2"),
+    "hsdp 4": (4, f"{LLAMA} --parallel hsdp"),
+    "tp 2": (2, f"{LLAMA} --tp 2"),
+    "tp 4": (4, f"{LLAMA} --tp 4"),
+    "fsdp·tp 4": (4, f"{LLAMA} --tp 2"),
+    "cp 2 ring": (2, f"{LLAMA} --cp 2"),
+    "cp 2 ulysses": (2, f"{LLAMA} --cp 2 --cp_style ulysses"),
+    "cp 4 ring": (4, f"{LLAMA} --cp 4"),
+    "fsdp·cp 4": (4, f"{LLAMA} --cp 2"),
+    "pp 2 gpipe": (2, f"{DEEP} --pp 2 --schedule GPipe"),
+    "pp 2 1f1b": (2, f"{DEEP} --pp 2 --schedule 1F1B"),
+    "pp 4 1f1b": (4, f"{DEEP} --pp 4 --schedule 1F1B"),
+    "pp·fsdp 4": (4, f"{DEEP} --pp 2"),
+    "pp·tp 4": (4, f"{DEEP} --pp 2 --tp 2"),
+}
+
+
+def train(line: str, outdir: str) -> None:
+    """What a rank does: some steps, of a program that knows nothing."""
+    name, *words = line.split()
+    program = importlib.import_module(f"mmm.trainer.{name}")
+    sys.argv = [name, *words, "--device", "cpu"]
+    options = replace(for_a_few_steps(parse(program.Config)), max_iters=STEPS, outdir=Path(outdir))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        program.train(options)
+
+
+def measured(line: str, ranks: int) -> StepTime:
+    """The fastest of all steps but the first, by each of its two times."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = step_times(partial(train, line, f"{folder}/run"), ranks)[1:]
+    return StepTime(min(step.seconds for step in steps), min(step.busy for step in steps))
+
+
+def predicted(line: str, ranks: int, machine: Machine) -> tuple[str, float]:
+    """The layout, and seconds of a step: what the run's own record would keep."""
+    name, *words = line.split()
+    program = importlib.import_module(f"mmm.trainer.{name}")
+    sys.argv = [name, *words, "--device", "cpu"]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    resolved = program.resolve(parse(program.Config))
+    found = predict(resolved, "cpu", "fp32", changed(machine, {"gpus_per_host": ranks}))
+    assert found is not None
+    assert found.seconds is not None
+    return str(resolved.layout), found.seconds
+
+
+def places(values: list[float]) -> list[int]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    return [order.index(number) for number in range(len(values))]
+
+
+def spearman(one: list[float], other: list[float]) -> float:
+    """Rank correlation."""
+    return statistics.correlation(places(one), places(other))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--machine", type=Path, help="what --calibrate wrote; default: measured first")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of all layouts (default: 3)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--list", action="store_true", help="print the names and leave")
+    given = parser.parse_args()
+    if given.list:
+        print("\n".join(given.only))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = given.machine or Path(folder) / "machine.json"
+        if given.machine is None:
+            print(f"load {os.getloadavg()[0]:.1f}")
+            calibrate(path, print)
+        machine = load(str(path), "--machine")
+    turns: dict[str, list[StepTime]] = {name: [] for name in given.only}
+    for turn in range(given.repeats):
+        for name in given.only:
+            ranks, line = CASES[name]
+            turns[name].append(measured(line, ranks))
+        print(f"turn {turn + 1} of {given.repeats}: load {os.getloadavg()[0]:.1f}", flush=True)
+    heads = f"{'predicted':>11}{'step':>9}{'error':>7}{'busy':>9}{'error':>7}"
+    print(f"milliseconds\n{'':<24}{'layout':<26}{'ranks':>5}{heads}   steps of each turn")
+    rows = []
+    for name in given.only:
+        ranks, line = CASES[name]
+        layout, seconds = predicted(line, ranks, machine)
+        step, busy = (min(each) for each in zip(*turns[name], strict=True))
+        rows.append({"name": name, "ranks": ranks, "layout": layout, "predicted": seconds, "step": step, "busy": busy})
+        sizes = f"{seconds * 1e3:>11.1f}{step * 1e3:>9.1f}{seconds / step - 1:>7.0%}"
+        sizes += f"{busy * 1e3:>9.1f}{seconds / busy - 1:>7.0%}"
+        each = " ".join(f"{turn.seconds * 1e3:.0f}" for turn in turns[name])
+        print(f"{name:<24}{layout:<26}{ranks:>5}{sizes}   {each}")
+    if given.json is not None:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    agree = {}
+    for kind in ("step", "busy"):
+        ours, theirs = [row["predicted"] for row in rows], [row[kind] for row in rows]
+        median = statistics.median(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+        agree[kind] = spearman(ours, theirs), median
+        print(
+            f"{len(rows)} layouts, {kind}: Spearman's rank correlation {agree[kind][0]:.2f}, median error {median:.0%}"
+        )
+    rank, median = agree["step"]
+    return int(rank < CORRELATION or median > MEDIAN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

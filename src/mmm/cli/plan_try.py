@@ -1,0 +1,160 @@
+"""``mmm plan --dry_run`` and ``--check``: the program of a layout, on nothing, and on the devices of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmm.errors import ConfigError
+from mmm.plan.machine import Machine, calibrated_path, changed, load
+
+if TYPE_CHECKING:
+    from mmm.plan.candidate import Candidate
+    from mmm.plan.search import Search
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+CHECK_SECONDS = 900  # of each run on real ranks
+CHECK_FAILED = 1
+DATA = {"mmm.trainer.lm": "random", "mmm.trainer.vit": "digits", "mmm.trainer.fsdp": "digits"}  # without a download
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """``pp2·dp2·tp2`` → the size of each axis: 1 where the text has none.
+
+    Raises:
+        ConfigError: it is no layout.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    for word in re.split(r"[·,.*\s]+", text.strip()) if text.strip() != "1" else []:
+        match = re.fullmatch(r"([a-z_]+?)=?(\d+)", word)
+        axis = {"dp": "dp_shard"}.get(match[1], match[1]) if match else ""
+        if match is None or axis not in sizes or not 1 <= int(match[2]) <= 10**6:
+            raise ConfigError(f"layout {text}: {word!r} is no axis with its size; such as pp2·dp2·tp2, or pp2,dp2,tp2")
+        sizes[axis] = int(match[2])
+    return sizes
+
+
+def machine_here(args: argparse.Namespace, sizes: dict[str, int]) -> Machine:
+    """This host, with as many ranks as the layout has: measured by --calibrate, now if it has not been.
+
+    Raises:
+        ConfigError: the flags name another machine.
+    """
+    for flag in ("site", "hosts", "gpu_memory"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--check runs on this host: leave --{flag} out")
+    if args.machine is not None:
+        machine = load(args.machine, "--machine")
+    else:
+        if not (path := calibrated_path()).exists():
+            from mmm.plan.calibrate import calibrate
+
+            print(f"this machine has not been measured: mmm plan --calibrate {path}", flush=True)
+            calibrate(path, lambda _: None)
+        machine = load(str(path), "--machine")
+    ranks = 1
+    for axis in AXES[:-1]:
+        ranks *= sizes.get(axis, 1)
+    return changed(machine, {"hosts": 1, "gpus_per_host": ranks if sizes else args.gpus_per_host})
+
+
+def _flags(search: Search, candidate: Candidate) -> list[str]:
+    """Of the trainer."""
+    from mmm.plan.script import trainer_flags
+    from mmm.runtime.device import is_available
+
+    spec, device = search.spec, search.machine.device
+    if not spec.program:
+        raise ConfigError(f"--model {spec.name}: no trainer has it, so that there is no program to try")
+    flags = trainer_flags(candidate, spec, search.global_batch, search.dtype)
+    data = ["--dataset", DATA[spec.program]]
+    if "--dataset" in flags:
+        at = flags.index("--dataset")
+        flags[at : at + 2] = data
+        data = []
+    optimizer = ["--optimizer", search.optimizer] if search.optimizer != "adamw" else []
+    return [*flags, *data, *optimizer, "--device", device if device == "cpu" or is_available(device) else "cpu"]
+
+
+def dry_run(search: Search, candidate: Candidate, args: argparse.Namespace) -> int:
+    """The table of a trainer's --dry_run. Returns 0 if it fits, else 1."""
+    from mmm.cli.plan_program import train
+    from mmm.plan import dry_run_report
+    from mmm.plan.dry_run import dry_run as run
+
+    flags = _flags(search, candidate)
+    found = run(partial(train, search.spec.program, flags), search.machine.ranks)
+    budget = int(search.machine.budget)
+    print(dry_run_report.text_of(found, budget))
+    command = ["python3", "-m", search.spec.program, *flags, "--dry_run", str(search.machine.ranks)]
+    print(f"\n{shlex.join(command)}")
+    _write(args.json, dry_run_report.json_of(found, budget, command))
+    return 0 if dry_run_report.verdict(found, budget)[0] else 1
+
+
+def check(search: Search, candidate: Candidate, args: argparse.Namespace) -> int:
+    """Run it by `launch`. Returns 0 if its memory is as predicted, else 1."""
+    from mmm.cli.plan_program import train
+    from mmm.plan.check import Checked, RankMemory, json_of, text_of
+    from mmm.plan.dry_run import dry_run as run
+    from mmm.plan.script import launch_line
+
+    program, flags, ranks = search.spec.program, _flags(search, candidate), search.machine.ranks
+    dry = run(partial(train, program, flags), ranks)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        machine = folder / "machine.json"
+        machine.write_text(json.dumps(_plain(search.machine)))
+        for kind in ("memory", "time"):
+            _launch([name, kind, str(machine), program, *flags], ranks, search.machine.device)
+        memory = {rank: RankMemory(**_read(folder / f"memory-{rank}.json")) for rank in range(ranks)}
+        by_rank = [_read(folder / f"time-{rank}.json")["seconds"] for rank in range(ranks)]
+    seconds = [max(each) for each in zip(*by_rank, strict=True)]
+    line = launch_line(candidate, search.spec, search.machine, search.global_batch, search.dtype)
+    checked = Checked(dry, memory, seconds, search.machine.name, line)
+    print(text_of(checked))
+    _write(args.json, json_of(checked))
+    return 0 if checked.right else CHECK_FAILED
+
+
+def _launch(words: list[str], ranks: int, device: str) -> None:
+    """On a CPU with one thread a rank, as the machine was measured."""
+    command = [sys.executable, "-m", "mmm.launch", "-n", str(ranks), "--device", device]
+    command += ["python3", "-m", "mmm.cli.plan_program", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"} if device == "cpu" else None
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"--check: the ranks took more than {CHECK_SECONDS} s: use a smaller model or batch"
+        ) from None
+    if done.returncode:
+        raise ConfigError(f"--check: the run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def _plain(machine: Machine) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(machine), "script": list(machine.script)}
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _write(path: Path | None, content: Any) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: it cannot be written: {error.strerror}") from None

@@ -1,0 +1,64 @@
+"""What one run will need and take: `MemoryModel` and `CostModel` of the layout and the techniques that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmm.plan.memory import MemoryModel, PlannedStage, stages_for, whole_model
+from mmm.plan.models import spec_of
+
+if TYPE_CHECKING:
+    from mmm.plan.machine import Machine
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step.
+
+    Attributes:
+        memory: bytes by part (`mmm.plan.memory.PARTS`) at the peak of a rank, by coordinate on pp.
+        seconds: None where the machine's rates are not known. machine: whose rates they are.
+    """
+
+    memory: tuple[dict[str, float], ...]
+    seconds: float | None = None
+    machine: str = ""
+
+    def bytes(self, coordinate: int = 0) -> float:
+        """Of a rank with this coordinate on pp."""
+        return sum(self.memory[coordinate].values())
+
+    @property
+    def worst(self) -> int:
+        """The coordinate on pp that needs the most memory."""
+        return max(range(len(self.memory)), key=self.bytes)
+
+
+def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = None) -> Prediction | None:
+    """What a run will need and take; None for a model that has no formulas. With a machine it counts FLOPs, 20 ms.
+
+    Args:
+        resolved: a `mmm.trainer.resolve.Resolved`. device: type of the device. dtype: name of the precision.
+        machine: on which; None: then only memory is predicted.
+    """
+    layout, sample = resolved.layout, resolved.sample
+    spec = spec_of(resolved.sizes, sample.shape[-1], flops=machine is not None)
+    if spec is None:
+        return None
+    techniques = getattr(resolved, "techniques", None) or resolved.options.techniques()
+    partition = getattr(resolved, "partition", None)
+    microbatches = partition.microbatches if partition is not None else techniques.microbatches or 1
+    stages: list[PlannedStage] = [whole_model(spec)]
+    if layout.pp > 1:
+        assert partition is not None, "a pipeline is made by a partition"
+        stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
+    batch = -(-len(sample) // microbatches)
+    memory = MemoryModel(spec, device, dtype, resolved.options.optimizer)
+    parts = tuple(memory.of_stage(stage, layout, techniques, batch, microbatches) for stage in stages)
+    if machine is None:
+        return Prediction(parts)
+    from mmm.plan.cost import CostModel  # a run of a machine that is not known does without
+
+    cost = CostModel(spec, machine, dtype, memory).step(tuple(stages), layout, techniques, batch, microbatches)
+    return Prediction(parts, cost.seconds, machine.name)

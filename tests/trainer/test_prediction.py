@@ -1,0 +1,55 @@
+"""A run's record has what was predicted for it and what was measured, and nothing that goes wrong there ends a run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from mmm.plan.machine import calibrated_path, load
+
+LM = [sys.executable, "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
+LM += ["--seq_length", "32", "--batch_size", "2", "--max_iters", "3", "--no-plots", "--eval_batches", "1"]
+
+
+def run(tmp_path, monkeypatch, machine=None):
+    """The record of a run, and its last line. machine: what is in the calibration of this host."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if machine is not None:
+        calibrated_path().parent.mkdir(parents=True)
+        calibrated_path().write_text(machine)
+    done = subprocess.run([*LM, "--outdir", str(tmp_path / "run")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "run" / "config.json").read_text()), (done.stdout + done.stderr).splitlines()[-1]
+
+
+@pytest.mark.parametrize("known", [pytest.param(False, marks=pytest.mark.long), True])
+def test_predicted_and_measured(tmp_path, monkeypatch, known):
+    laptop = asdict(load("laptop", "--site"))
+    config, line = run(tmp_path, monkeypatch, json.dumps({**laptop, "script": []}) if known else None)
+    predicted, measured = config["predicted"], config["measured"]
+    assert predicted["peak_bytes"] == sum(predicted["memory_bytes"].values()) > 0
+    assert measured["step_seconds"] > 0
+    assert measured["peak_bytes"] > 0
+    assert f"predicted {predicted['peak_bytes'] / 2**20:,.1f} MiB, measured" in line
+    if known:
+        assert predicted["machine"] == "Laptop"
+        assert f"step: predicted {predicted['step_seconds']:.4g} s (Laptop), measured" in line
+    else:
+        assert predicted["step_seconds"] is None
+        assert "mmm plan --calibrate" in line
+
+
+def test_a_prediction_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    config, line = run(tmp_path, monkeypatch, "{no machine")
+    assert config["predicted"]["failed"].startswith("ConfigError: --machine")
+    assert "no prediction: ConfigError" in line
+    assert config["measured"]["step_seconds"] > 0
+
+
+def test_a_trainer_imports_no_model_of_a_prediction():
+    """Start-up pays for it on rank 0 alone, in the run."""
+    code = "import sys, mmm.trainer.lm; print([name for name in sys.modules if name.startswith('mmm.plan.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['mmm.plan.observer']"
