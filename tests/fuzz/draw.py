@@ -73,13 +73,15 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "image_size": ("5", "9", "16", "0"),
     "patch_size": ("3", "5", "1", "0"),
     "channels": ("1", "3", "2", "0"),
+    "profile_steps": ("0:1", "1:2", "2:1", "x"),
+    "profile_ranks": ("1", "2", "0"),
     "classes": ("2", "10", "3", "0"),
 }
 GIVEN = names(
     "outdir data_dir text model resume tokenizer pack document_mask init_from "
     "dry_run dry_run_rank dry_run_memory dry_run_json"
 )  # paths, which the fuzzer sets itself; what needs prepared ones; a model that is the only one; what trains nothing
-NOT_SPOILT = names("device plots compile dataset model preset tracker")  # other machines, network, minutes
+NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
     "decayed offload scale_lr overwrite"
