@@ -95,7 +95,15 @@ def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> A
     both[1].set_xlabel("ms from the beginning of the step", color=GREY)
     used = {kind for row in rows.values() for kind, *_ in row.slices}
     handles = [Patch(color=COLORS[kind], label=label) for kind, label in NAMES.items() if kind in used]
-    figure.legend(handles=handles, ncols=len(handles), loc="upper left", bbox_to_anchor=(0.12, 1.0), fontsize=9)
+    figure.legend(
+        handles=handles,
+        ncols=len(handles),
+        loc="upper left",
+        bbox_to_anchor=(0.115, 1.0),
+        fontsize=8.5,
+        handlelength=1.1,
+        columnspacing=1.1,
+    )
     return figure
 
 
