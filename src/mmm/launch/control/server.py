@@ -9,7 +9,7 @@ import subprocess
 import uuid
 from typing import Any
 
-from mmm.contract import MARKER_VARIABLE, TERMINAL_VARIABLE, SOCKET_BUFFER, VERDICT_VARIABLE
+from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, TERMINAL_VARIABLE, VERDICT_VARIABLE
 from mmm.launch.control import processes, wire
 from mmm.launch.control.output import Output
 from mmm.launch.control.wire import Instructions
