@@ -85,6 +85,7 @@ def test_pytorchs_events_keep_their_arrows_and_threads(tmp_path):
             {"ph": "M", "name": "thread_name", **place, "ts": 0, "args": {"name": "thread 7 (python)"}},
             {"ph": "X", "cat": "cpu_op", "name": "aten::mul", **place, "ts": 5.0, "dur": 2.0, "args": {}},
             {"ph": "X", "cat": "kernel", "name": "mul", "pid": 0, "tid": 9, "ts": 6.0, "dur": 2.0, "args": {}},
+            {"ph": "X", "cat": "user_annotation", "name": "gloo:send", **place, "ts": 6.5, "dur": 9.0, "args": {}},
             {"ph": "s", "id": 3, "cat": "ac2g", "name": "ac2g", **place, "ts": 5.0},
             {"ph": "f", "id": 3, "cat": "ac2g", "name": "ac2g", "pid": 0, "tid": 9, "ts": 6.0, "bp": "e"},
             {"ph": "s", "id": 4, "cat": "fwdbwd", "name": "fwdbwd", **place, "ts": 5.0},
@@ -109,6 +110,8 @@ def test_pytorchs_events_keep_their_arrows_and_threads(tmp_path):
     assert [(event["pid"], event["ts"]) for event in muls] == [(0, 1005.0), (1, 1005.0)]
     threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert [threads[event["tid"]] for event in muls] == ["main thread"] * 2
+    sends = [event for event in trace["traceEvents"] if event["name"] == "gloo:send"]  # begins in the product
+    assert [threads[event["tid"]] for event in sends] == ["main thread, asynchronous"] * 2
 
 
 def test_the_picture_and_its_reader(tmp_path):

@@ -91,9 +91,8 @@ class TraceFile:
                 )
                 expected = len(self.ranks.intersection(each.ranks))
                 self._ends.setdefault(each.key, []).append(_End(at, pid, tid, each.sends, expected))
-        for event in _pytorchs(trace.events):
-            names = event.pop("track")
-            tid = self._track(tracks, pid, (event["pid"], event["tid"]), names, order)
+        for lane, name, event in _pytorchs(trace.events):
+            tid = self._track(tracks, pid, (event["pid"], event["tid"], lane), name, order)
             at = round((trace.base + trace.offset - self.zero) / 1e3 + event["ts"], 3)
             self._write({**event, "pid": pid, "tid": tid, "ts": at} | self._own_id(event, pid))
 
@@ -142,18 +141,31 @@ class TraceFile:
         self._first = False
 
 
-def _pytorchs(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Slices of PyTorch's trace, each with the name of its `track`, and its arrows that have both ends."""
+def _pytorchs(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Slices of PyTorch's trace, in order, and its arrows that have both ends; each with lane and name of its track.
+
+    A slice that neither lies in the one under way nor follows it, such as a send that another call ends, would be lost
+    in Perfetto: it gets a lane of its own.
+    """
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     names |= {place: "main thread" for place in names if place[0] == place[1]}
     ends = Counter((e["cat"], e["id"], e["ph"]) for e in events if e["ph"] in "sf")
-    for event in events:
-        kept = event["ph"] == "X" and isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        if event["ph"] in "sf":
-            kept = all(ends[event["cat"], event["id"], ph] == 1 for ph in "sf")
-        if kept:
-            place = event["pid"], event["tid"]
-            yield {**event, "track": names.get(place, f"thread {place[1]}")}
+    lanes: dict[tuple[int, int], list[list[float]]] = {}  # by thread, of each lane the ends of what is under way
+    for event in sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
+        place, lane = (event["pid"], event["tid"]), 0
+        name = names.get(place, f"thread {place[1]}")
+        if event["ph"] == "X" and isinstance(place[0], int) and isinstance(place[1], int):
+            begin, end = event["ts"], round(event["ts"] + event["dur"], 3)
+            own = lanes.setdefault(place, [])
+            for stack in own:
+                while stack and stack[-1] <= begin:
+                    stack.pop()
+            lane = next((n for n, stack in enumerate(own) if not stack or end <= stack[-1]), len(own))
+            own += [[]] if lane == len(own) else []
+            own[lane].append(end)
+            yield lane, f"{name}, asynchronous" if lane else name, event
+        elif event["ph"] in "sf" and all(ends[event["cat"], event["id"], ph] == 1 for ph in "sf"):
+            yield 0, name, event
 
 
 def read_trace(path: Path) -> Iterator[dict[str, Any]]:
