@@ -3,14 +3,13 @@
 import itertools
 import json
 import os
-from contextlib import redirect_stdout
 from unittest.mock import patch
 
 import pytest
 
 from mmm.examples import checkpoint
 from mmm.history import load
-from support.pool import meeting_only
+from support.pool import program_on
 
 FLAGS = {"dtype": "fp64", "max_iters": 6, "global_batch_size": 4, "seq_length": 16, "plots": False, "device": "cpu"}
 
@@ -21,14 +20,7 @@ def run(rank, outdir, optimizer, lacks=None):
         return {name: tensors for name, tensors in state_of(model, optimizer).items() if name != part}
 
     state_of, calls = checkpoint.state_of, itertools.count()
-    with (
-        patch("mmm.trainer.start.process_group", meeting_only),
-        patch("mmm.trainer.start.whoami", lambda: rank),
-        patch("mmm.trainer.text.whoami", lambda: rank),
-        patch.object(checkpoint, "state_of", some),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
+    with program_on(rank), patch.object(checkpoint, "state_of", some):
         try:
             checkpoint.train(checkpoint.Config(**FLAGS, optimizer=optimizer, outdir=outdir))
         except RuntimeError as error:

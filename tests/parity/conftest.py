@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import xarray  # noqa: F401
 import mmm.parity.report
 import mmm.parity.run  # noqa: F401
 from mmm.parity.__main__ import main
+from mmm.parity.report import ERRORS
 from support import parity_bugs
 from support.clock import PATIENCE
 
@@ -34,12 +36,13 @@ def command(rank, arguments, cwd, bug):
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    return SimpleNamespace(code=code, out=texts[0], err=texts[1])
+    tracebacks = [file.read_text() for file in Path(cwd).rglob(ERRORS)]
+    return SimpleNamespace(code=code, out=texts[0], err=texts[1], tracebacks="".join(tracebacks))
 
 
 @pytest.fixture
 def parity(run_on_ranks, tmp_path_factory):
-    """``parity("--model", "cnn", …, bug="", cwd=None)`` → code, out, err; cwd is a new folder if None."""
+    """``parity("--model", "cnn", …, bug="", cwd=None)`` → code, out, err, tracebacks; cwd is a new folder if None."""
 
     def run(*arguments, bug="", cwd=None):
         cwd = tmp_path_factory.mktemp("parity") if cwd is None else cwd

@@ -34,7 +34,9 @@ def rows_of(path):
     [
         pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
         ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
-        ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED),
+        pytest.param(
+            ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED), marks=pytest.mark.long
+        ),
         ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
         pytest.param(("--model", "transformer", "--layout", "pp2.dp2.tp2", *PACKED), marks=pytest.mark.long),
         pytest.param(("--model", "transformer", "--layout", "dp2.tp2.cp2", *PACKED), marks=pytest.mark.long),
@@ -172,7 +174,7 @@ def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
     assert done.code == 1, done.out + done.err
     (row,) = rows_of(tmp_path / "rows.json")
     assert not row["passed"]
-    assert re.search(what, row["reason"]), row["reason"]
+    assert re.search(what, row["reason"]), row["reason"] + done.tracebacks
     assert "0 of 1 trainings" in done.out
 
 

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from mmm.runtime.ranks import Rank
 
+# The modules that may ask which rank they are on.
+ASK = ("mmm.trainer.start", "mmm.trainer.text", "mmm.trainer.vision", "mmm.trainer.vit")
+
 
 def meeting_only(rank: Rank, device: torch.device, timeout: float, meet: Callable[[Any], None]) -> Any:
     """In place of a process group of the program's own: the one there is."""
     meet(_get_default_store())
-    return contextlib.nullcontext()
+    return nullcontext()
+
+
+@contextmanager
+def program_on(rank: Rank) -> Iterator[None]:
+    """A trainer or an example that is called inside runs on this rank of the pool, and prints nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(patch("mmm.trainer.start.process_group", meeting_only))
+        for name in ASK:
+            if hasattr(sys.modules.get(name), "whoami"):
+                stack.enter_context(patch(f"{name}.whoami", lambda: rank))
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
 import time
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,10 +16,9 @@ import mmm.history
 from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.errors import UserError
-from support.pool import meeting_only
+from support.pool import program_on
 
 PATIENCE = 60.0  # s for a save to end
-WHERE = ("mmm.trainer.start.whoami", "mmm.trainer.text.whoami", "mmm.trainer.vision.whoami", "mmm.trainer.vit.whoami")
 
 
 class Ended(Exception):
@@ -52,13 +49,9 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
         seed_step(seed, step, coordinate)
 
     with ExitStack() as stack:
-        stack.enter_context(patch("mmm.trainer.start.process_group", meeting_only))
+        stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         stack.enter_context(patch("mmm.trainer.loop.seed_step", ending))
-        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        for name in WHERE:
-            with contextlib.suppress(AttributeError):
-                stack.enter_context(patch(name, lambda: rank))
         try:
             module.train(module.Config(device="cpu", plots=False, flush_every=3, **flags))
         except Ended:

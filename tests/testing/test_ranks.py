@@ -38,6 +38,10 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def refuse():
     raise LayoutError("does not\nfit")
 
@@ -50,6 +54,7 @@ def leave():
     ("do", "reason"),
     [
         (kill, "rank 1: killed by SIGKILL"),
+        (crash, "rank 1: killed by SIGSEGV"),
         (leave, "rank 1: exited with code 3 and said nothing"),
         (lambda: 1 // 0, "rank 1: ZeroDivisionError: integer division or modulo by zero"),
         (refuse, "rank 1: does not fit"),
@@ -67,6 +72,8 @@ def test_the_cause_is_named(do, reason, monkeypatch):
     assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
     if "Zero" in reason:
         assert "1 // 0" in caught.value.details
+    if "SEGV" in reason:
+        assert "in crash" in caught.value.details
 
 
 def hang(rank, folder):

@@ -1,15 +1,12 @@
 """The language-model trainer on products of axes: losses, clipped and at a falling rate, as on one rank; model.pt."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import threading
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ from mmm.trainer.options import parse
 from mmm.trainer.tasks import fetched_ahead
 from mmm.trainer.text import resolve
 from support.clock import PATIENCE
-from support.pool import meeting_only
+from support.pool import program_on
 
 SMALL = {
     "preset": "debug",
@@ -46,13 +43,7 @@ SMALL = {
 
 def run(rank, outdir, flags):
     """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
-    with (
-        patch("mmm.trainer.start.process_group", meeting_only),
-        patch("mmm.trainer.start.whoami", lambda: rank),
-        patch("mmm.trainer.text.whoami", lambda: rank),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
+    with program_on(rank):
         lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=outdir))
 
 

@@ -1,9 +1,5 @@
 """Muon: the orthogonalized momentum, and the same update on every mesh."""
 
-import os
-from contextlib import redirect_stdout
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +8,7 @@ from torch import nn
 import mmm.history
 from mmm.trainer import lm, muon
 from mmm.trainer.muon import Muon, orthogonalized
-from support.pool import meeting_only
+from support.pool import program_on
 
 FLAGS = {
     "preset": "debug",
@@ -83,13 +79,7 @@ def test_it_is_pytorchs_up_to_bfloat16():
 
 
 def run(rank, outdir, flags):
-    with (
-        patch("mmm.trainer.start.process_group", meeting_only),
-        patch("mmm.trainer.start.whoami", lambda: rank),
-        patch("mmm.trainer.text.whoami", lambda: rank),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
+    with program_on(rank):
         lm.train(lm.Config(**{**FLAGS, **flags}, device="cpu", outdir=outdir))
 
 

@@ -1,12 +1,9 @@
 """Training that starts from weights on disk, and writes text at each evaluation: the same on every layout."""
 
 import json
-import os
 import re
 import shutil
-from contextlib import redirect_stdout
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from mmm.errors import CheckpointError, ConfigError, DataError, UserError
 from mmm.trainer import lm
 from mmm.trainer.text import resolve
 from support.llamas import CHARS, CONFIG, logits, tensors, write_gguf, write_hugging_face
-from support.pool import meeting_only
+from support.pool import program_on
 from support.resuming import curve
 
 TIED = {**CONFIG, "tie_word_embeddings": True}
@@ -57,13 +54,7 @@ def imported(folder):
 
 def run(rank, outdir, flags):
     """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
-    with (
-        patch("mmm.trainer.start.process_group", meeting_only),
-        patch("mmm.trainer.start.whoami", lambda: rank),
-        patch("mmm.trainer.text.whoami", lambda: rank),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
+    with program_on(rank):
         lm.train(lm.Config(**{**SMALL, **flags}, device="cpu", outdir=outdir))
 
 

@@ -111,9 +111,10 @@ def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(2, {"tpsize": 2}), pytest.param(4, {"pp": 2, "loss_chunks": 2}, marks=pytest.mark.long)],
+    [(2, {"tpsize": 2}), (4, {"pp": 2, "loss_chunks": 2})],
     ids=str,
 )
+@pytest.mark.long
 def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     """A mixture of them, to the last bit; and on another layout."""
     folders = []

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -28,7 +28,7 @@ from mmm.trainer.start import start_run
 from mmm.trainer.text import TextProgramOptions, resolve
 from support.clock import PATIENCE
 from support.launcher import OURS
-from support.pool import meeting_only
+from support.pool import program_on
 
 CPU = torch.device("cpu")
 
@@ -113,13 +113,10 @@ def start(rank, outdir, options, differs):
     """
     given = TextProgramOptions(preset="debug", device="cpu", outdir=outdir, plots=False, **options[rank.rank])
     with ExitStack() as stack:
-        stack.enter_context(patch("mmm.trainer.start.process_group", meeting_only))
-        stack.enter_context(patch("mmm.trainer.start.whoami", lambda: rank))
+        stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
-        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         if differs and rank.rank == 1:
             stack.enter_context(patch(differs[0], lambda *_: differs[1]))
-        stack.enter_context(patch("mmm.trainer.text.whoami", lambda: rank))
         resolved = resolve(given)
         try:
             with start_run("test", given, resolved):

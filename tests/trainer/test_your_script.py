@@ -3,11 +3,9 @@
 import importlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,7 +16,7 @@ import torch
 import mmm.history
 from mmm.errors import DataError
 from support.clock import PATIENCE
-from support.pool import meeting_only
+from support.pool import program_on
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
@@ -52,13 +50,7 @@ def load(path):
 def on_a_rank(rank, path, outdir):
     """The script's own `train`, on a rank of the pool, whose process group is there already."""
     denoise = load(path)
-    with (
-        patch("mmm.trainer.start.process_group", meeting_only),
-        patch("mmm.trainer.start.whoami", lambda: rank),
-        patch.object(denoise, "whoami", lambda: rank),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
+    with program_on(rank), patch.object(denoise, "whoami", lambda: rank):
         denoise.train(denoise.Config(**FLAGS, tp=2, device="cpu", outdir=outdir))
 
 

@@ -190,3 +190,11 @@ def gather_objects(rank: Rank, local: Any) -> list[Any]:
     by_rank: list[Any] | None = [None] * rank.world_size if rank.is_main else None
     dist.gather_object(local, by_rank)
     return by_rank or []
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """What rank `source` has as `value`, on every rank. A collective."""
+    only = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(only, source)
+    return only[0]

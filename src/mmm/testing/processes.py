@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from mmm.launch.host import lifeline
 
@@ -21,11 +23,21 @@ BLOCKED = {signal.SIGINT}
 
 
 class Child:
-    """A forked process, which leads a process group. `end`: this process's end of the pipe between them."""
+    """A forked process, which leads a process group.
 
-    def __init__(self, pid: int, end: Connection) -> None:
-        self.pid, self.end = pid, end
+    Attributes:
+        end: this process's end of the pipe between them. stack: a file that it leaves its threads' frames in, if a
+            signal such as SIGSEGV ends it.
+    """
+
+    def __init__(self, pid: int, end: Connection, stack: IO[bytes]) -> None:
+        self.pid, self.end, self.stack = pid, end, stack
         self.code: int | None = None
+
+    def last_frames(self) -> str:
+        """Where its threads were when a fatal signal ended it; empty if none did."""
+        self.stack.seek(0)
+        return self.stack.read().decode(errors="replace")
 
     def receive(self, timeout: float) -> Any:
         """What it sends next.
@@ -73,6 +85,7 @@ class Children(contextlib.AbstractContextManager):
         sys.stdout.flush()
         sys.stderr.flush()
         ours, theirs = Pipe()
+        stack = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the child)
         # The kernel would end the child with the thread that forked it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # or Ctrl-C could make the child a second parent
@@ -81,8 +94,8 @@ class Children(contextlib.AbstractContextManager):
             if pid == 0:
                 for end in (ours, *(child.end for child in self.all)):
                     end.close()
-                _live(parent, mask, main, theirs)
-            self.all.append(Child(pid, ours))
+                _live(parent, mask, main, theirs, stack)
+            self.all.append(Child(pid, ours, stack))
         finally:
             theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -96,16 +109,20 @@ class Children(contextlib.AbstractContextManager):
         for child in self.all:
             child.stop()
             child.end.close()
+            child.stack.close()
         self.all.clear()
 
     def __exit__(self, *error: object) -> None:
         self.end()
 
 
-def _live(parent: int | None, mask: set, main: Callable[[Connection], object], end: Connection) -> NoReturn:
+def _live(
+    parent: int | None, mask: set, main: Callable[[Connection], object], end: Connection, stack: IO[bytes]
+) -> NoReturn:
     """The child's life."""
     code = 1
     try:
+        faulthandler.enable(stack)
         os.setpgid(0, 0)
         if parent is not None:
             lifeline.die_with_parent(parent)

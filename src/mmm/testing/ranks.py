@@ -87,7 +87,7 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
             except (EOFError, OSError):
                 code = ranks[number].stop(LEAVE)
                 # gloo may abort where another rank has gone
-                failures.append((code == -signal.SIGABRT, number, ended(code), ""))
+                failures.append((code == -signal.SIGABRT, number, ended(code), ranks[number].last_frames()))
             else:
                 if fine:
                     results[number] = value

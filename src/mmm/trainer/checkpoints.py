@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from mmm.models.weights import widest
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
-from mmm.runtime.process_group import gather_floats
+from mmm.runtime.process_group import broadcast_object, gather_floats
 from mmm.trainer.resume import CHECKPOINTS
 from mmm.trainer.run import Run
 
@@ -47,13 +48,10 @@ class Checkpoints:
         self._event = event_class(run.device)
         self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
         if self.every is not None:
-            folder = [run.outdir]
-            if run.rank.world_size > 1:
-                dist.broadcast_object_list(folder)
-            assert folder[0] is not None
+            folder: Path = broadcast_object(run.outdir)  # which rank 0 has made
             keep, keep_every = run.options.keep or 2, run.options.keep_every
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
-            self.saver = Saver(folder[0] / CHECKPOINTS, group, keep, keep_every, run.note, origins)
+            self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, origins)
 
     def load(self) -> tuple[int, int, float, Tensor | None]:
         """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmm.runtime.process_group import broadcast_object
 from mmm.runtime.ranks import Rank
 
 
@@ -44,14 +44,8 @@ class NotFinite(NamedTuple):
         Args:
             hosts: by rank, on rank 0.
         """
-        text = [self.parameter]
-        if rank.world_size > 1 and self.loss is None:
-            dist.broadcast_object_list(text, self.ranks[0])
-        if rank.is_main:
-            text = [self.text(hosts, *text)]
-        if rank.world_size > 1:
-            dist.broadcast_object_list(text)
-        return text[0]
+        parameter = self.parameter if self.loss is not None else broadcast_object(self.parameter, self.ranks[0])
+        return broadcast_object(self.text(hosts, parameter) if rank.is_main else "")
 
     def text(self, hosts: Sequence[str], parameter: str) -> str:
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
-from mmm.runtime.process_group import gather_objects
+from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
 from mmm.trainer.run import Run
 from mmm.trainer.text import ModelOptions
@@ -98,10 +97,7 @@ def load_weights(rank: Rank, model: ParallelModel, weights: Weights) -> None:
             to_local(tensor.detach()).copy_(weights.read(name, box.start, box.length))
     except CheckpointError as found:
         error = found
-    box_of_rank_0: list[Any] = [gather_objects(rank, error and str(error))]
-    if rank.world_size > 1:
-        torch.distributed.broadcast_object_list(box_of_rank_0)
-    if wrong := next(filter(None, box_of_rank_0[0]), None):
+    if wrong := broadcast_object(next(filter(None, gather_objects(rank, error and str(error))), None)):
         raise CheckpointError(wrong, on_every_rank=True)
     model.gather_updated()
 

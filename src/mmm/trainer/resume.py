@@ -10,8 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from mmm import history
 from mmm.checkpoint.manifest import (
     LaterVersionError,
@@ -27,7 +25,7 @@ from mmm.history.attempts import Attempt, make_room
 from mmm.history.record import DATASET, JOURNAL, writable
 from mmm.history.resume import Resume, check_over
 from mmm.runtime.device import Precision
-from mmm.runtime.process_group import gather_objects
+from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.trainer.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -152,14 +150,14 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
     if run.options.resume is None and run.options.checkpoint_every is None:
         return
     run.identity = identity_of(module, resolved, run.precision)
-    found, auto, goes_on = _of_rank_0((prepared.found, prepared.auto, prepared.goes_on) if prepared else None)
+    found, auto, goes_on = broadcast_object((prepared.found, prepared.auto, prepared.goes_on) if prepared else None)
     problems = []
     for path in found:
-        manifest, problem = _of_rank_0(_try_read(path) if run.rank.is_main else None)
+        manifest, problem = broadcast_object(_try_read(path) if run.rank.is_main else None)
         if manifest is not None:
             names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
             broken = gather_objects(run.rank, broken_file(path, {name: manifest.files[name] for name in names}))
-            problem = _of_rank_0(next(filter(None, broken), None))
+            problem = broadcast_object(next(filter(None, broken), None))
         if problem is None:
             run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0)
             _check(run.origin, run.identity, resolved.steps)
@@ -199,10 +197,3 @@ def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None
         return None, CheckpointError(str(error))
     except CheckpointError as error:
         return None, str(error)
-
-
-def _of_rank_0(value: Any) -> Any:
-    box = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
