@@ -91,27 +91,29 @@ class CallRecorder:
         self._stack = ExitStack()
 
     def __enter__(self) -> CallRecorder:
-        libraries = {name: torch.library.Library(name, "IMPL") for name in ("c10d", WAIT.partition("::")[0])}
-        for library in libraries.values():
-            self._stack.callback(library._destroy)
-        for name in torch._C._dispatch_get_all_op_names():
-            namespace, _, full = name.partition("::")
-            if namespace != "c10d" and name != WAIT:
-                continue
-            operator, _, overload = full.partition(".")
-            found = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
-            if name == WAIT or any(argument.name == "process_group" for argument in found._schema.arguments):
-                libraries[namespace].impl(full, self._noting(found), "BackendSelect", with_keyset=True)
-        plain = dist.Work.wait
+        with ExitStack() as stack:  # undone where it fails
+            libraries = {name: torch.library.Library(name, "IMPL") for name in ("c10d", WAIT.partition("::")[0])}
+            for library in libraries.values():
+                stack.callback(library._destroy)
+            for name in torch._C._dispatch_get_all_op_names():
+                namespace, _, full = name.partition("::")
+                if namespace != "c10d" and name != WAIT:
+                    continue
+                operator, _, overload = full.partition(".")
+                found = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+                if name == WAIT or any(argument.name == "process_group" for argument in found._schema.arguments):
+                    libraries[namespace].impl(full, self._noting(found), "BackendSelect", with_keyset=True)
+            plain = dist.Work.wait
 
-        def wait(work: Any, *given: Any) -> Any:
-            begin = time_ns()
-            result = plain(work, *given)
-            self._waited(begin, self._pending.pop(id(work), (None, None))[1])
-            return result
+            def wait(work: Any, *given: Any) -> Any:
+                begin = time_ns()
+                result = plain(work, *given)
+                self._waited(begin, self._pending.pop(id(work), (None, None))[1])
+                return result
 
-        self._stack.callback(setattr, dist.Work, "wait", plain)
-        dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+            stack.callback(setattr, dist.Work, "wait", plain)
+            dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from time import time_ns
@@ -227,22 +228,24 @@ class TorchProfiler:
         experts = any(has_experts(module) for module in model.modules.values())
         self.calls = CallRecorder(axes_of(run.layout, run.rank.rank, experts))
         self.actions, self.parts = ActionNames(), list[Slice]()
+        self.undo = ExitStack()
         self.first, self.last = 0, 0  # marks of the step, ns
 
     def start(self) -> None:
-        self.torch.start()
-        self.calls.__enter__()
-        if self.model.pipeline is not None:
-            self.model.pipeline.record_to(self.actions)
-        self.run.clock.on_mark = self._mark
-        self._mark(None)
+        with ExitStack() as stack:  # undone where it fails
+            self.torch.start()
+            stack.callback(self.torch.stop)
+            stack.enter_context(self.calls)
+            if self.model.pipeline is not None:
+                self.model.pipeline.record_to(self.actions)
+                stack.callback(self.model.pipeline.record_to, None)
+            self.run.clock.on_mark = self._mark
+            stack.callback(setattr, self.run.clock, "on_mark", None)
+            self._mark(None)
+            self.undo = stack.pop_all()
 
     def stop(self) -> RankTrace:
-        self.run.clock.on_mark = None
-        if self.model.pipeline is not None:
-            self.model.pipeline.record_to(None)
-        self.calls.__exit__()
-        self.torch.stop()
+        self.undo.close()
         run, label = self.run, rank_label(self.run.layout, self.run.rank.rank)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
