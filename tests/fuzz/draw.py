@@ -139,6 +139,10 @@ def draw(seed: int, number: int, data: Path) -> Case:
             name, value = _anything(rng, program)
             flags[name] = value
             spoilt.append(name)
+    profiled = random.Random(f"{seed}/{number}/profile")
+    if "profile" in flags_of(program) and not spoilt and profiled.random() < 0.1:
+        flags |= {"profile": "torch", "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
+        flags["profile_ranks"] = profiled.choice(ANYTHING["profile_ranks"][:2])
     return Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
 
 

@@ -2,11 +2,8 @@
 
 import gzip
 import json
-import os
 import time
 from collections import Counter
-from contextlib import redirect_stdout
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from mmm.errors import ConfigError
 from mmm.history import load
 from mmm.runtime.clock_offset import clock_offset
 from mmm.trainer import lm, profile_options
-from support.pool import meeting_only
+from support.pool import program_on
 from support.traces import check_for_perfetto, flows
 
 FLAGS = {"preset": "debug", "seq_length": 16, "plots": False, "device": "cpu", "eval_batches": 1, "max_iters": 4}
@@ -27,13 +24,7 @@ def train(outdir, **flags):
 
 
 def train_on(rank, outdir, flags):
-    with (
-        patch("mmm.trainer.start.process_group", meeting_only),
-        patch("mmm.trainer.start.whoami", lambda: rank),
-        patch("mmm.trainer.text.whoami", lambda: rank),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
+    with program_on(rank):
         lm.train(lm.Config(**{**FLAGS, "outdir": outdir, **flags}))
 
 
@@ -112,7 +103,8 @@ def test_the_trace_of_eight_ranks(run_on_ranks, tmp_path):
 
 @pytest.mark.parametrize("broken", ["start", "stop"])
 def test_a_profile_that_fails_costs_a_warning(broken, monkeypatch, tmp_path):
-    def fails(*given):
+    def fails(profiler):
+        profiler.undo.close()
         raise RuntimeError("no counters\nhere")
 
     monkeypatch.setattr(f"mmm.trainer.profile.TorchProfiler.{broken}", fails)

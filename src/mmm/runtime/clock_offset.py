@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mmm.runtime.process_group import gather_objects
+from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
 
 ROUNDS = 16  # the shortest of them counts
@@ -38,8 +38,7 @@ def clock_offset(rank: Rank, device: torch.device, host: str | None = None, now:
     if rank.world_size == 1:
         return Offset(0, 0)
     hosts = gather_objects(rank, host)
-    said: list[str | None] = [host]
-    dist.broadcast_object_list(said, src=0, device=device)
+    first_host = broadcast_object(host)
     message = torch.zeros(1, dtype=torch.int64, device=device)
     best = Offset(0, 0)
     if rank.is_main:
@@ -48,7 +47,7 @@ def clock_offset(rank: Rank, device: torch.device, host: str | None = None, now:
                 dist.recv(message, other)
                 message.item()  # it is here
                 dist.send(torch.full_like(message, now()), other)
-    elif said[0] != host:
+    elif first_host != host:
         trips = []
         for _ in range(ROUNDS):
             begin = now()
