@@ -125,7 +125,7 @@ def _fit(
                 more |= evaluated
             name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
             size = since * task.global_batch_size, since * task.tokens
-            logged = run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
+            logged = run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=3)
             if logged is not None:
                 bar.row(logged, (size[1] or size[0]) / run.clock.seconds()["dt"])
             local_loss, since, counted = None, 0, 0
