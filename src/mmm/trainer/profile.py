@@ -64,8 +64,8 @@ class Profile:
     """
 
     def __init__(self, run: Run, model: ParallelModel, first: int, end: int) -> None:
-        options, self.run, self.model = run.options, run, model
-        assert isinstance(options, ProfileOptions)
+        self.run, self.model = run, model
+        options = run.options if isinstance(run.options, ProfileOptions) else ProfileOptions()
         self.kind = None if run.rank.source == DRY_RUN else options.profile
         begin = min(first + SKIPPED, max(end - 1, first))
         steps = (
