@@ -74,13 +74,15 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "image_size": ("5", "9", "16", "0"),
     "patch_size": ("3", "5", "1", "0"),
     "channels": ("1", "3", "2", "0"),
+    "profile_steps": ("0:1", "1:2", "2:1", "x"),
+    "profile_ranks": ("1", "2", "0"),
     "classes": ("2", "10", "3", "0"),
 }
 GIVEN = names(
     "outdir data_dir text model resume tokenizer pack document_mask init_from "
     "dry_run dry_run_rank dry_run_memory dry_run_json dry_run_trace dry_run_trace_all dry_run_machine"
 )  # paths, which the fuzzer sets itself; what needs prepared ones; a model that is the only one; what trains nothing
-NOT_SPOILT = names("device plots compile dataset model preset tracker")  # other machines, network, minutes
+NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
     "decayed offload scale_lr overwrite"
@@ -138,6 +140,10 @@ def draw(seed: int, number: int, data: Path) -> Case:
             name, value = _anything(rng, program)
             flags[name] = value
             spoilt.append(name)
+    profiled = random.Random(f"{seed}/{number}/profile")
+    if "profile" in flags_of(program) and not spoilt and profiled.random() < 0.1:
+        flags |= {"profile": "torch", "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
+        flags["profile_ranks"] = profiled.choice(ANYTHING["profile_ranks"][:2])
     return Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
 
 

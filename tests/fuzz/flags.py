@@ -34,7 +34,10 @@ LAYOUT = names(
     "activation_checkpointing compile loss_chunks tile offload reshard_after_forward"
 )
 # Of the run as such: no number depends on them.
-HARMLESS = names("device outdir overwrite flush_every log_all_ranks timeout save_model workers on_nan")
+HARMLESS = names(
+    "device outdir overwrite flush_every log_all_ranks timeout save_model workers on_nan "
+    "profile profile_steps profile_ranks"
+)
 
 Value = str | tuple[str, ...]
 Flags = Mapping[str, Value]

@@ -25,10 +25,24 @@ DATASET = "train_dataset.h5"
 JOURNAL = "journal.jsonl"
 LOG = "log.txt"
 PLOTS = "plots"
+TRACE = "trace.json.gz"  # of a profile, and its picture
+TRACE_PICTURE = "trace.png"
+PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
 PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
 
 _RECORD = (CONFIG, DATASET, JOURNAL)  # any of these makes a folder a record
-_OWN = (*_RECORD, f"{CONFIG}.tmp", f"{DATASET}.tmp", f"{JOURNAL}.tmp", LOG, PLOT_LIST)
+_OWN = (
+    *_RECORD,
+    f"{CONFIG}.tmp",
+    f"{DATASET}.tmp",
+    f"{JOURNAL}.tmp",
+    LOG,
+    PLOT_LIST,
+    TRACE,
+    TRACE_PICTURE,
+    PROFILE_TEXT,
+    PROFILE_PAGE,
+)
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
 
 

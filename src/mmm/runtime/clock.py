@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter, time
 from typing import Any
 
@@ -33,6 +34,7 @@ class StepClock:
         step: the optimizer step that is under way, from 0; None before the first. Whoever makes the steps counts them.
         phase: ``start``, ``step N``, or from its last lap to the next step ``after step N``, where evaluations are.
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
+        on_mark: called with each part when it ends, by the host's time, and with None when the clock is started.
     """
 
     def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
@@ -46,6 +48,7 @@ class StepClock:
         self.phase = "start"
         self.first_start: float | None = None
         self.first_end: float | None = None
+        self.on_mark: Callable[[str | None], None] | None = None
 
     @property
     def step(self) -> int | None:
@@ -61,12 +64,16 @@ class StepClock:
             self.first_start, self.step = time(), 0
         self._seconds, self._laps = dict.fromkeys(self.parts, 0.0), []
         self._last = self._mark()
+        if self.on_mark is not None:
+            self.on_mark(None)
 
     def lap(self, part: str) -> None:
         """Charge the time since the last mark to `part`."""
         now = self._mark()
         self._laps.append((part, self._last, now))
         self._last = now
+        if self.on_mark is not None:
+            self.on_mark(part)
         if part == self.parts[-1]:
             self.phase = f"after step {self._step}"
         if self._event is None:

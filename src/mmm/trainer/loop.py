@@ -15,7 +15,8 @@ from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.checkpoints import Checkpoints
-from mmm.trainer.progress import epochs_bar
+from mmm.trainer.profile import Profile
+from mmm.trainer.progress import StepsBar, epochs_bar
 from mmm.trainer.run import Run
 from mmm.trainer.schedule import Schedule, constant
 from mmm.trainer.tasks import Task
@@ -50,6 +51,13 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     Returns:
         The last evaluation, the same on every rank.
     """
+    with StepsBar(run.rank) as bar:
+        return _fit(run, model, optimizer, task, options, bar)
+
+
+def _fit(
+    run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit, bar: StepsBar
+) -> dict[str, float]:
     rates = [group["lr"] for group in optimizer.param_groups]
     scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
     # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
@@ -60,10 +68,11 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
     counted: float | Tensor  # steps in it
     local_loss: Tensor | None  # on the device
     first, since, counted, local_loss = checkpoints.load()
-    batches = task.all_batches(first)
+    batches, profile = task.all_batches(first), Profile(run, model, first, options.steps)
+    profile.at(first)
     clock.start()
     steps = range(first, options.steps)
-    for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else steps:
+    for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else bar.over(steps):
         model.train()
         clock.step = step
         seed_step(run.options.seed, step, coordinate)
@@ -116,13 +125,16 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
                 more |= evaluated
             name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
             size = since * task.global_batch_size, since * task.tokens
-            run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=2)
+            logged = run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=3)
+            if logged is not None:
+                bar.row(logged, (size[1] or size[0]) / run.clock.seconds()["dt"])
             local_loss, since, counted = None, 0, 0
         if savers:
             checkpoints.save(savers, step + 1, since, counted, local_loss)
         checkpoints.poll()
         if stop and not last:
             checkpoints.stop(step + 1)
+        profile.at(step + 1)
         if row:
             clock.start()
         elif savers:

@@ -24,6 +24,7 @@ from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import DRY_RUN, LONGEST, command_line, whoami
 from mmm.trainer.dry_run import DryRunAsked, DryRunOptions, for_a_few_steps
 from mmm.trainer.flags import FLAGS
+from mmm.trainer.profile_options import ProfileOptions
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound="BaseOptions")
@@ -230,7 +231,7 @@ class BreakOptions(BaseOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopOptions(RunOptions):
+class LoopOptions(ProfileOptions, RunOptions):
     """Flags of the shared training loop, on top of every run's, whatever it trains."""
 
     # fp16 takes the loss scale of the loop.
@@ -263,6 +264,7 @@ class LoopOptions(RunOptions):
     def check(self) -> None:
         super().check()
         check_tracker(self.tracker)
+        self.check_profile()
         for name in ("checkpoint_every", "keep", "keep_every", "replica"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")

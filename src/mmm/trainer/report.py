@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm import history
+from mmm.analysis.trace_picture import draw_trace
+from mmm.history.record import TRACE, TRACE_PICTURE
 from mmm.models.weights import canonical_name
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import to_local
@@ -120,6 +122,11 @@ def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
 def report_end(run: Run, outdir: Path) -> None:
     """The end of a run, on rank 0: plots, and where everything is."""
     run.log.info("record: %s", outdir / "train_dataset.h5")
+    if run.options.plots and (outdir / TRACE).exists():
+        try:
+            run.log.info("picture of the trace: %s", draw_trace(outdir / TRACE, outdir / TRACE_PICTURE))
+        except Exception as error:  # whatever is wrong with it, the run is over and well
+            run.log.warning("the trace could not be drawn: %s", error)
     run.log.info("%s", startup.table(run.config["startup"], [about["host"] for about in run.ranks]))
     if not run.options.plots or run.record is None or len(run.record) < 2:
         return  # a single row is no curve

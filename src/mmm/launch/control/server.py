@@ -9,7 +9,7 @@ import subprocess
 import uuid
 from typing import Any
 
-from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, VERDICT_VARIABLE
+from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, TERMINAL_VARIABLE, VERDICT_VARIABLE
 from mmm.launch.control import processes, wire
 from mmm.launch.control.output import Output
 from mmm.launch.control.wire import Instructions
@@ -57,6 +57,9 @@ class ForkServerProcess:
         if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
             self.verdict_fd = os.memfd_create("verdict")
             own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
+        if output is not None and os.isatty(1):  # launch copies what ranks write there
+            size = os.get_terminal_size(1)
+            own[TERMINAL_VARIABLE] = f"{size.columns}x{size.lines}"
         server = [plan.python, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
         self.process = subprocess.Popen(
             server,

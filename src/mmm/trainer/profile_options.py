@@ -1,0 +1,50 @@
+"""The flags of a profile (`mmm.trainer.profile`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Literal
+
+import tyro
+
+from mmm.errors import ConfigError
+
+PACKAGES = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, what it needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Some steps of a run in detail."""
+
+    profile: Literal["torch", "pyinstrument"] | None = None
+    """torch: PyTorch's profiler on all ranks; trace.json.gz in the run's folder, for ui.perfetto.dev. pyinstrument:
+    Python's calls on rank 0; profile.html and profile.txt."""
+    profile_steps: Annotated[str | None, tyro.conf.arg(metavar="FROM:TO")] = None
+    """With --profile, which steps, TO not among them. Default: three, after the first three."""
+    profile_ranks: int | None = None
+    """With --profile torch, how many ranks, from 0 on. Default: 64, or all where there are fewer."""
+
+    def check_profile(self) -> None:
+        """Raises ConfigError: a value that is wrong, or has no effect, or a package that is not installed."""
+        if self.profile is None and (self.profile_steps or self.profile_ranks):
+            flag = "profile_steps" if self.profile_steps else "profile_ranks"
+            raise ConfigError(f"--{flag} without --profile: nothing is profiled; leave it out, or give --profile torch")
+        if self.profile == "pyinstrument" and self.profile_ranks is not None:
+            raise ConfigError("--profile_ranks with --profile pyinstrument, which profiles rank 0 alone: leave it out")
+        if self.profile is not None and find_spec(package := PACKAGES[self.profile]) is None:
+            raise ConfigError(
+                f"--profile {self.profile} needs the package {package}, which is not installed: pip install {package}"
+            )
+        if self.profile_steps is not None:
+            parse_steps(self.profile_steps)
+        if self.profile_ranks is not None and self.profile_ranks < 1:
+            raise ConfigError(f"--profile_ranks {self.profile_ranks}: it must be at least 1")
+
+
+def parse_steps(text: str) -> range:
+    """Raises ConfigError where it is not FROM:TO."""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ConfigError(f"--profile_steps {text}: give FROM:TO, such as 10:13 for the steps 10, 11 and 12")
+    return range(int(first), int(end))
