@@ -1,7 +1,7 @@
-"""What was predicted for a run, in its record from the start; and beside it in the end what was measured. On rank 0.
+"""What was predicted for a run, in its record once the first step is over, and in the end what was measured. On rank 0.
 
 Memory is that of rank 0. On an accelerator the allocator counts tensors, as the prediction does. A CPU keeps no count
-of them: there it is what the process has grown by since the prediction was made, libraries, data and all.
+of them: there it is what the process has grown by since the run began, libraries, data and all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmm.runtime.memory import peak_memory, start_of_peak
+from mmm.runtime.memory import peak_memory
 
 if TYPE_CHECKING:
     from mmm.trainer.resolve import Resolved
@@ -22,7 +22,6 @@ ADVICE = "mmm plan --calibrate lets later runs predict it"
 
 def predict_run(run: Run, resolved: Resolved) -> dict[str, Any] | None:
     """For the record. Whatever goes wrong with it is in there instead: a run does not need it."""
-    run.memory_before = start_of_peak(run.device)
     try:
         return _prediction(run, resolved)
     except Exception as error:

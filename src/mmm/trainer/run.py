@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class Run:
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     memory: HostMemory | None = None
     utilization: Utilization | None = None  # on rank 0, where rows say it
+    predict: Callable[[], Any] | None = None  # what is predicted for the run, on rank 0, until it is on record
     memory_before: int = 0  # of `mmm.runtime.memory.start_of_peak`, on rank 0
     seconds_per_sample: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))  # of the last rows
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
@@ -205,3 +206,6 @@ class Run:
         if everyone := gather_objects(self.rank, (times.marks(), times.imports)):
             marks, imports = zip(*everyone, strict=True)
             self.describe(startup=startup.as_record(times.source, marks, imports))
+        if self.predict is not None:  # the first step did not wait for it
+            self.describe(predicted=self.predict())
+            self.predict = None

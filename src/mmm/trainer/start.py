@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
+from mmm.runtime.memory import start_of_peak
 from mmm.runtime.process_group import locate, process_group
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 from mmm.runtime.stop import StopSignal, stop_signal
@@ -153,8 +155,9 @@ def start_run(
         if isinstance(resolved, Resolved):
             if rank.is_main or options.log_all_ranks:
                 log.info("model:\n%s", resolved.summary())
-            predicted = {"predicted": predict_run(run, resolved)} if rank.is_main and not dry else {}
-            run.describe(**resolved.describe(), **predicted)
+            run.describe(**resolved.describe())
+            if rank.is_main and not dry:
+                run.memory_before, run.predict = start_of_peak(device), partial(predict_run, run, resolved)
             for note in resolved.notes:
                 run.note(note)
             resume.choose(run, prepared[0] if prepared else None, module, resolved)
