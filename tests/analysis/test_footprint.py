@@ -72,7 +72,7 @@ def held(rank, technique: str, layout: Layout, optimizer: str) -> int:
 
 
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
 def test_the_bound_is_below_what_ranks_hold_and_close(run_on_ranks, technique, optimizer):
     layout = Layout(dp_replicate=2 if technique == "hsdp" else 1).fit(4)
     with torch.device("meta"):

@@ -136,7 +136,12 @@ def apart(rank, name):
     return worst
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"zero1", "zero2", "cnn hsdp"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES]
+)
 def test_written_out_is_what_parallel_does(run_on_ranks, name):
     assert max(run_on_ranks(apart, 4, name)) < 1e-9
 

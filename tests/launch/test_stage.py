@@ -156,7 +156,7 @@ def test_on_this_host_alone(launcher, pristine):
     assert list((launcher.folder / "t").iterdir()) == []
 
 
-@pytest.mark.parametrize("top", ["env", "."])
+@pytest.mark.parametrize("top", ["env", pytest.param(".", marks=pytest.mark.long)])
 def test_an_archive(hosts, top):
     made = hosts(3)
     with tarfile.open(made.launcher.folder / "env.tar.gz", "w:gz") as tar:
@@ -227,6 +227,7 @@ def of_host(launcher, name):
     return found
 
 
+@pytest.mark.long
 def test_a_host_dies_while_it_copies(hosts):
     made = hosts(5)
     large(made)

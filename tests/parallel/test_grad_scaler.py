@@ -119,7 +119,7 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
         pytest.param("vit", Layout(dp_shard=2), "ddp", marks=pytest.mark.long),
         pytest.param("cnn", Layout(dp_shard=3), "zero2", marks=pytest.mark.long),
         pytest.param("experts", Layout(dp_shard=4, ep=2), "fsdp", marks=pytest.mark.long),
-        ("experts", Layout(dp_shard=2, tp=2, ep=2), "fsdp"),
+        pytest.param("experts", Layout(dp_shard=2, tp=2, ep=2), "fsdp", marks=pytest.mark.long),
     ],
     ids=lambda value: str(value),
 )

@@ -61,7 +61,8 @@ def late(rank, kind):
     return error, said, ended.is_set()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("collective", marks=pytest.mark.long), "receive"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["collective", "receive"])
 def test_the_message(run_on_ranks, kind):
     answers = run_on_ranks(late, 4, kind, timeout=120)
     code, text = answers[2][0]

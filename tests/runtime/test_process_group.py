@@ -75,9 +75,8 @@ print(seen, dist.distributed_c10d._get_default_timeout("gloo").total_seconds())
 """
 
 
-@pytest.mark.parametrize(
-    "layout", ["Layout(dp_shard=4, tp=2, ep=2)", pytest.param("Layout(dp_shard=2, cp=2, tp=2)", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["Layout(dp_shard=4, tp=2, ep=2)", "Layout(dp_shard=2, cp=2, tp=2)"])
 def test_groups_of_any_backend_get_the_timeout(layout):
     """PyTorch changes the timeout of a group that exists for gloo and nccl alone: not for xccl."""
     done = subprocess.run(

@@ -78,6 +78,7 @@ def leave_at_once(rank):
     return rank.rank
 
 
+@pytest.mark.long
 def test_calls_that_communicate_nothing_do_not_disturb_each_other(run_on_ranks):
     for _ in range(10):
         assert run_on_ranks(leave_at_once, 4) == [0, 1, 2, 3]

@@ -97,7 +97,7 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
         torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.long)])
 def test_a_tied_weight_is_one_in_the_saved_model(run_on_ranks, tmp_path, schedule):
     tied = {"tie_word_embeddings": True}
     lm.train(lm.Config(**SMALL, **tied, device="cpu", outdir=tmp_path / "one"))
@@ -175,7 +175,7 @@ EXPERTS = {"n_experts": 4, "balance_rate": 0.05}
     "flags",
     [
         pytest.param({"ep": 2, "tpsize": 2}, marks=pytest.mark.long),
-        {"ep": 4},
+        pytest.param({"ep": 4}, marks=pytest.mark.long),
         # 768 choices of an expert in a step, not a power of two: an imbalance that float32 does not hold.
         pytest.param({"ep": 2, "pp": 2, "top_k": 3}, marks=pytest.mark.long),
         pytest.param({"ep": 2, "cp": 2}, marks=pytest.mark.long),

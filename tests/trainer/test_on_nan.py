@@ -138,7 +138,7 @@ def test_a_step_is_skipped_on_every_rank(run_on_ranks, layout, kind):
     assert len({note for *_, (note,) in got}) == 1
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "not fused"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("not fused", marks=pytest.mark.long)])
 @pytest.mark.parametrize("planted", ["loss", "gradient"])
 def test_an_infinite_loss_and_other_optimizers(run_on_ranks, optimizer, planted):
     case = (Layout(dp_shard=2), "fsdp")

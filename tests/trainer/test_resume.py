@@ -381,13 +381,9 @@ def stopped(rank, flags, number, at, ahead=False):
             return ended.code
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "ahead"),
-    [
-        pytest.param(signal.SIGTERM, False, marks=pytest.mark.long),
-        (signal.SIGUSR1, False),
-        pytest.param(signal.SIGUSR1, True, marks=pytest.mark.long),
-    ],
+    ("number", "ahead"), [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGUSR1, True)]
 )
 def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number, ahead):
     """After the next one, where the host is ahead of the device."""
