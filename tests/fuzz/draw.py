@@ -124,7 +124,7 @@ def draw(seed: int, number: int, data: Path) -> Case:
     check_known(program)
     flags = {"lm": _lm, "vit": _vit, "cnn": _cnn, "4d": _4d, "fsdp_tp": _fsdp_tp}[program](problems, data)
     for name, flag in flags_of(program).items():  # choices that are nobody's in particular
-        if flag.choices and name not in STEERED | LAYOUT | flags.keys() and problems.random() < 0.3:
+        if flag.choices and name not in STEERED | LAYOUT | GIVEN | flags.keys() and problems.random() < 0.3:
             flags[name] = problems.choice(flag.choices)
     rng = random.Random(f"{seed}/{number}/layout")
     ranks, layout = draw_layout(rng, program, flags)

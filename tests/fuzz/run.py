@@ -87,6 +87,8 @@ def run_case(case: Case, scratch: Path, plant: Plant | None = None) -> Outcome:
             config = parse(module.Config)
     except SystemExit:
         outcome = Outcome("refused", f"command line: {' '.join(printed.getvalue().split())}")
+    except UserError as error:
+        outcome = Outcome("refused", str(error))
     if outcome is None:
         limit = COMPILE_TIMEOUT if case.flags.get("compile") == "on" else TIMEOUT
         try:

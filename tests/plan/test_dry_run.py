@@ -125,7 +125,7 @@ def test_what_fails_on_12288_ranks_fails_here_with_the_same_error(words):
     )
     dry = run("--dry_run", str(LAST + 1), *words)
     assert real.returncode == dry.returncode == 2, real.stderr + dry.stderr
-    assert error_of(dry) == error_of(real)
+    assert error_of(dry).replace(f"--dry_run {LAST + 1} ", "") == error_of(real)  # in a line to start
 
 
 def on_the_last_rank(error):

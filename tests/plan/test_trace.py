@@ -228,7 +228,7 @@ def test_every_rank_of_a_world_runs_to_its_end(tmp_path, messages, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("case", "rank"), [("llama fsdp·tp", 3), ("llama cp·tp", 2), ("llama pp·cp", 1)])
+@pytest.mark.parametrize(("case", "rank"), [("llama fsdp·tp", 3), ("llama cp·tp", 1), ("experts ep", 2)])
 def test_a_rank_of_the_same_stage_does_the_same_in_its_own_groups(case, rank):
     from plan_accuracy import CASES, train
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -84,14 +84,15 @@ def dry_run(
     world_size: int,
     rank: int | None = None,
     traced: bool = False,
-    every_stage: bool = False,
+    every: bool = False,
 ) -> DryRun:
     """Run a program as rank after rank of `world_size`, on nothing.
 
     Args:
         program: starts one run (`mmm.trainer.start.start_run`), and ends by itself after a few steps.
         rank: the only one; None for the distinct ones.
-        traced: keep the nodes of the last step. every_stage: the first rank of each stage, whatever they have.
+        traced: keep the nodes of the last step. every: the first rank of each stage and, under cp, of each part of the
+            sequence, which attends to others.
 
     Raises:
         UserError: whatever the program itself refuses, on the rank that it would be raised on.
@@ -99,21 +100,28 @@ def dry_run(
     """
     child = partial(_child, program, world_size, traced)
     first, *_ = _in_processes(child, world_size, [rank or 0])
-    others = [] if rank is not None else _others(first, world_size, every_stage)
+    others = [] if rank is not None else _others(first, world_size, every)
     return DryRun(world_size, [first, *_in_processes(child, world_size, others)])
 
 
-def _others(first: RankReport, world_size: int, every_stage: bool) -> list[int]:
+def _others(first: RankReport, world_size: int, every: bool) -> list[int]:
     """The distinct ranks besides rank 0."""
+    if every:
+        firsts: dict[tuple[int, int], int] = {}
+        for rank in range(world_size):
+            firsts.setdefault(stands_for(first.sizes.coordinates(rank)), rank)
+        return [rank for rank in firsts.values() if rank != first.rank]
     pp = len(first.stages)
     if pp < 2:
         return []
     between = range(1, pp - 1)
-    if every_stage:
-        stages = [*between, pp - 1]
-    else:
-        stages = [*([max(between, key=lambda at: first.stages[at])] if between else []), pp - 1]
+    stages = [*([max(between, key=lambda at: first.stages[at])] if between else []), pp - 1]
     return [at * world_size // pp for at in stages]
+
+
+def stands_for(coordinates: Mapping[str, int]) -> tuple[int, int]:
+    """Ranks for which this is equal do the same in a step, each in its own groups."""
+    return coordinates["pp"], coordinates["cp"]
 
 
 def _in_processes(

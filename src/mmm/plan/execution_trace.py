@@ -20,7 +20,7 @@ from typing import Any
 from mmm.analysis.traffic import axes_of
 from mmm.errors import ConfigError
 from mmm.plan import chakra
-from mmm.plan.dry_run import DryRun, RankReport
+from mmm.plan.dry_run import DryRun, RankReport, stands_for
 from mmm.plan.machine import Machine
 from mmm.plan.network import Group, collective, send
 from mmm.plan.step_graph import Communication, Node
@@ -59,21 +59,21 @@ def write(found: DryRun, path: Path, machine: Machine | None = None, every_rank:
     """Write the files; their names begin with that of `path`.
 
     Args:
-        every_rank: also those of the ranks that `found` does not have, which do what the first of their stage does, in
-            groups of their own.
+        every_rank: also those of the ranks that `found` does not have, which do what one that it has does, in groups of
+            their own.
     """
     reports = list(_every_rank(found) if every_rank else found.ranks)
     groups = {group: number for number, group in enumerate(sorted({*_groups(reports)}), start=1)}
     written = [path.with_name(f"{path.name}.json")]
     written[0].write_text(json.dumps({str(number): list(group) for group, number in groups.items()}) + "\n")
-    times: dict[int, list[tuple[float, float]]] = {}
+    times: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for report in reports:
-        stage = report.coordinates["pp"]
-        if stage not in times:
-            times[stage] = timeline(report.nodes, machine, report.precision)
+        kind = stands_for(report.coordinates)
+        if kind not in times:
+            times[kind] = timeline(report.nodes, machine, report.precision)
         names = [path.with_name(f"{path.name}.{report.rank}.{end}") for end in ("et", "perfetto.json")]
-        names[0].write_bytes(_chakra(report, times[stage], groups, machine))
-        names[1].write_text(json.dumps(_perfetto(report, times[stage], machine)) + "\n")
+        names[0].write_bytes(_chakra(report, times[kind], groups, machine))
+        names[1].write_text(json.dumps(_perfetto(report, times[kind], machine)) + "\n")
         written += names
     return written
 
@@ -155,14 +155,14 @@ def _perfetto(report: RankReport, times: list[tuple[float, float]], machine: Mac
 
 
 def _every_rank(found: DryRun) -> Iterator[RankReport]:
-    of_stage = {report.coordinates["pp"]: report for report in found.ranks}
+    tried = {stands_for(report.coordinates): report for report in found.ranks}
     for rank in range(found.world_size):
-        first = of_stage[found.ranks[0].sizes.coordinates(rank)["pp"]]
+        first = tried[stands_for(found.ranks[0].sizes.coordinates(rank))]
         yield first if first.rank == rank else as_rank(first, rank)
 
 
 def as_rank(report: RankReport, rank: int) -> RankReport:
-    """What `rank`, of the same pipeline stage, does: the same in its own groups."""
+    """What `rank`, for which `report` stands, does: the same in its own groups."""
     layout = report.sizes
     own = {axis: ranks for ranks, axis in axes_of(layout, rank, report.experts).items()}
 

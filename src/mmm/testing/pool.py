@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,6 @@ from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks
 
 TIMEOUT = 300.0  # s that a call may take: on a busy machine, each thread of gloo waits long for a core
 LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
-RELEASE_EVERY = 10  # calls
 
 
 class RankPool:
@@ -40,7 +38,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._children = Children()
-        self._server = self._children.fork(_serve)
+        self._server = self._children.fork(partial(_serve, _caches()))
 
     def run(
         self, function: Callable[..., Any], ranks: int, *args: Any, timeout: float = TIMEOUT, fresh: bool = False
@@ -73,7 +71,7 @@ class RankPool:
         self._children.end()
 
 
-def _serve(end: Connection) -> None:
+def _serve(caches: list[Any], end: Connection) -> None:
     """Answer `RankPool.run` until it is gone."""
     with Children() as ranks, contextlib.suppress(EOFError):
         while True:
@@ -86,7 +84,7 @@ def _serve(end: Connection) -> None:
                     results = fork_ranks(_call, count, job, timeout=timeout, interrupt=end)
                 else:
                     while len(ranks.all) < count:
-                        ranks.fork(partial(_serve_rank, len(ranks.all)))
+                        ranks.fork(partial(_serve_rank, len(ranks.all), caches))
                     port = free_port()
                     for child in ranks.all[:count]:
                         with contextlib.suppress(OSError):  # it has died since: `collect` says how
@@ -98,14 +96,14 @@ def _serve(end: Connection) -> None:
                 end.send((None, str(error), error.details))
 
 
-def _serve_rank(number: int, end: Connection) -> None:
+def _serve_rank(number: int, caches: list[Any], end: Connection) -> None:
     """The life of a rank that stays."""
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
-        for calls in itertools.count(1):
+        while True:
             count, port, timeout, job = end.recv()
             rank = Rank(number, count, number, count, "pool", "127.0.0.1", port)
-            answer(end, _call_in_group, rank, timeout, job, calls % RELEASE_EVERY == 0)
+            answer(end, _call_in_group, rank, timeout, job, caches)
 
 
 def _call(rank: Rank, job: bytes) -> Any:
@@ -113,7 +111,7 @@ def _call(rank: Rank, job: bytes) -> Any:
     return function(rank, *args)
 
 
-def _call_in_group(rank: Rank, timeout: float, job: bytes, release: bool) -> Any:
+def _call_in_group(rank: Rank, timeout: float, job: bytes, caches: list[Any]) -> Any:
     with process_group(rank, torch.device("cpu"), timeout):
         result = _call(rank, job)
         dist.barrier()  # a rank that leaves while another still connects ends that one's start
@@ -122,21 +120,28 @@ def _call_in_group(rank: Rank, timeout: float, job: bytes, release: bool) -> Any
         debug._clear_sharding_prop_cache()
     else:  # PyTorch 2.8
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    if release:
-        _release_groups()
+    _release_groups(caches)
     return result
 
 
-def _release_groups() -> None:
-    """End the threads of earlier calls' groups.
+def _caches() -> list[Any]:
+    """PyTorch's caches in Python of what ranks compute."""
+    # By its type: `isinstance` asks the object, and a proxy of one that is gone raises.
+    found = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+    return [cache for cache in found if str(cache.__module__).startswith("torch.distributed.")]
+
+
+def _release_groups(caches: list[Any]) -> None:
+    """End the threads of a call's groups.
 
     DTensor's caches keep meshes, and these their groups. Each gloo group has a thread that wakes 100 times a second:
     200 of them take a quarter of a core from the tests that follow.
+
+    Args:
+        caches: those from before the fork, which the collector does not look at here.
     """
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # PyTorch 2.10
         _redistribute.clear_redistribute_planner_cache()
-    for cached in gc.get_objects():
-        # By its type: `isinstance` asks the object, and a proxy of one that is gone raises.
-        if type(cached) is functools._lru_cache_wrapper and str(cached.__module__).startswith("torch.distributed."):
-            cached.cache_clear()
+    for cache in (*caches, *_caches()):
+        cache.cache_clear()
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -89,6 +90,8 @@ class Children(contextlib.AbstractContextManager):
         # The kernel would end the child with the thread that forked it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # or Ctrl-C could make the child a second parent
+        frozen = gc.get_freeze_count()
+        gc.freeze()  # or the child's collector writes to, and so copies, the memory of all that it shares with this one
         try:
             pid = os.fork()
             if pid == 0:
@@ -97,6 +100,8 @@ class Children(contextlib.AbstractContextManager):
                 _live(parent, mask, main, theirs, stack)
             self.all.append(Child(pid, ours, stack))
         finally:
+            if not frozen:
+                gc.unfreeze()
             theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self.all[-1]

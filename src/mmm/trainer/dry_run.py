@@ -142,7 +142,7 @@ def answer(program: Callable[[], object], options: Any) -> int:
     from mmm.plan.machine import parse_bytes
 
     traced, every = options.dry_run_trace is not None, options.dry_run_trace_all
-    found = dry_run(program, options.dry_run, options.dry_run_rank, traced, every_stage=every)
+    found = dry_run(program, options.dry_run, options.dry_run_rank, traced, every=every)
     if options.dry_run_memory is not None:
         budget: int | None = int(parse_bytes(options.dry_run_memory, "--dry_run_memory"))
     else:

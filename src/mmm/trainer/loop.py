@@ -126,8 +126,8 @@ def _fit(
             name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
             size = since * task.global_batch_size, since * task.tokens
             logged = run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=3)
-            if logged is not None:
-                bar.row(logged, (size[1] or size[0]) / run.clock.seconds()["dt"])
+            if logged is not None and run.seconds_per_sample:  # on rank 0
+                bar.row(logged, (size[1] or size[0]) / size[0] / run.seconds_per_sample[-1])
             local_loss, since, counted = None, 0, 0
         if savers:
             checkpoints.save(savers, step + 1, since, counted, local_loss)
