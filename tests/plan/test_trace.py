@@ -200,13 +200,10 @@ def test_a_step_of_fsdp(tmp_path, messages):
 
 LAYOUTS = {
     "pp·dp·tp": (8, "--n_layers 4 --microbatches 4 --batch_size 4 --pp 2 --tp 2"),
-    "pp4": (4, "--n_layers 4 --microbatches 8 --batch_size 8 --pp 4 --schedule 1F1B"),
     "interleaved": (2, "--n_layers 4 --microbatches 4 --batch_size 4 --pp 2 --schedule Interleaved1F1B"),
     "cp ring": (4, "--batch_size 4 --cp 2 --tp 2"),
-    "cp ring of 4": (4, "--batch_size 4 --cp 4"),
     "experts": (8, "--batch_size 4 --n_experts 4 --top_k 4 --ep 2 --tp 2"),
     "hsdp": (8, "--batch_size 4 --parallel hsdp --cp 2"),
-    "ddp": (4, "--batch_size 4 --parallel ddp"),
     "zero1": (4, "--batch_size 4 --parallel zero1"),
 }
 
