@@ -45,6 +45,7 @@ from mmm.checkpoint.saver import Saver
 from mmm.checkpoint.storage import METADATA, Writer
 from mmm.errors import CheckpointError
 from mmm.history.record import reason
+from mmm.runtime.process_group import broadcast_object
 
 LOST = -1  # the size of a file that its rank could not write
 Move = tuple[int, int, str]  # a file's way: from rank, to rank, name
@@ -172,9 +173,7 @@ class HostMemory:
         source = next(rank for rank, has in enumerate(self.gather(there)) if has)
         if not there and self.is_first:
             remove([path])
-        box: list[Any] = [read_manifest(path) if self.rank == source else None]
-        dist.broadcast_object_list(box, source, group=self.group)
-        manifest: Manifest = box[0]
+        manifest: Manifest = broadcast_object(read_manifest(path) if self.rank == source else None, source, self.group)
         problems, own = [], self.local.index(self.rank)
         for name in sorted(manifest.files)[own :: len(self.local)] if there else []:
             if (path / name).exists() and (broken := broken_file(path, {name: manifest.files[name]})) is not None:
@@ -272,13 +271,13 @@ class ReplicaSaver(Saver):
 
         dcp.save(state, storage_writer=_Writer(partial, finished, memory), process_group=self.group)
         names = (METADATA, MANIFEST)
-        box = [(partial / name).read_bytes() if memory.rank == 0 else b"" for name in names]
+        contents = [(partial / name).read_bytes() if memory.rank == 0 else b"" for name in names]
         if len(memory.hosts) > 1:
-            dist.broadcast_object_list(box, group=self.group)
+            contents = broadcast_object(contents, group=self.group)
         problem = None
         if memory.is_first:
             try:
-                for name, content in zip(names, box, strict=True):
+                for name, content in zip(names, contents, strict=True):
                     (partial / name).write_bytes(content)
             except OSError as error:
                 problem = f"{partial} cannot be written: {reason(error)}"

@@ -192,9 +192,9 @@ def gather_objects(rank: Rank, local: Any) -> list[Any]:
     return by_rank or []
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """What rank `source` has as `value`, on every rank. A collective."""
+def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """What rank `source` has as `value`, on every rank. A collective. group: of all ranks; None: the default one."""
     only = [value]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(only, source)
+        dist.broadcast_object_list(only, source, group=group)
     return only[0]
