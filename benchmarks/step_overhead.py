@@ -52,18 +52,20 @@ def fsdp_tp(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> 
 
 def vit(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
     """Seconds a step of the ViT trainer, and of its bare loop."""
-    flags = f"--tpsize {tp} --preset debug --dataset fake --batch_size 128 --no-plots --warmup 0 --dtype fp32"
+    batch = 512 // ranks  # steps long enough to be compared
+    flags = f"--tpsize {tp} --preset debug --dataset fake --batch_size {batch} --no-plots --warmup 0 --dtype fp32"
     log = run(launch, "-m", "mmm.trainer.vit", *flags.split(), "--max_iters", steps, "--outdir", folder)
-    bare = run(launch, HERE / "bare_vision.py", "--model", "vit", "--tp", tp, "--batch", 128, "--steps", steps)
+    bare = run(launch, HERE / "bare_vision.py", "--model", "vit", "--tp", tp, "--batch", batch, "--steps", steps)
     return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
 
 
 def cnn(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
     """Seconds a step of the CNN trainer, and of its bare loop: the mean over the second epoch, for both."""
-    flags = f"--tpsize {tp} --dataset digits --no-dropout --batch_size 64 --no-plots --epochs 2 --dtype fp32"
-    epoch = 1437 // (64 * ranks // tp)
+    batch = 256 // ranks
+    flags = f"--tpsize {tp} --dataset digits --no-dropout --batch_size {batch} --no-plots --epochs 2 --dtype fp32"
+    epoch = 1437 // (batch * ranks // tp)
     log = run(launch, "-m", "mmm.trainer.fsdp", *flags.split(), "--outdir", folder)
-    bare = run(launch, HERE / "bare_vision.py", "--model", "cnn", "--tp", tp, "--batch", 64, "--steps", 2 * epoch)
+    bare = run(launch, HERE / "bare_vision.py", "--model", "cnn", "--tp", tp, "--batch", batch, "--steps", 2 * epoch)
     times = [float(line) for line in bare.split()]
     return float(re.findall(r" dt=(\S+)", log)[1]) / epoch, (times[-1] - times[epoch - 1]) / epoch
 

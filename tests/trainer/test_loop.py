@@ -27,7 +27,8 @@ from mmm.trainer.options import RunOptions
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.resolve import Resolved, resolve_plan
 from mmm.trainer.run import Run
-from mmm.trainer.tasks import ImageTask, TokenTask
+from mmm.trainer.image_task import ImageTask
+from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import TextData
 from support import reference as texts
 

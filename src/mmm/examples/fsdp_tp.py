@@ -92,7 +92,8 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, mesh["tp"], ends | {f"layers.*.{name}": style for name, style in block.items()})
+    if mesh["tp"].size() > 1:  # on one rank DTensors would only take time
+        parallelize_module(model, mesh["tp"], ends | {f"layers.*.{name}": style for name, style in block.items()})
 
     # Each unit is gathered for its forward and its backward, and freed after them; the root takes what is left.
     policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from mmm.analysis.footprint import STATE
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
-from mmm.checkpoint.replica import ReplicaSaver
 from mmm.checkpoint.weights import Origins
 from mmm.contract import SAVED_EXIT
 from mmm.models.weights import widest
@@ -58,6 +57,8 @@ class Checkpoints:
             self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, origins)
         self.replicas: ReplicaSaver | None = None
         if (memory := run.memory) is not None:
+            from mmm.checkpoint.replica import ReplicaSaver  # a run with --replica only
+
             self.replicas = ReplicaSaver(
                 memory.folder, memory.group, 1, None, self._copy_failed, what="copy in memory", memory=memory
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmm.trainer.flags import run_main
+from mmm.trainer.image_task import ImageTask
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -21,7 +22,6 @@ from mmm.trainer.report import print_once
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
 from mmm.trainer.start import start_run
-from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import CNNOptions, resolve
 
 

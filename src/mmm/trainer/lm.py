@@ -20,7 +20,6 @@ from mmm.parallel.memory.offload import moved_text
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions, MemoryOptions
 from mmm.trainer.loop import Fit, fit
-from mmm.trainer.muon import make_muon
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.parallelize import parallelize
@@ -81,6 +80,8 @@ def train(config: Config) -> None:
         start_from(run, model, weights)
         rates = (config.lr, config.weight_decay, config.decayed)
         if config.optimizer == "muon":
+            from mmm.trainer.muon import make_muon
+
             optimizer: Optimizer = make_muon(model, resolved.plan, *rates)
         else:
             optimizer = make_optimizer(config.optimizer, model.parameters(), *rates)

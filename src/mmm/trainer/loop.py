@@ -15,7 +15,7 @@ from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.checkpoints import Checkpoints
-from mmm.trainer.profile import Profile
+from mmm.trainer.profile_options import profile_of
 from mmm.trainer.progress import StepsBar, epochs_bar
 from mmm.trainer.run import Run
 from mmm.trainer.schedule import Schedule, constant
@@ -68,8 +68,8 @@ def _fit(
     counted: float | Tensor  # steps in it
     local_loss: Tensor | None  # on the device
     first, since, counted, local_loss = checkpoints.load()
-    batches, profile = task.all_batches(first), Profile(run, model, first, options.steps)
-    profile.at(first)
+    batches, profile = task.all_batches(first), profile_of(run, model, first, options.steps)
+    profile(first)
     clock.start()
     steps = range(first, options.steps)
     for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else bar.over(steps):
@@ -134,7 +134,7 @@ def _fit(
         checkpoints.poll()
         if stop and not last:
             checkpoints.stop(step + 1)
-        profile.at(step + 1)
+        profile(step + 1)
         if row:
             clock.start()
         elif savers:

@@ -29,7 +29,6 @@ from mmm.parallel.mesh import Layout
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.pipeline.recorder import Action, Recorder
 from mmm.runtime.clock_offset import clock_offset
-from mmm.runtime.ranks import DRY_RUN
 from mmm.trainer.profile_options import ProfileOptions, parse_steps
 from mmm.trainer.run import Run
 
@@ -57,16 +56,14 @@ class ActionNames(Recorder):
 
 
 class Profile:
-    """The profile of a run, or none.
+    """The profile of a run.
 
     Args:
         first, end: of the steps that this process makes.
     """
 
-    def __init__(self, run: Run, model: ParallelModel, first: int, end: int) -> None:
-        self.run, self.model = run, model
-        options = run.options if isinstance(run.options, ProfileOptions) else ProfileOptions()
-        self.kind = None if run.rank.source == DRY_RUN else options.profile
+    def __init__(self, run: Run, model: ParallelModel, options: ProfileOptions, first: int, end: int) -> None:
+        self.run, self.model, self.kind = run, model, options.profile
         begin = min(first + SKIPPED, max(end - 1, first))
         steps = (
             range(begin, begin + STEPS_PROFILED)
@@ -76,12 +73,12 @@ class Profile:
         self.steps = range(max(steps.start, first), min(steps.stop, end))
         self.ranks = range(min(run.rank.world_size, options.profile_ranks or 64))
         self.profiler: TorchProfiler | PyinstrumentProfiler | None = None
-        if self.kind is not None and not self.steps:
+        if not self.steps:
             run.note(f"--profile_steps {options.profile_steps}: none of them is among the steps {first} to {end - 1}")
 
     def at(self, step: int) -> None:
         """Before a step begins, and after the last. A collective."""
-        if self.kind is None or not self.steps or step not in (self.steps.start, self.steps.stop):
+        if not self.steps or step not in (self.steps.start, self.steps.stop):
             return
         if step == self.steps.start:
             if self.run.rank.rank in (self.ranks if self.kind == "torch" else (0,)):

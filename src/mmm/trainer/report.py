@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm import history
-from mmm.analysis.trace_picture import draw_trace
 from mmm.history.record import TRACE, TRACE_PICTURE
 from mmm.models.weights import canonical_name
 from mmm.parallel.data.replicas import Replicas
@@ -123,6 +122,8 @@ def report_end(run: Run, outdir: Path) -> None:
     """The end of a run, on rank 0: plots, and where everything is."""
     run.log.info("record: %s", outdir / "train_dataset.h5")
     if run.options.plots and (outdir / TRACE).exists():
+        from mmm.analysis.trace_picture import draw_trace  # a run with --profile only
+
         try:
             run.log.info("picture of the trace: %s", draw_trace(outdir / TRACE, outdir / TRACE_PICTURE))
         except Exception as error:  # whatever is wrong with it, the run is over and well

@@ -19,7 +19,6 @@ from mmm.checkpoint.manifest import (
     remove_partial,
     steps_of,
 )
-from mmm.checkpoint.replica import HostMemory, Replica
 from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.attempts import Attempt, attempt_of, make_room
@@ -31,6 +30,7 @@ from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.trainer.resolve import Resolved
 
 if TYPE_CHECKING:
+    from mmm.checkpoint.replica import Replica
     from mmm.trainer.run import Run
 
 AUTO, CHECKPOINTS = Path("auto"), "checkpoints"
@@ -168,23 +168,26 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
         return
     run.identity = identity_of(module, resolved, run.precision)
     found, auto, goes_on = broadcast_object((prepared.found, prepared.auto, prepared.goes_on) if prepared else None)
-    memory, replicas, problems = None, list[Replica](), list[str]()
+    memory, problems = None, list[str]()
+    replicas: list[Replica] = []
     if run.options.replica is not None:
+        from mmm.checkpoint.replica import HostMemory  # a run with --replica only
+
         run.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
         replicas = memory.replicas() if auto else []
     for place in _newest_first(found, replicas):
-        if isinstance(place, Replica):
+        if isinstance(place, Path):
+            path, (manifest, problem) = place, _check_files(run, place)
+        else:
             assert memory is not None
             path, (manifest, problem) = memory.path(place.step), memory.check(place)
-        else:
-            path, (manifest, problem) = place, _check_files(run, place)
         if problem is None:
-            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0, isinstance(place, Replica))
+            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0, not isinstance(place, Path))
             _check(run.origin, run.identity, resolved.steps)
             break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
-        if not isinstance(place, Replica):
+        if isinstance(place, Path):
             problems.append(problem)
         run.note(f"{problem}: the checkpoint before it is taken")
     if problems and run.origin is None:
@@ -197,7 +200,7 @@ def _newest_first(found: Sequence[Path], replicas: Sequence[Replica]) -> list[Pa
     """Checkpoints on disk before replicas of the same step."""
 
     def key(place: Path | Replica) -> tuple[int, bool]:
-        return (place.step, False) if isinstance(place, Replica) else (int(place.name.removeprefix("step-")), True)
+        return (int(place.name.removeprefix("step-")), True) if isinstance(place, Path) else (place.step, False)
 
     return sorted([*found, *replicas], key=key, reverse=True)
 

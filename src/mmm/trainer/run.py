@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mmm import history
-from mmm.checkpoint.replica import HostMemory
 from mmm.errors import DivergedError
 from mmm.history.ending import RUNNING, Ending
 from mmm.parallel.loss import detached
@@ -29,6 +28,7 @@ from mmm.trainer.options import BaseOptions
 from mmm.trainer.resume import Origin
 
 if TYPE_CHECKING:
+    from mmm.checkpoint.replica import HostMemory
     from mmm.trainer.rates import Utilization
 
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16

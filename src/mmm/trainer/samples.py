@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmm.data.tokenizer import Tokenizer
 from mmm.errors import ConfigError, DataError
-from mmm.models.sampling import Sampling
-from mmm.parallel.generate import generate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.options import BaseOptions, Need
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
+
+if TYPE_CHECKING:
+    from mmm.models.sampling import Sampling
 
 PROMPT = Need(
     lambda options, layout: options.prompt is not None, "--prompt", "no text is sampled", "--prompt with a text"
@@ -44,6 +45,8 @@ class SampleOptions(BaseOptions):
         Raises:
             ConfigError: a value that is wrong by itself.
         """
+        from mmm.models.sampling import Sampling
+
         if self.sample_tokens is not None and self.sample_tokens < 1:
             raise ConfigError(f"--sample_tokens {self.sample_tokens}: it must be at least 1")
         given = {"temperature": self.sample_temperature, "top_k": self.sample_top_k, "top_p": self.sample_top_p}
@@ -100,6 +103,8 @@ def sample_text(
     stop: Sequence[int] = (),
 ) -> str:
     """The prompt and what follows. A collective; arguments as of `generate`."""
+    from mmm.parallel.generate import generate  # a run with --prompt only
+
     most = min(vocabulary, tokenizer.vocab_size)
     found = generate(model, prompt, tokens, block, sampling, most, stop)
     return tokenizer.decode([*prompt, *(token for token in found if token not in stop)])

@@ -34,12 +34,12 @@ from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, Plan, Techniques, apply, build_mesh, materialize
 from mmm.parallel.loss import detached
+from mmm.trainer.image_task import ImageTask, evaluate_images
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.report import sharded_model
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
-from mmm.trainer.tasks import ImageTask, evaluate_images
 from mmm.trainer.text import ValidationOptions, validation_batches
 from mmm.trainer.vision import ResolvedCNN
 

@@ -1,4 +1,7 @@
-"""What the training loop trains on: where batches come from, what the loss is, how the model is evaluated."""
+"""What the training loop trains on: where batches come from, what the loss is, how the model is evaluated.
+
+Text here, images in `mmm.trainer.image_task`.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmm.checkpoint.weights import Origins
 from mmm.data import Batch
-from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
-from mmm.data.tokens import PADDING
-from mmm.models.dropout import sample_keys
-from mmm.parallel.loss import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
 from mmm.trainer.text import validation_batches
-
-TEST_BATCH = 64
 
 
 class Task(ABC):
@@ -121,62 +115,3 @@ class TokenTask(Task):
         split = {} if batch.document_starts is None else {"document_starts": batch.document_starts}
         loss = model.evaluate(batch.inputs, batch.targets, 1, **split)
         return loss, model.count_targets(batch.targets)
-
-
-class ImageTask(Task):
-    """The class of an image. Every image of the test set counts once, whatever the number of ranks."""
-
-    def __init__(self, run: Run, resolved: Resolved, workers: int | None = None):
-        coordinate, dp, data = run.layout.dp_coordinate(run.rank.rank), run.layout.dp, resolved.data
-        loading: dict[str, Any] = {"workers": workers, "pin_memory": run.device.type in ("cuda", "xpu")}
-        self.run, self.global_batch_size = run, resolved.global_batch_size
-        sequence = ImageBatches(data.train, self.global_batch_size, run.options.seed)
-        self.loader = sequence.loader(coordinate, dp, **loading)
-        batch = resolved.local_batch_size
-        at_once = -(-TEST_BATCH // batch) * batch  # a multiple: a pipeline splits it into its micro-batches
-        self.test_loader = evaluation(data.test, at_once, coordinate, dp, **loading)
-        self.steps_per_epoch = sequence.steps_per_epoch
-
-    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        seed, first_sample = self.run.options.seed, self.loader.first_sample
-        for step, batch in enumerate(self.loader.epoch(epoch, first), start=epoch * self.steps_per_epoch + first):
-            batch = batch.to(self.run.device, self.run.precision.storage)
-            keys = sample_keys(seed, step, first_sample, len(batch.labels), self.run.device)
-            yield Batch(batch.images, batch.labels, batch.count, sample_keys=keys)
-
-    def evaluate(self, model: ParallelModel) -> dict[str, float]:
-        return evaluate_images(self.run, model, self.test_loader)
-
-
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=PADDING)
-
-
-def correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many images are classified correctly."""
-    return (logits.argmax(1) == labels).sum()
-
-
-@torch.no_grad()
-def evaluate_images(run: Run, model: nn.Module | ParallelModel, loader: ImageLoader) -> dict[str, float]:
-    """Mean loss ``test_loss`` and accuracy ``test_acc`` in percent, dropout off. A collective.
-
-    Args:
-        loader: of `mmm.data.image_batches.evaluation`: what only pads a batch has weight 0.
-    """
-    model.train(False)
-    images = loader.batches.image_set.samples
-    batches = (batch.to(run.device, run.precision.storage) for batch in loader.epoch())
-    first, *others = (_measure(model, batch) for batch in batches)
-    loss, right = (total / images for total in run.global_sums(sum(others, first)))
-    return {"test_loss": loss, "test_acc": 100 * right}
-
-
-def _measure(model: nn.Module | ParallelModel, batch: ImageBatch) -> Tensor:
-    """`summed_loss` and `correct` of a batch, (2,) float64."""
-    labels = batch.labels.masked_fill(batch.weights == 0, PADDING)
-    if isinstance(model, ParallelModel):
-        return model.measure(batch.images, labels, summed_loss, correct)
-    logits = model(batch.images)
-    return torch.stack([detached(summed_loss(logits, labels)), detached(correct(logits, labels))])

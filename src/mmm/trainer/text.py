@@ -14,7 +14,6 @@ import torch
 import tyro
 
 from mmm.data import Batch, RandomTokens, Tokens
-from mmm.data.datasets.shakespeare import shakespeare
 from mmm.data.sources import Sources, open_sources
 from mmm.data.tokenizer import Tokenizer
 from mmm.errors import ConfigError, DataError, LayoutError
@@ -199,7 +198,11 @@ class TextOptions:
         if (opened := vars(self).get("_sources")) is None:
             if self.text and self.dataset != "text":
                 raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
-            text = (shakespeare(whoami()),) if self.dataset == "shakespeare" else self.text
+            text = self.text
+            if self.dataset == "shakespeare":
+                from mmm.data.datasets.shakespeare import shakespeare  # with it come data sets of images
+
+                text = (shakespeare(whoami()),)
             opened = open_sources(text, None if self.tokenizer is None else str(self.tokenizer), self.default_tokenizer)
             object.__setattr__(self, "_sources", opened)  # no field: no flag, and no part of the record
         return opened

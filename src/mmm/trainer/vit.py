@@ -21,6 +21,7 @@ from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.ranks import whoami
 from mmm.runtime.sdpa import check_sdpa
 from mmm.trainer.flags import run_main
+from mmm.trainer.image_task import ImageTask
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
@@ -31,7 +32,6 @@ from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
 from mmm.trainer.start import start_run
-from mmm.trainer.tasks import ImageTask
 from mmm.trainer.vision import ImageOptions, check_images
 
 

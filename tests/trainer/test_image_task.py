@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmm.data.image_batches import ImageBatches
-from mmm.trainer import tasks
+from mmm.trainer import image_task
 
 
 @pytest.mark.parametrize(("kind", "pinned"), [("cuda", True), ("xpu", True), ("cpu", False)])
@@ -14,7 +14,7 @@ def test_images_are_pinned_for_what_copies_from_pinned_memory(monkeypatch, kind,
     asked = []
     monkeypatch.setattr(ImageBatches, "loader", lambda *given, pin_memory, **named: asked.append(pin_memory))
     images = SimpleNamespace(samples=16, __len__=lambda: 16)
-    monkeypatch.setattr(tasks, "evaluation", lambda *given, pin_memory, **named: asked.append(pin_memory))
+    monkeypatch.setattr(image_task, "evaluation", lambda *given, pin_memory, **named: asked.append(pin_memory))
     monkeypatch.setattr(ImageBatches, "__init__", lambda self, *given: None)
     monkeypatch.setattr(ImageBatches, "steps_per_epoch", 1, raising=False)
     layout = SimpleNamespace(dp_coordinate=lambda rank: 0, dp=1)
@@ -22,5 +22,5 @@ def test_images_are_pinned_for_what_copies_from_pinned_memory(monkeypatch, kind,
         layout=layout, device=torch.device(kind), rank=SimpleNamespace(rank=0), options=SimpleNamespace(seed=0)
     )
     data = SimpleNamespace(train=images, test=images)
-    tasks.ImageTask(run, SimpleNamespace(data=data, global_batch_size=4, local_batch_size=4))
+    image_task.ImageTask(run, SimpleNamespace(data=data, global_batch_size=4, local_batch_size=4))
     assert asked == [pinned, pinned]
