@@ -6,6 +6,7 @@ value is no use of it: functions called ``check…`` are left out.
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import textwrap
 from types import ModuleType
@@ -55,7 +56,8 @@ def reads(program: ModuleType) -> set[str]:
         if thing in seen or not callable(thing) or getattr(thing, "__name__", "").startswith("check"):
             continue
         seen.add(thing)
-        tree, names = ast.parse(textwrap.dedent(inspect.getsource(thing))), vars(inspect.getmodule(thing))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+        names = vars(inspect.getmodule(thing)) | _imported_inside(tree)
         called = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for name in called:
             if _is_ours(names.get(name)) and not _is_followed_by_name(names[name]):
@@ -87,6 +89,16 @@ def reads(program: ModuleType) -> set[str]:
         for name in found & (options | {field.name for field in dataclasses.fields(config)})
         if not callable(getattr(config, name, None))
     }
+
+
+def _imported_inside(tree: ast.AST) -> dict[str, object]:
+    """What code imports from our rooms where it needs it."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(ROOMS):
+            module = importlib.import_module(node.module)
+            found |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    return found
 
 
 def _flags_of(kind: type) -> set[str]:

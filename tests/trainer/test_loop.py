@@ -21,13 +21,13 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
+from mmm.trainer.image_task import ImageTask
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.options import RunOptions
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.resolve import Resolved, resolve_plan
 from mmm.trainer.run import Run
-from mmm.trainer.image_task import ImageTask
 from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import TextData
 from support import reference as texts

@@ -19,10 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from mmm.analysis.collective_bytes import factor
 from mmm.errors import ConfigError
-from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
+from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig, rotary_table
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.tensor.apply import apply_tensor_parallel
 from mmm.plan.machine import read
 from mmm.plan.memory import MemoryModel
 from mmm.plan.models import transformer_spec
@@ -33,7 +38,9 @@ from mmm.runtime.process_group import all_gather
 TRIES = 12
 PRODUCT = 768  # of the square matrices
 STREAM = 1 << 24  # elements
-SMALL, LARGE = 1 << 8, 1 << 21  # elements of a collective, for its latency and for its bandwidth
+SMALL, LARGE = 1 << 8, 1 << 19  # elements of a collective, for its latency and for its bandwidth
+BETWEEN, PRODUCTS = 384, 3  # size and number of the products between two collectives
+ROUNDS = 8  # of products and a collective, whose mean is one try
 LAYER: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64, "vocab_size": 64}
 USUAL: dict[str, Any] = {"dim": 256, "n_layers": 1, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 64}
 TOKENS = 4, 256  # batch and sequence of it
@@ -82,8 +89,13 @@ def stream_rate(device: torch.device) -> float:
 def layer_seconds(device: torch.device, sizes: dict[str, Any], batch: int, seq: int) -> float:
     """Of the forward of a layer."""
     config = TransformerConfig(**sizes)
-    layer = TransformerBlock(config).to(device)
-    x = torch.zeros(batch, seq, config.dim, device=device)
+    return _forward_seconds(TransformerBlock(config).to(device), config, device, batch, seq)
+
+
+def _forward_seconds(
+    layer: nn.Module, config: TransformerConfig, device: torch.device, batch: int, seq: int, tp: int = 1
+) -> float:
+    x = torch.zeros(batch, seq // tp, config.dim, device=device)
     cos, sin = rotary_table(torch.arange(seq, device=device), config.head_dim, config.rope_theta)
     return best_seconds(lambda: layer(x, cos, sin), device, computing(device))
 
@@ -101,10 +113,27 @@ def layer_traffic_rate(device: torch.device, product_rate: float, overhead: floa
 
 
 def _measure_collectives(rank: int, ranks: int, store: str, result: str) -> None:
-    """On each rank of a group over gloo: seconds of small and of large collectives; rank 0 writes them."""
+    """On each rank of a group over gloo: seconds that small and large collectives add to the products between them.
+
+    Rank 0 writes them.
+
+    As in a step: a rank that computes comes late, one that waits has to be woken, and what a collective copies is no
+    longer in the cache.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    found = {}
+    a = torch.ones(BETWEEN, BETWEEN)
+
+    def rounds(call: Callable[[], Any]) -> float:
+        def work() -> None:
+            for _ in range(ROUNDS):
+                for _ in range(PRODUCTS):
+                    a @ a
+                call()
+
+        return best_seconds(work, torch.device("cpu")) / ROUNDS
+
+    found, alone = {}, rounds(lambda: None)
     for count, name in ((SMALL, "small"), (LARGE, "large")):
         part = torch.ones(count)
         full = torch.empty(count * ranks)
@@ -115,11 +144,30 @@ def _measure_collectives(rank: int, ranks: int, store: str, result: str) -> None
         }
         for operation, call in calls.items():
             dist.barrier()
-            clock = time.perf_counter if name == "small" else time.process_time
-            found[f"{operation} {name}"] = best_seconds(call, torch.device("cpu"), clock)
+            found[f"{operation} {name}"] = max(rounds(call) - alone, 1e-6)
     if rank == 0:
         Path(result).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _measure_tensor_parallel(rank: int, device: str, result: str) -> None:
+    """Seconds of the forward of a small layer that is sharded over tp, in a process of its own: the other ranks of its
+    group are not there, so that what it takes is this host's part alone."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
+    config = TransformerConfig(**LAYER)
+    model = Transformer(config).to(device)
+    apply_tensor_parallel(model, init_device_mesh(device, (2,)), transformer_plan())
+    seconds = _forward_seconds(model.layers["0"], config, torch.device(device), 1, 4, 2)
+    Path(result).write_text(str(seconds))
+
+
+def tensor_parallel_seconds(device: str) -> float:
+    """Of the forward of the layer that `layer_seconds` measures for its overhead, sharded over tp."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        mp.spawn(_measure_tensor_parallel, (device, str(result)))
+        return float(result.read_text())
 
 
 def collective_rates(ranks: int) -> tuple[float, float, dict[str, float]]:
@@ -158,6 +206,7 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
             stream = min(stream, layer_traffic_rate(device, rates["fp32"], overhead))
     finally:
         torch.set_num_threads(threads)
+    tensor_overhead = max(tensor_parallel_seconds(kind) - overhead, 0.0)
     latency, bandwidth, measured = collective_rates(ranks)
     there = host_memory() or 0
     memory = float(device_memory(device) or 0) if kind != "cpu" else there / each
@@ -176,13 +225,15 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
         "link_bandwidth": bandwidth,
         "link_latency": latency,
         "layer_overhead": overhead,
+        "tensor_overhead": tensor_overhead,
         **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"), 1.0),
         "cores": cores if kind == "cpu" else 0,
         "overlap": 0.0 if kind == "cpu" else 0.9,
         "memory_reserve": 0.0 if kind == "cpu" else 0.08,
     }
     data["sources"] = {
-        **dict.fromkeys(("peak_flops", "layer_overhead", "gpu_memory", "host_memory", "cores"), source),
+        **dict.fromkeys(("peak_flops", "gpu_memory", "host_memory", "cores"), source),
+        **dict.fromkeys(("layer_overhead", "tensor_overhead"), source),
         "memory_bandwidth": source + ("; element-wise kernels and attention of a layer" if kind == "cpu" else ""),
         **dict.fromkeys(("link_bandwidth", "link_latency"), f"{source}; gloo, {ranks} ranks"),
         **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency"), "the rates are measured"),
@@ -198,6 +249,7 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
         say(f"{'product ' + name:<22} {rate / 1e9:12.2f} GFLOP/s")
     say(f"{'memory':<22} {stream / 1e9:12.2f} GB/s")
     say(f"{'a layer at least':<22} {overhead * 1e6:12.1f} µs")
+    say(f"{'sharded over tp':<22} {tensor_overhead * 1e6:12.1f} µs more")
     for name, seconds in measured.items():
         say(f"{name:<22} {seconds * 1e6:12.1f} µs")
     say(f"{'collectives':<22} {bandwidth / 1e9:12.2f} GB/s a rank, {latency * 1e6:.1f} µs a message")

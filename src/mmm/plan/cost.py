@@ -6,9 +6,10 @@
     a layer's forward = products / (peak · matmul_efficiency) + element-wise bytes / (memory_bandwidth · …)
     its backward      = twice that, and what checkpointing computes again
     a collective      = messages one after the other · latency + bytes that a rank sends / bandwidth
+    a unit of FSDP    = its collectives, and the copies out of the gathered buffer and into the reduced one
 
 Tensor parallelism, Ulysses and experts' all-to-all wait for each collective (`mmm.plan.network`); a ring of cp hides
-what its attention takes; data parallelism hides behind `Machine.overlap` of the compute around it. The bubble is
+behind `Machine.overlap` of its attention, data parallelism behind as much of the compute around it. The bubble is
 `mmm.analysis.bubble.bubble_formula`'s. Ranks on more than the cores of a host (`Machine.cores`) take turns: their step
 is as long as those need for what all ranks together compute and send.
 """
@@ -97,10 +98,10 @@ class CostModel:
         self.head = lru_cache(maxsize=None)(self._head)
         self.groups = lru_cache(maxsize=None)(lambda layout: groups_of(layout, machine))
 
-    def _busy(self, flops: float, traffic: float) -> float:
+    def _busy(self, flops: float, traffic: float, tp: int) -> float:
         """Seconds of a layer's forward: kernels, or where those are short what the host takes to start them."""
         seconds = flops / self.rate + traffic / self.memory_rate
-        overhead = self.machine.layer_overhead
+        overhead = self.machine.layer_overhead + (self.machine.tensor_overhead if tp > 1 else 0.0)
         return seconds + overhead if self.machine.device == "cpu" else max(seconds, overhead)
 
     def _layer(
@@ -125,7 +126,7 @@ class CostModel:
         tokens = batch * spec.tokens / cp
         scores = kind.attention_flops / 2 * batch / (tp * cp)
         flops = kind.flops * batch / (tp * cp) - scores
-        forward = self._busy(flops, tokens * kept.traffic)
+        forward = self._busy(flops, tokens * kept.traffic, tp)
         again = {"none": 0.0, "selective": tokens * kept.traffic / self.memory_rate, "full": forward}[checkpointing]
         again *= 2 if splits else 1  # once for the input's gradient, once for the weights'
         config, waits = spec.config, {"tp": 0.0, "cp": 0.0, "ep": 0.0}
@@ -137,15 +138,20 @@ class CostModel:
             waits["tp"] = (4 + 2 * repeated) * collective("all_reduce", groups["tp"], size, machine)
         elif isinstance(config, TransformerConfig):
             if tp > 1:
-                each = 2 if config.n_experts else 4
+                pairs = 1 if config.n_experts else 2
                 size = tokens * config.dim * c
-                waits["tp"] = each * (2 + repeated) * collective("all_gather", groups["tp"], size, machine)
+                waits["tp"] = pairs * (2 + repeated) * self._gather_and_reduce(groups["tp"], size)
             if cp > 1:
                 waits["cp"] = self._context(groups["cp"], tp, tokens, scores, style, repeated)
             if ep > 1:
                 size = tokens / tp * config.top_k * config.dim * c
                 waits["ep"] = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, machine)
         return Layer(forward, 2 * forward + again, **waits)
+
+    def _gather_and_reduce(self, group: Group, size: float) -> float:
+        """Seconds of an all-gather and a reduce-scatter: one is the other's backward."""
+        calls = ("all_gather", "reduce_scatter")
+        return sum(collective(call, group, size, self.machine) for call in calls)
 
     def _context(self, group: Group, tp: int, tokens: float, scores: float, style: str, repeated: float) -> float:
         """Seconds that attention over cp waits in a layer."""
@@ -155,7 +161,7 @@ class CostModel:
             heads = config.n_heads / tp
             sent = (2 * heads + 2 * math.lcm(max(config.n_kv_heads // tp, 1), n)) * config.head_dim * tokens * c
             return (2 + repeated) * collective("all_to_all", group, sent, machine, calls=2)
-        hop, hidden = send(2 * kv, group, machine), scores / n / self.rate
+        hop, hidden = send(2 * kv, group, machine), machine.overlap * scores / n / self.rate
         wide = max(4 / c, 1.0)
         # What each hop adds to the sums of the others, in float32: read, read the hop's, write.
         merged = 12 * config.n_heads / tp * config.head_dim * tokens / self.memory_rate
@@ -173,7 +179,7 @@ class CostModel:
         times = 4 if chunks > 1 else 3
         traffic = tokens * (spec.config.vocab_size / tp * (3 * c + 32) + 12 * c * spec.config.dim)
         size = tokens * spec.config.dim * c
-        waits = 4 * collective("all_gather", self.groups(Layout(tp=tp, dp_shard=1))["tp"], size, self.machine)
+        waits = 2 * self._gather_and_reduce(self.groups(Layout(tp=tp, dp_shard=1))["tp"], size)
         return times * flops / self.rate + traffic / self.memory_rate, waits
 
     def _work(
@@ -288,6 +294,9 @@ class CostModel:
         group = groups["fsdp"]
         gather = collective("all_gather", group, padded * compute, machine, calls=units)
         reduce = collective("reduce_scatter", group, padded * storage, machine, calls=units)
+        if group.size > 1:  # read and written once
+            gather += 2 * padded * compute / self.memory_rate
+            reduce += 2 * padded * storage / self.memory_rate
         replicate = collective("all_reduce", groups["dp_replicate"], sharded * storage, machine, calls=units)
         first = gather / max(units, 1)
         if layout.pp > 1:

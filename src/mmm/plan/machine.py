@@ -40,8 +40,10 @@ class Machine:
         network_bandwidth: of all adapters of a host together, bytes/s. network_latency: s between hosts.
         host_link_bandwidth: bytes/s between a device and the host's memory. host_memory_bandwidth: of a host, bytes/s.
         matmul_efficiency, memory_efficiency, link_efficiency, network_efficiency: what is reached of each peak.
-        overlap: the part of compute that data-parallel communication can hide behind.
+        overlap: the part of compute that communication of data parallelism and of a ring of cp can hide behind.
         layer_overhead: s that the host needs to start the kernels of a layer's forward; a layer takes no less.
+        tensor_overhead: s that it needs beyond that where the layer is sharded over tp: what DTensor looks up for each
+            operation.
         cores: of a host, where the devices are ranks on its CPU, whose rates are those of one core; else 0.
         memory_reserve: part of gpu_memory that context, communication library and fragmentation take.
         sources: field → where its value is from.
@@ -72,6 +74,7 @@ class Machine:
     network_efficiency: float = 0.8
     overlap: float = 0.9
     layer_overhead: float = 0.0
+    tensor_overhead: float = 0.0
     memory_reserve: float = 0.08
     cores: int = 0
     sources: dict[str, str] = field(default_factory=dict)

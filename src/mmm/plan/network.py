@@ -1,7 +1,8 @@
 """Which ranks of an axis share a host, and how long a collective of theirs takes on a `Machine`.
 
 Messages of a collective go one after the other: n - 1 in a ring, first inside a host, then between hosts; an all-reduce
-may take a tree, 2 log2 n. Its bytes go at the rate of the slowest link that they pass.
+may take a tree, 2 log2 n. Its bytes go at the rate of the slowest link that they pass. gloo, on CPUs, makes an
+all-reduce of a reduce-scatter.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
 """
@@ -53,6 +54,8 @@ def collective(operation: str, group: Group, size: float, machine: Machine, call
     """
     if group.size == 1:
         return 0.0
+    if operation == "reduce_scatter" and machine.device == "cpu":
+        operation = "all_reduce"
     hosts = group.size // group.local if group.crosses else 1
     ring = (group.local - 1) * machine.link_latency + (hosts - 1) * machine.network_latency
     if operation == "all_to_all":
