@@ -1,6 +1,7 @@
 """Weights of the Llama family: read in slices, whoever has written them; rotations of halves and of pairs; refusals."""
 
 import json
+import math
 import random
 
 import pytest
@@ -202,10 +203,58 @@ def test_what_is_refused_of_a_gguf(tmp_path, keys, words):
     assert words in str(refused.value)
 
 
-def test_factors_of_rotary_frequencies_are_refused(tmp_path):
-    weights = {**tensors(), "rope_freqs.weight": torch.ones(4)}
-    with pytest.raises(CheckpointError, match=r"unknown tensor rope_freqs\.weight"):
-        open_weights(write_gguf(tmp_path / "a.gguf", CONFIG, weights))
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def rope_factors(scaling, theta, head_dim):
+    """What llama.cpp writes for a Llama 3.1, by wavelengths."""
+    low, high, length = (scaling[name] for name in list(LLAMA_3_1)[2:])
+    found = []
+    for wavelength in (2 * math.pi * theta ** (i / head_dim) for i in range(0, head_dim, 2)):
+        smooth = min(max((length / wavelength - low) / (high - low), 0.0), 1.0)
+        found.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize(
+    ("factors", "scaling"),
+    [
+        (rope_factors(LLAMA_3_1, 500_000.0, 8), LLAMA_3_1),
+        (rope_factors({**LLAMA_3_1, "factor": 32.0}, 500_000.0, 8), {**LLAMA_3_1, "factor": 32.0}),
+        (torch.full((4,), 2.5), {"rope_type": "linear", "factor": 2.5}),
+        (torch.ones(4), None),
+    ],
+    ids=["Llama 3.1", "Llama 3.2", "linear", "none"],
+)
+def test_factors_of_rotary_frequencies(tmp_path, factors, scaling):
+    config = {**CONFIG, "rope_theta": 500_000.0}
+    gguf = write_gguf(tmp_path / "a.gguf", config, {**tensors(config), "rope_freqs.weight": factors})
+    there = {**config, "rope_scaling": scaling}
+    hugging_face = write_hugging_face(tmp_path / "hf", there, tensors(config))
+    assert config_of(open_weights(gguf)) == config_of(open_weights(hugging_face))
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        (rope_factors({**LLAMA_3_1, "low_freq_factor": 2.0}, 500_000.0, 8), "are of no scaling that is known"),
+        (torch.tensor([1.0, 2.0, 1.0, 8.0]), "up to 8.0, are of no scaling that is known"),
+        (torch.ones(5), "rope_freqs.weight is not 4 numbers of float32"),
+    ],
+    ids=["low 2", "any", "too many"],
+)
+def test_factors_that_are_refused(tmp_path, factors, words):
+    config = {**CONFIG, "rope_theta": 500_000.0}
+    gguf = write_gguf(tmp_path / "a.gguf", config, {**tensors(config), "rope_freqs.weight": factors})
+    with pytest.raises(CheckpointError) as refused:
+        open_weights(gguf)
+    assert words in str(refused.value)
 
 
 def test_files_that_are_damaged(folder, imported, tmp_path):

@@ -27,6 +27,7 @@ from torch import Tensor
 from mmm.checkpoint import llama
 from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
+from mmm.models.rope import RopeScaling
 
 MAGIC, VERSIONS, STRING, ARRAY = b"GGUF", (2, 3), 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -61,6 +62,7 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 CONTROL = 3  # type of a token that stands for no text
+ROPE_FACTORS = "rope_freqs.weight"  # (head_dim / 2): what each frequency of the rotary positions is divided by
 
 
 class GGUFWeights(Weights):
@@ -194,7 +196,33 @@ class GGUFWeights(Weights):
         for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
                 raise CheckpointError(f"{self.path}: llama.{key} is {own[key]}, and a head has {head_dim} elements")
+        if ROPE_FACTORS in self._entries:
+            sizes["rope_scaling"] = self._rope_scaling(sizes["rope_theta"], head_dim)
+            del self._entries[ROPE_FACTORS]
         return sizes
+
+    def _rope_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
+        """What `RopeScaling` calls the factors of the file, as a config.json has it.
+
+        Raises:
+            CheckpointError: they are of no scaling that is known.
+        """
+        kind, begin, _ = self._tensors[ROPE_FACTORS]
+        if kind != 0 or self._entries[ROPE_FACTORS].shape != (head_dim // 2,):
+            raise CheckpointError(f"{self.path}: {ROPE_FACTORS} is not {head_dim // 2} numbers of float32")
+        factors = torch.from_numpy(np.frombuffer(self._bytes, np.float32, head_dim // 2, begin).astype(np.float64))
+        factor = _short(factors.max().item())
+        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        for scaling in (RopeScaling("linear", factor), RopeScaling("llama3", factor)):
+            if torch.allclose(frequencies / scaling.scaled(frequencies), factors, rtol=1e-5):
+                if factor == 1:
+                    return None
+                names = ["rope_type", "factor"] if scaling.rope_type == "linear" else list(vars(scaling))
+                return {name: getattr(scaling, name) for name in names}
+        raise CheckpointError(
+            f"{self.path}: the factors of {ROPE_FACTORS}, up to {factor}, are of no scaling that is known: linear, or "
+            "llama3 with the numbers of Llama 3.1"
+        )
 
     def _tokenizer(self) -> tuple[tuple[str, bytes] | None, str]:
         """A tokenizer.json; or None, and why."""
