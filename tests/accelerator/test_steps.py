@@ -137,6 +137,7 @@ def check(answer):
     assert with_row["reads"] == without.get("reads", 0) + 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", names(CASES))
 def test_a_step(answers, case):

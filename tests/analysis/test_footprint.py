@@ -71,7 +71,9 @@ def held(rank, technique: str, layout: Layout, optimizer: str) -> int:
     return sum(local_elements(model, updates).values())
 
 
-@pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "technique", ["ddp", "zero2", "fsdp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zero1", "hsdp"))]
+)
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
 def test_the_bound_is_below_what_ranks_hold_and_close(run_on_ranks, technique, optimizer):
     layout = Layout(dp_replicate=2 if technique == "hsdp" else 1).fit(4)

@@ -34,6 +34,7 @@ def test_a_broken_torch_is_reported(tmp_path):
     assert set(found["python"]) == {"name", "status", "seen", "fix"}
 
 
+@pytest.mark.long
 def test_a_torch_that_leaves_or_hangs(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('no')")
     done = doctor(tmp_path, PYTHONPATH=str(tmp_path))

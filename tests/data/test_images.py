@@ -144,6 +144,7 @@ def test_mistakes(arguments, message):
 # --- torchvision ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_torchvision_imports_and_text_does_without_it():
     program = """
 import sys, warnings

@@ -81,7 +81,9 @@ def _prepare_and_die(wanted, lines, at):
     prepare(wanted, 2, say)
 
 
-@pytest.mark.parametrize("flags", [{}, {"tokenizer": "chars"}, {"bpe": 300}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, pytest.param({"tokenizer": "chars"}, marks=pytest.mark.long), {"bpe": 300}], ids=str
+)
 def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     wanted = Preparation(files, tmp_path / "killed", **flags)
     killed = FORK.Process(target=_prepare_and_die, args=(wanted, [], 2))

@@ -28,7 +28,7 @@ def run(rank, outdir, optimizer, lacks=None):
     return ""
 
 
-@pytest.mark.parametrize(("ranks", "optimizer"), [(4, "adamw"), (1, "sgd")])
+@pytest.mark.parametrize(("ranks", "optimizer"), [(4, "adamw"), pytest.param(1, "sgd", marks=pytest.mark.long)])
 def test_the_same_losses(run_on_ranks, tmp_path, ranks, optimizer):
     assert run_on_ranks(run, ranks, tmp_path, optimizer) == [""] * ranks
     ds = load(tmp_path)
@@ -39,7 +39,7 @@ def test_the_same_losses(run_on_ranks, tmp_path, ranks, optimizer):
     assert f"rows 0-{256 // ranks - 1} in __0_0.distcp" in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("lacks", ["model", "optimizer"])
+@pytest.mark.parametrize("lacks", [pytest.param("model", marks=pytest.mark.long), "optimizer"])
 def test_each_part_is_needed(run_on_ranks, tmp_path, lacks):
     for text in run_on_ranks(run, 2, tmp_path, "adamw", lacks):
         assert text.startswith("on the other mesh the losses differ by")

@@ -206,7 +206,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     ("flags", "words"),
     [
         (["--tpsize", "3"], r"tp 3 needs a multiple of 3 ranks, and there are 4: start that many, `launch -n 3 "),
-        (["--max_itrs", "3"], r"Perhaps you meant:\s+(\S\s+)?--max_iters"),
+        pytest.param(["--max_itrs", "3"], r"Perhaps you meant:\s+(\S\s+)?--max_iters", marks=pytest.mark.long),
     ],
 )
 def test_one_clear_message(tmp_path, flags, words):

@@ -151,7 +151,9 @@ def build_by_hand_and_by_the_package(rank, layout):
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, tp=2), pytest.param(Layout(dp_shard=1, cp=2, tp=2))], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(dp_shard=2, tp=2), marks=pytest.mark.long), Layout(dp_shard=1, cp=2, tp=2)], ids=str
+)
 def test_a_rank_by_hand_is_the_packages(run_on_ranks, layout):
     for (loss, gradients), (expected, wanted) in run_on_ranks(build_by_hand_and_by_the_package, 4, layout):
         assert loss == pytest.approx(expected, rel=1e-9)

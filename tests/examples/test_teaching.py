@@ -125,7 +125,7 @@ def sharded(rank, mistake):
 WAYS = {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_cut", "loss_cut"}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_tensor_parallel(run_on_ranks, ranks):
     for found in run_on_ranks(sharded, ranks, None):
         assert set(found) == WAYS

@@ -136,7 +136,7 @@ def apart(rank, name):
     return worst
 
 
-LONG = {"zero1", "zero2", "cnn hsdp"}
+LONG = {"hsdp", "zero1", "zero2", "cnn ddp", "cnn hsdp"}
 
 
 @pytest.mark.parametrize(
@@ -318,10 +318,8 @@ def test_every_mistake_is_listed():
     assert {(name, mistake) for name, program in programs.items() for mistake in program.Config.BREAKS} == set(SHOWS)
 
 
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [case if case == ("fsdp_tp", "norms") else pytest.param(*case, marks=pytest.mark.long) for case in SHOWS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "mistake"), SHOWS)
 def test_a_mistake_shows(tmp_path, name, mistake):
     flags, where = SHOWS[name, mistake]
     command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", f"mmm.examples.{name}", *flags]

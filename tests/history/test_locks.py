@@ -125,6 +125,7 @@ def test_a_killed_run_is_finalized_once_it_is_old(writer):
     assert losses(writer.folder) == expected(5)
 
 
+@pytest.mark.long
 def test_a_run_that_was_finalized_under_its_feet_keeps_every_row(writer):
     """Another host finalizes a run that has paused for long: no process to ask, no lock."""
     assert writer(5) == 5

@@ -76,9 +76,9 @@ def test_how_it_ended(tmp_path, capsys, rows, error, state, said):
 @pytest.mark.parametrize(
     ("ends", "number", "state", "said"),
     [
-        ("ranks", signal.SIGTERM, "interrupted", "SIGTERM"),
+        pytest.param("ranks", signal.SIGTERM, "interrupted", "SIGTERM", marks=pytest.mark.long),
         ("ranks", signal.SIGINT, "interrupted", "SIGINT"),
-        ("plain", signal.SIGTERM, "killed", None),
+        pytest.param("plain", signal.SIGTERM, "killed", None, marks=pytest.mark.long),
         ("plain", signal.SIGKILL, "killed", None),
     ],
 )

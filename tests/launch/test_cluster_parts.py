@@ -22,7 +22,7 @@ from mmm.launch.job import binding, hosts, scheduler, walltime
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 from support.clock import PATIENCE
-from support.launcher import START
+from support.launcher import SPAWNED_IN_LONG, START
 
 
 def test_cpu_lists():
@@ -132,6 +132,7 @@ def test_the_signal_before_the_end_reaches_the_ranks(launcher):
     assert "launch: 4 s before the job's end: SIGUSR1 to 2 ranks\n" in done.stderr
 
 
+@SPAWNED_IN_LONG
 def test_a_signal_for_the_program_is_passed_on(launcher, how):
     launcher.write(
         "t.py",
@@ -334,7 +335,9 @@ def test_stdout_that_takes_nothing(launcher, redirected, code, says):
     assert (done.returncode, done.stderr) == (code, says)
 
 
-@pytest.mark.parametrize("kind", ["", "--no-prefork", "host", "rank"])
+@pytest.mark.parametrize(
+    "kind", ["", *(pytest.param(by, marks=pytest.mark.long) for by in ("--no-prefork", "host")), "rank"]
+)
 def test_stdin_that_is_closed(launcher, kind):
     """Ranks get /dev/null, and nothing of launch's own takes the place of file descriptor 0."""
     words = launcher.on_hosts(kind) if kind in ("host", "rank") else [kind] * bool(kind)

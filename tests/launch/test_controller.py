@@ -120,6 +120,7 @@ def test_a_rendezvous_that_is_never_complete(lead):
     assert "launch: after 1 s 1 of 4 processes that hydra was to start have not connected to launch\n" in said.err
 
 
+@pytest.mark.long
 def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
     monkeypatch.setattr(controller, "LOCATE", 0.2)
     monkeypatch.setattr(controller, "LAST_WORDS", 0.2)

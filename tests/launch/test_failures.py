@@ -7,6 +7,7 @@ import time
 import pytest
 
 from support.clock import PATIENCE
+from support.launcher import SPAWNED_IN_LONG
 
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
 PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it
@@ -53,6 +54,7 @@ def test_an_exception(fail, how):
     assert "mmm/runtime" not in done.stderr
 
 
+@SPAWNED_IN_LONG
 def test_an_exit_code(fail, how):
     done = fail("sys.exit(3)", how=how)
     assert (done.returncode, done.stderr) == (3, "launch: rank 1 exited with code 3\n")
@@ -68,6 +70,7 @@ def test_exit_with_a_message(fail):
     assert (done.returncode, done.stderr) == (1, "no data in x\n")
 
 
+@SPAWNED_IN_LONG
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_death_by_a_signal(fail, how, name):
     done = fail(f"os.kill(os.getpid(), signal.{name})", how=how)
@@ -77,6 +80,7 @@ def test_death_by_a_signal(fail, how, name):
     assert "Traceback" not in done.stderr
 
 
+@SPAWNED_IN_LONG
 def test_a_users_error(fail, how):
     done = fail("raise ConfigError('--lr is 0; give a positive number')", how=how)
     assert (done.returncode, done.stderr) == (2, "error: --lr is 0; give a positive number\n")
@@ -113,6 +117,7 @@ def test_what_others_say_in_consequence_is_left_out(fail):
     assert "rank 1 (pid " in done.stderr
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_listen_are_killed(fail):
     done = fail(
         "raise ValueError('first')", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(90)", clocks=None

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from support.clock import PATIENCE
-from support.launcher import START
+from support.launcher import SPAWNED_IN_LONG, START
 from support.signals import as_from_a_terminal
 
 BACKGROUND = (signal.SIGINT, signal.SIGQUIT)  # of a script's `launch … &`
@@ -30,8 +30,10 @@ try:
 finally: open("cleaned-" + rank, "w").close()
 """
 
+QUICK = {"prefork": "nohup", "spawn": "background", "host": "background", "rank": "nohup"}
 
-@pytest.fixture(params=["prefork", "spawn", "host", "rank"])
+
+@pytest.fixture(params=QUICK)
 def ways(request, launcher):
     """This host's ranks, and those of a cluster, whose launcher backend has launch's signals."""
     if request.param in ("host", "rank"):
@@ -39,7 +41,15 @@ def ways(request, launcher):
     return ["--no-prefork"] if request.param == "spawn" else []
 
 
-@pytest.mark.parametrize("ignored", [(signal.SIGHUP,), BACKGROUND], ids=["nohup", "background"])
+@pytest.mark.parametrize(
+    ("ways", "ignored"),
+    [
+        pytest.param(by, ignored, id=f"{by}-{name}", marks=() if name == quick else pytest.mark.long)
+        for by, quick in QUICK.items()
+        for name, ignored in (("nohup", (signal.SIGHUP,)), ("background", BACKGROUND))
+    ],
+    indirect=["ways"],
+)
 def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, ways, ignored):
     launcher.write("t.py", LOOK)
     process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py", ignored=ignored, clocks=PATIENT)
@@ -75,6 +85,9 @@ def test_ctrl_c_where_only_the_hosts_ignore_it(launcher, by):
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
 
 
+@pytest.mark.parametrize(
+    "ways", ["prefork", "rank", *(pytest.param(by, marks=pytest.mark.long) for by in ("spawn", "host"))], indirect=True
+)
 def test_without_any_ranks_ignore_none(launcher, ways):
     launcher.write("t.py", LOOK)
     process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py")
@@ -95,6 +108,7 @@ def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
     assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
 
 
+@SPAWNED_IN_LONG
 def test_a_signal_for_the_program(launcher, how):
     """USR1 that launch ignores does not end ranks that do not expect it, nor after the fork server started anew."""
     launcher.write("site-packages/broken.py", "raise ValueError")

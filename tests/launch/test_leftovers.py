@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.launcher import SPAWNED_IN_LONG
+
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
 
 FAMILY = """
@@ -55,6 +57,7 @@ def parent(pid):
     return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
 
 
+@SPAWNED_IN_LONG
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_launch_is_killed(launcher, family, how, start):
     process = family(*how, "-n", "2", "python3", "t.py", start, "wait")
@@ -91,6 +94,7 @@ def test_launch_and_agent_are_killed_at_once(launcher, how):
     process.wait()
 
 
+@SPAWNED_IN_LONG
 def test_a_rank_is_killed(launcher, family, how):
     process = family(*how, "-n", "2", "python3", "t.py", "fork", "wait")
     os.kill(rank_pid(launcher, 1), signal.SIGKILL)

@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from support.launcher import SPAWNED_IN_LONG
+
 LOOK = """
 import json, os, sys
 import beside
@@ -88,6 +90,7 @@ def test_code_and_python_flags(launcher, how):
     assert done.stdout == "1 {'utf8': True} ['-c', 'a'] __main__\n"
 
 
+@SPAWNED_IN_LONG
 def test_output_into_a_pipe_comes_by_the_line(launcher, how):
     launcher.write("t.py", "import os, time\nprint('early')\nopen('done', 'w')\ntime.sleep(30)")
     process = launcher.start(*how, "-n", "1", "python3", "t.py")
@@ -96,6 +99,7 @@ def test_output_into_a_pipe_comes_by_the_line(launcher, how):
     assert process.communicate()[0] == "early\n"
 
 
+@SPAWNED_IN_LONG
 def test_lines_of_ranks_do_not_mix(launcher, how):
     """Each is one write, also where python was asked not to buffer: then `print` would write a line's end by itself."""
     launcher.write("t.py", "import sys\nfor s in sys.stdout, sys.stderr: print(s.line_buffering, s.write_through)")
@@ -103,6 +107,7 @@ def test_lines_of_ranks_do_not_mix(launcher, how):
     assert done.stdout.splitlines() == ["True False"] * 6
 
 
+@SPAWNED_IN_LONG
 def test_files_left_open_are_written(launcher, how):
     launcher.write("held.py", "file = open('held.txt', 'w')\nfile.write('held')\n")
     launcher.write(

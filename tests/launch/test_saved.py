@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from support.launcher import SPAWNED_IN_LONG
+
 SLOW = """
 import os, signal, sys, time
 rank = os.environ["RANK"]
@@ -37,6 +39,7 @@ time.sleep(90)
 SAYS = "launch: a signal has stopped the run, and its state is saved: --resume auto goes on from there\n"
 
 
+@SPAWNED_IN_LONG
 def test_all_ranks_have_time_to_save(launcher, how):
     done = launcher.run(*how, "-n", "2", "python3", "-c", SLOW)
     assert (done.returncode, done.stderr) == (75, SAYS)
@@ -58,6 +61,7 @@ def test_a_failure_is_the_cause(launcher):
     assert SAYS not in done.stderr
 
 
+@SPAWNED_IN_LONG
 def test_sigterm_with_grace(launcher, how):
     process = launcher.start(*how, "-n", "2", "--grace", "80", "--retries", "3", "python3", "-c", SAVES)
     launcher.wait_for("ready-0", "ready-1")

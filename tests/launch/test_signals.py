@@ -10,6 +10,7 @@ import time
 import pytest
 
 from support.clock import PATIENCE
+from support.launcher import SPAWNED_IN_LONG
 
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
 PATIENT = {"GRACE": 80.0}  # s: nothing that ends SOON has waited for it
@@ -75,6 +76,7 @@ def test_what_a_signal_leaves_half_made_is_not_told(launcher, how):
     assert (process.returncode, err) == (143, "launch: SIGTERM: ending 2 ranks\n")
 
 
+@SPAWNED_IN_LONG
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_inside_a_finalizer_is_not_lost(launcher, how, number):
     """Python prints what is raised there, and goes on."""
@@ -89,6 +91,7 @@ def test_a_signal_inside_a_finalizer_is_not_lost(launcher, how, number):
     assert time.monotonic() - began < SOON
 
 
+@SPAWNED_IN_LONG
 def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
     """While launch imports, starts the fork server, forks, and its ranks begin: no traceback, nothing left.
 
@@ -124,6 +127,7 @@ def test_nothing_that_takes_long_comes_before_ctrl_c_is_taken(launcher):
     assert set(done.stdout.split()) == {"mmm", "mmm.launch", "mmm.launch.__main__"}, done.stderr
 
 
+@SPAWNED_IN_LONG
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_ranks_end_in_order(launcher, how, number, code):
     launcher.write("t.py", WAIT)
@@ -137,6 +141,7 @@ def test_the_ranks_end_in_order(launcher, how, number, code):
     assert launcher.gone(within=0.1)
 
 
+@SPAWNED_IN_LONG
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_each_rank_gets_it_once_even_if_all_of_the_terminals_group_does(launcher, how, number):
     launcher.write("t.py", COUNT)
@@ -153,6 +158,7 @@ def test_each_rank_gets_it_once_even_if_all_of_the_terminals_group_does(launcher
     assert {"done-0", "done-1"} <= set(os.listdir(launcher.folder))
 
 
+@SPAWNED_IN_LONG
 def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher, how):
     launcher.write("t.py", COUNT)
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
@@ -223,6 +229,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
     assert process.returncode == 0
 
 
+@SPAWNED_IN_LONG
 def test_a_workers_own_signal_handling_is_pythons(launcher, how):
     launcher.write(
         "t.py",

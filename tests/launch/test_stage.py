@@ -168,7 +168,9 @@ def test_an_archive(hosts, top):
     assert made.left() == []
 
 
-@pytest.mark.parametrize("where", ["in a file", "in a header", "between files"])
+@pytest.mark.parametrize(
+    "where", ["in a file", *(pytest.param(at, marks=pytest.mark.long) for at in ("in a header", "between files"))]
+)
 def test_an_archive_that_is_cut_short(hosts, where):
     made = hosts(3)
     with tarfile.open(made.launcher.folder / "env.tar", "w") as tar:
@@ -249,7 +251,7 @@ def test_a_host_dies_while_it_copies(hosts):
     assert made.left() == []  # also what the killed one has left
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_launch_is_told_to_end_while_hosts_copy(hosts, number):
     made = hosts(3)
     large(made)

@@ -7,6 +7,7 @@ import pytest
 
 from mmm.runtime.failure import first_failure
 from support.clock import PATIENCE
+from support.launcher import SPAWNED_IN_LONG
 
 PATIENT = {"GRACE": 80.0}  # s: a rank that is told has time to write it down
 
@@ -36,6 +37,7 @@ def told(launcher, rank=0):
     return (launcher.folder / f"told-{rank}").read_text()
 
 
+@SPAWNED_IN_LONG
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
     [
@@ -62,6 +64,7 @@ def test_it_needs_no_open_file(launcher):
     assert told(launcher) == "rank 1 exited with code 7"
 
 
+@SPAWNED_IN_LONG
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_somebody_ends_the_run(launcher, how, number):
     launcher.write("t.py", PROGRAM)

@@ -148,7 +148,7 @@ def test_a_scaling_that_is_refused(given, words):
         RopeScaling.of(given)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("grouped", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     """Documents in one sequence are computed as each alone; positions begin anew with each."""
     monkeypatch.setattr("mmm.models.transformer.CPU_TAKES_GROUPED_HEADS", grouped)

@@ -76,9 +76,14 @@ def train(rank, model: str, layout: Layout, techniques: Techniques):
 
 
 CASES = [
-    ("transformer", Layout(dp_shard=1), Techniques(microbatches=2)),
+    pytest.param("transformer", Layout(dp_shard=1), Techniques(microbatches=2), marks=pytest.mark.long),
     pytest.param("transformer", Layout(pp=2, cp=2, dp_shard=1), Techniques(), marks=pytest.mark.long),
-    ("transformer", Layout(pp=2, dp_shard=2), Techniques(schedule="ZBVZeroBubble", microbatches=2)),
+    pytest.param(
+        "transformer",
+        Layout(pp=2, dp_shard=2),
+        Techniques(schedule="ZBVZeroBubble", microbatches=2),
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         "transformer", Layout(dp_shard=2), Techniques(data_parallel="ddp", microbatches=2), marks=pytest.mark.long
     ),

@@ -144,10 +144,10 @@ def uncompiled(model):
 
 ONE, TWO = Layout(dp_shard=1), Layout(dp_shard=2)
 COMPILED = [
-    ("experts", Layout(dp_shard=2, ep=2), {}),
     ("vit", Layout(dp_shard=1, tp=2), {"checkpointing": "full"}),
 ]
 MORE = [
+    ("experts", Layout(dp_shard=2, ep=2), {}),
     ("text", ONE, {"checkpointing": "selective"}),
     ("text", TWO, {"data_parallel": "zero2", "offload": True}),
     ("text", ONE, {"tile": 2, "checkpointing": "full", "loss_chunks": 2, "offload": True}),

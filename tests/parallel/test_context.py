@@ -157,7 +157,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_scores_of_a_block_never_exist(monkeypatch, causal):
     """What is there instead: those of a tile, or what is as large as q."""
     monkeypatch.setattr(block_attention, "_has_cpu_kernel", lambda *_: False)  # as on a device without a fused kernel
@@ -211,7 +211,10 @@ def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("documents", [(), (STARTS,)], ids=["one text", "documents"])
-@pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2), (4, 8, 1)])
+@pytest.mark.parametrize(
+    ("cp", "heads", "kv_heads"),
+    [(2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2), pytest.param(4, 8, 1, marks=pytest.mark.long)],
+)
 def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
     *inputs, gradient = qkv(heads, kv_heads)
     inputs = [t.requires_grad_() for t in inputs]
@@ -280,11 +283,11 @@ def assert_same(got, steps=STEPS):
 
 
 LAYOUTS = [
-    Layout(dp_shard=1, cp=2),
     Layout(dp_shard=2, cp=2),
     *(
         pytest.param(layout, marks=pytest.mark.long)
         for layout in (
+            Layout(dp_shard=1, cp=2),
             Layout(dp_shard=1, cp=4),
             Layout(dp_replicate=2, dp_shard=1, cp=2),
             Layout(dp_shard=1, cp=2, tp=2),

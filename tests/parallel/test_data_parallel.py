@@ -113,8 +113,19 @@ def accumulate(rank, technique, at_the_end: bool):
     return norms
 
 
-@pytest.mark.parametrize("at_the_end", [True, False], ids=["summed at the end", "summed every time"])
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(
+    ("technique", "at_the_end"),
+    [
+        pytest.param(
+            technique,
+            at_the_end,
+            id=f"{technique}-summed {'at the end' if at_the_end else 'every time'}",
+            marks=() if at_the_end == (technique in ("ddp", "zero2")) else pytest.mark.long,
+        )
+        for technique in TECHNIQUES
+        for at_the_end in (True, False)
+    ],
+)
 def test_micro_batches_add_up(run_on_ranks, technique, at_the_end):
     net = vision.build("cnn").double()
     net.load_state_dict(initial())

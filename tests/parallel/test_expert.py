@@ -233,7 +233,8 @@ def with_keywords(rank, arguments, keywords):
     return train(rank, *arguments, **keywords)
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [2, STEPS])
 def test_adamw_with_micro_batches_and_checkpointing(run_on_ranks, steps):
     check(run_on_ranks, Layout(dp_shard=4, ep=2), steps, "adamw", accumulate=2, checkpointing="full")
 
@@ -406,8 +407,13 @@ def not_back_in_order(rank, layout):
     ("planted", "layout", "words"),
     [
         (averaged, Layout(dp_shard=4, ep=2), r"gradient of layers.0.moe.experts.w1 differs by 5.00e-01"),
-        (over_dp_alone, Layout(dp_shard=2, cp=2, ep=2), "gradient of layers.0.moe.experts.w1 differs"),
-        (counted_on_dp_alone, Layout(dp_shard=2, cp=2, ep=2), "loads differ"),
+        pytest.param(
+            over_dp_alone,
+            Layout(dp_shard=2, cp=2, ep=2),
+            "gradient of layers.0.moe.experts.w1 differs",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(counted_on_dp_alone, Layout(dp_shard=2, cp=2, ep=2), "loads differ", marks=pytest.mark.long),
         (not_back_in_order, Layout(dp_shard=2, ep=2), "losses differ"),
     ],
 )

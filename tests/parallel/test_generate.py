@@ -108,6 +108,7 @@ def cached_logits(rank, axes, parts):
     return found
 
 
+@pytest.mark.long
 def test_logits_of_a_text_that_comes_in_parts(run_on_ranks):
     parts = [3, 1, 5, 2, 3]
     (whole,) = run_on_ranks(cached_logits, 1, {}, [BLOCK])

@@ -133,7 +133,9 @@ def test_all_ranks_skip_the_same_steps(run_on_ranks, model, layout, data_paralle
         assert [math.isfinite(norm) for norm in norms] == ([step not in SKIPPED for step in range(STEPS)]) * clipped
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=1, tp=4), Layout(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(dp_shard=1, tp=4), marks=pytest.mark.long), Layout(dp_shard=2, tp=2)], ids=str
+)
 def test_overflows_of_fp16(run_on_ranks, layout):
     """At a scale at which some steps overflow fp16 and others do not, all ranks skip those that one rank skips."""
     ((alone, scales, skipped, _),) = run_on_ranks(train, 1, "cnn", Layout(dp_shard=1), "fsdp", False, FP16, 2.0**20)

@@ -86,7 +86,7 @@ def expected(pp: int, at: int, schedule: str) -> Counter:
 
 LAYOUTS = [
     pytest.param(Layout(pp=2, dp_shard=1), [*SCHEDULES], marks=pytest.mark.long),
-    (Layout(pp=3, dp_shard=1), ["1F1B", "LoopedBFS"]),
+    pytest.param(Layout(pp=3, dp_shard=1), ["1F1B", "LoopedBFS"], marks=pytest.mark.long),
     pytest.param(Layout(pp=2, dp_shard=1, tp=2), ["1F1B", "ZBVZeroBubble"], marks=pytest.mark.long),
     pytest.param(Layout(pp=4, dp_shard=1), ["GPipe", "1F1B"], marks=pytest.mark.long),
 ]

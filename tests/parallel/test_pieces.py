@@ -111,10 +111,10 @@ def test_targets_that_are_none():
 LAYOUTS = [
     (Layout(dp_shard=2), {"accumulate": 2}),
     (Layout(dp_shard=1, tp=2), {}),
-    (Layout(dp_shard=1, cp=2), {}),
-    (Layout(pp=2, dp_shard=1), {"accumulate": 4}),
 ]
 LONG = [
+    (Layout(dp_shard=1, cp=2), {}),
+    (Layout(pp=2, dp_shard=1), {"accumulate": 4}),
     (Layout(dp_shard=2, tp=2), {}),
     (Layout(dp_shard=1, cp=2, tp=2), {}),
     (Layout(pp=2, dp_shard=1, tp=2), {"accumulate": 4}),
@@ -275,7 +275,7 @@ def stretches_of_the_whole(rank, layout):
     ("planted", "layout"),
     [
         (averaged, Layout(dp_shard=2)),
-        (own_part_alone, Layout(dp_shard=1, tp=2)),
+        pytest.param(own_part_alone, Layout(dp_shard=1, tp=2), marks=pytest.mark.long),
         (stretches_of_the_whole, Layout(dp_shard=1, tp=2)),
     ],
 )

@@ -65,13 +65,14 @@ def train_one(rank, config, techniques):
     return losses, first, load
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "memory"),
     [
-        pytest.param("experts", {"checkpointing": "full"}, marks=pytest.mark.long),
+        ("experts", {"checkpointing": "full"}),
         ("dense", {"checkpointing": "full"}),
-        pytest.param("dense", {"tile": 3}, marks=pytest.mark.long),
-        pytest.param("dense", {"loss_chunks": 3}, marks=pytest.mark.long),
+        ("dense", {"tile": 3}),
+        ("dense", {"loss_chunks": 3}),
     ],
     ids=str,
 )

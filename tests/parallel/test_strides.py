@@ -112,7 +112,11 @@ def train(rank, model, layout, schedules):
 
 @pytest.mark.parametrize("model", PLANS)
 @pytest.mark.parametrize(
-    ("pp", "schedules"), [(4, ("1F1B",)), (2, ("GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"))]
+    ("pp", "schedules"),
+    [
+        (4, ("1F1B",)),
+        pytest.param(2, ("GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"), marks=pytest.mark.long),
+    ],
 )
 def test_pipelines_of_images(run_on_ranks, model, pp, schedules):
     wanted = expected(model)

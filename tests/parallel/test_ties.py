@@ -92,13 +92,13 @@ def train(rank, layout, techniques, gradients, tied=TIE, make=gpt.parity_model, 
 DP2, TP2 = Layout(dp_shard=2), Layout(dp_shard=1, tp=2)
 CASES = [
     (DP2, {"data_parallel": "ddp"}),
-    (DP2, {"data_parallel": "zero1"}),
-    (DP2, {"data_parallel": "zero2", "loss_chunks": 3}),
     (DP2, {"offload": True, "loss_chunks": 3, "microbatches": 2}),
-    (TP2, {}),
     (Layout(dp_shard=2, tp=2), {}),
 ]
 LONG = [
+    (DP2, {"data_parallel": "zero1"}),
+    (DP2, {"data_parallel": "zero2", "loss_chunks": 3}),
+    (TP2, {}),
     (Layout(dp_shard=2, tp=2), {"loss_chunks": 3}),
     (DP2, {"checkpointing": "full"}),
     (TP2, {"loss_chunks": 3}),
@@ -160,13 +160,13 @@ def experts():
 
 PP2 = Layout(pp=2, dp_shard=1)
 STAGES = [
-    (dense, DP2, {}),
-    (dense, PP2, {}),
     (dense, PP2, {"schedule": "ZBVZeroBubble", "loss_chunks": 2}),  # rank 0 has both of its stages
     (dense, Layout(pp=2, dp_shard=2), {"schedule": "Interleaved1F1B"}),
     (experts, Layout(dp_shard=2, ep=2), {}),
 ]
 STAGES_LONG = [
+    (dense, DP2, {}),
+    (dense, PP2, {}),
     (dense, Layout(pp=2, dp_replicate=2, dp_shard=1), {}),
     (dense, Layout(pp=2, dp_shard=1, tp=2), {}),
     (dense, Layout(pp=4, dp_shard=1), {"microbatches": 4}),

@@ -31,9 +31,9 @@ def check(run_on_ranks, layout, config, techniques=None, pieces=None):
 
 ODD = [
     (Layout(dp_shard=3), {}),
-    (Layout(pp=3, dp_shard=1), {"accumulate": 3}),
 ]
 MORE = [
+    (Layout(pp=3, dp_shard=1), {"accumulate": 3}),
     (Layout(dp_shard=1, tp=3), {}),
     (Layout(dp_shard=1, cp=3), {}),
     (Layout(dp_shard=5), {"global_batch": 5}),
@@ -59,15 +59,16 @@ def test_five_layers_on_two_stages(run_on_ranks):
     check(run_on_ranks, Layout(pp=2, dp_shard=1), replace(SMALL, n_layers=5), {"accumulate": 2, "steps": 1})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "kv_heads", "pieces"),
     [
         (Layout(dp_shard=2, tp=2), 1, {}),
-        pytest.param(Layout(dp_shard=1, tp=4), 2, {}, marks=pytest.mark.long),
-        pytest.param(Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ring"}, marks=pytest.mark.long),
-        pytest.param(Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ulysses"}, marks=pytest.mark.long),
-        pytest.param(Layout(pp=2, dp_shard=1, tp=2), 1, {}, marks=pytest.mark.long),
-        pytest.param(Layout(dp_shard=1, tp=4), 1, {"checkpointing": "full"}, marks=pytest.mark.long),
+        (Layout(dp_shard=1, tp=4), 2, {}),
+        (Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ring"}),
+        (Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ulysses"}),
+        (Layout(pp=2, dp_shard=1, tp=2), 1, {}),
+        (Layout(dp_shard=1, tp=4), 1, {"checkpointing": "full"}),
     ],
     ids=str,
 )

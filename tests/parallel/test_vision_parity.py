@@ -94,7 +94,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("model", ["cnn", "vit"])
+@pytest.mark.parametrize("model", ["cnn", pytest.param("vit", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("layout", "technique"), CASES, ids=str)
 def test_float64(run_on_ranks, model, layout, technique):
     assert_same(model, run_on_ranks(train, layout.ranks, model, layout, technique, {"sgd": vision.STEPS, "adamw": 5}))
@@ -140,8 +140,16 @@ class Done:
     [
         ("mean instead of sum", "mmm.parallel.data.ddp DDP _run", Layout(dp_shard=2), "ddp"),
         ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero1"),
-        ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero2"),
-        ("no sum over ranks", "mmm.parallel.data.zero ShardedParameter reduce", Layout(dp_shard=2), "zero2"),
+        pytest.param(
+            "no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero2", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "no sum over ranks",
+            "mmm.parallel.data.zero ShardedParameter reduce",
+            Layout(dp_shard=2),
+            "zero2",
+            marks=pytest.mark.long,
+        ),
         ("summed over tp", "mmm.parallel.tensor.replicated _leave", Layout(dp_shard=1, tp=2), "fsdp"),
     ],
 )

@@ -33,7 +33,7 @@ def rows_of(path):
     "arguments",
     [
         pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
-        ("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"),
+        pytest.param(("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"), marks=pytest.mark.long),
         pytest.param(
             ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED), marks=pytest.mark.long
         ),
@@ -42,9 +42,9 @@ def rows_of(path):
         pytest.param(("--model", "transformer", "--layout", "dp2.tp2.cp2", *PACKED), marks=pytest.mark.long),
         pytest.param(("--model", "moe", "--layout", "pp2.dp2.ep2", *PACKED), marks=pytest.mark.long),
         pytest.param(("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"), marks=pytest.mark.long),
-        ("--model", "gpt", "--layout", "dp2.tp2"),
-        ("--model", "gpt", "--layout", "pp2"),
-        ("--model", "regression", "--layout", "pp2", "--layout", "tp2"),
+        pytest.param(("--model", "gpt", "--layout", "dp2.tp2"), marks=pytest.mark.long),
+        pytest.param(("--model", "gpt", "--layout", "pp2"), marks=pytest.mark.long),
+        pytest.param(("--model", "regression", "--layout", "pp2", "--layout", "tp2"), marks=pytest.mark.long),
         ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
         pytest.param(("--model", "vit", "--layout", "dp2.pp2", "--data", "digits"), marks=pytest.mark.long),
         pytest.param(("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18), marks=pytest.mark.long),
@@ -54,7 +54,7 @@ def rows_of(path):
             ("--model", "cnn", "--layout", "tp2.dp2", "--layout", "dp_shard2.dp_replicate2", "--optimizer", "sgd"),
             marks=pytest.mark.long,
         ),
-        ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero1"),
+        pytest.param(("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero1"), marks=pytest.mark.long),
         pytest.param(
             ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"), marks=pytest.mark.long
         ),
@@ -133,7 +133,9 @@ def test_what_is_left(parity, tmp_path):
             marks=pytest.mark.long,
         ),
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
-        ("mask_buffers_of_ranks_are_spoiled", ("gpt", "tp2"), r"the loss of step \d differs"),
+        pytest.param(
+            "mask_buffers_of_ranks_are_spoiled", ("gpt", "tp2"), r"the loss of step \d differs", marks=pytest.mark.long
+        ),
         pytest.param(
             "constants_of_ranks_are_spoiled",
             ("regression", "dp2"),
@@ -146,12 +148,29 @@ def test_what_is_left(parity, tmp_path):
             r"the gradient of \S*key\.bias on rank \d",
             marks=pytest.mark.long,
         ),
-        ("norms_not_summed_over_sequence", ("transformer", "tp2"), r"the gradient of \S*norm\.weight on rank \d"),
-        ("ring_passes_over_documents", ("transformer", "cp2", *PACKED), r"the loss of step \d differs"),
+        pytest.param(
+            "norms_not_summed_over_sequence",
+            ("transformer", "tp2"),
+            r"the gradient of \S*norm\.weight on rank \d",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "ring_passes_over_documents",
+            ("transformer", "cp2", *PACKED),
+            r"the loss of step \d differs",
+            marks=pytest.mark.long,
+        ),
         ("targets_counted_by_each_rank", ("transformer", "dp2", *PACKED), r"the loss of step \d differs"),
         ("dropout_of_each_rank", ("cnn", "pp2"), r"the loss of step \d differs"),
-        ("dropout_of_the_first_shard", ("cnn", "tp2"), r"the loss of step \d differs"),
-        ("documents_of_the_first_microbatch", ("transformer", "pp2", *PACKED), r"the loss of step \d differs"),
+        pytest.param(
+            "dropout_of_the_first_shard", ("cnn", "tp2"), r"the loss of step \d differs", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "documents_of_the_first_microbatch",
+            ("transformer", "pp2", *PACKED),
+            r"the loss of step \d differs",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
@@ -231,6 +250,7 @@ def test_a_rank_that_dies_is_one_error(parity, tmp_path):
     assert "cnn dp2 (fsdp): rank 1: killed by SIGKILL" in (tmp_path / "out" / "errors.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     """The two files of docs/models.md, as they stand there, and nothing else."""
     blocks = re.findall(r"```python\n# (mine/\S+)\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)

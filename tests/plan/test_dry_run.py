@@ -55,6 +55,7 @@ def test_memory_and_every_collective_are_those_of_real_ranks(tmp_path, names):
         assert row["calls"] > 0
 
 
+@pytest.mark.long
 def test_a_world_that_is_not_there(tmp_path):
     """Its parts add up; nothing but the report is written; what does not fit is exit code 1."""
     report = tmp_path / "report.json"
@@ -79,7 +80,11 @@ def test_a_world_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--dry_run", "12288", "--tp", "5"], "tp 5 needs a multiple of 5 ranks, and there are 12288"),
+        pytest.param(
+            ["--dry_run", "12288", "--tp", "5"],
+            "tp 5 needs a multiple of 5 ranks, and there are 12288",
+            marks=pytest.mark.long,
+        ),
         pytest.param(["--dry_run", "0"], "--dry_run 0: it must be at least 1", marks=pytest.mark.long),
         pytest.param(
             ["--dry_run", "8", "--dry_run_rank", "8"],

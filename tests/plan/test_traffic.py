@@ -67,8 +67,15 @@ def _compare(name, model, plan, sample, layout, techniques, precision, seq):
 
 
 @pytest.mark.parametrize(("layout", "techniques"), CASES, ids=lambda case: str(case))
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
-@pytest.mark.parametrize("preset", ["small", "medium"])
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [
+        ("small", FP32),
+        ("medium", BF16),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("small", BF16), ("medium", FP32))),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_transformer(preset, layout, techniques, precision):
     config = PRESETS[preset]
     with torch.device("meta"):

@@ -45,6 +45,7 @@ def waits_for_nobody(rank):
     return None
 
 
+@pytest.mark.long
 def test_groups_of_the_mesh_time_out(run_on_ranks):
     """By default they would wait half an hour, whatever the timeout of the default group."""
     assert run_on_ranks(waits_for_nobody, 4)[0] < 2.5
@@ -118,9 +119,10 @@ else:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("whose", "before", "after"),
-    [("ours", "None\n", "None"), pytest.param("own", "", "cuda:0", marks=pytest.mark.long)],
+    [("ours", "None\n", "None"), ("own", "", "cuda:0")],
 )
 def test_meshes_where_the_backend_cannot_split_groups(whose, before, after):
     """PyTorch would split each group off the default one if that is bound; a user's own group stays as it was."""

@@ -186,7 +186,7 @@ json.dump({"own": own, "marks": times.marks()[:3], "imports": times.imports, "so
 """
 
 
-@pytest.mark.parametrize("how", [[], ["--no-prefork"]], ids=["fork", "spawn"])
+@pytest.mark.parametrize("how", [[], pytest.param(["--no-prefork"], marks=pytest.mark.long)], ids=["fork", "spawn"])
 def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
     (tmp_path / "t.py").write_text(RANK)
     (tmp_path / "site-packages").mkdir()  # so that it counts as installed, and is imported before the fork

@@ -8,6 +8,8 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from support.clock import PATIENCE
 from support.signals import as_from_a_terminal
 
@@ -33,6 +35,11 @@ count, command = int(words[words.index("-n") + 1]), words[words.index(sys.execut
 ranks = [{{"PMI_RANK": str(rank), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(rank)}} for rank in range(count)]
 sys.exit(max([p.wait() for p in [subprocess.Popen(command, env=os.environ | rank) for rank in ranks]]))
 """
+
+# In `make test` by fork alone.
+SPAWNED_IN_LONG = pytest.mark.parametrize(
+    "how", ["prefork", pytest.param("spawn", marks=pytest.mark.long)], indirect=True
+)
 
 
 @dataclass

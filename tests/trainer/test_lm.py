@@ -63,7 +63,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"pp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.long),
         pytest.param({"tpsize": 2, "microbatches": 3}, marks=pytest.mark.long),
         {"cp": 2, "dp_shard": 1},
         pytest.param({"pp": 2, "tpsize": 2, "schedule": "DualPipeV"}, marks=pytest.mark.long),
@@ -97,7 +97,8 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
         torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_a_tied_weight_is_one_in_the_saved_model(run_on_ranks, tmp_path, schedule):
     tied = {"tie_word_embeddings": True}
     lm.train(lm.Config(**SMALL, **tied, device="cpu", outdir=tmp_path / "one"))
@@ -130,8 +131,8 @@ def packed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, {"tpsize": 2, "loss_chunks": 3}),
-        (4, {"cp": 2, "microbatches": 2}),
+        pytest.param(2, {"tpsize": 2, "loss_chunks": 3}, marks=pytest.mark.long),
+        pytest.param(4, {"cp": 2, "microbatches": 2}, marks=pytest.mark.long),
         (4, {"pp": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "full"}),
         pytest.param(4, {"parallel": "hsdp", "loss_chunks": 2}, marks=pytest.mark.long),
         pytest.param(4, {"tpsize": 2, "cp": 2, "cp_style": "ulysses", "tile": 2}, marks=pytest.mark.long),
@@ -337,6 +338,7 @@ def notes(folder):
     return json.loads((folder / "config.json").read_text())["notes"]
 
 
+@pytest.mark.long
 def test_what_is_cut_is_said(tmp_path, capsys):
     (tmp_path / "small.txt").write_text("word " * 1200)
     more = {"text": (tmp_path / "small.txt",), "device": "cpu", "eval_batches": 7, "save_model": False}
@@ -355,7 +357,9 @@ def test_what_is_cut_is_said(tmp_path, capsys):
     assert notes(tmp_path / "example") == ["validation: 2 global batches instead of 7, all that the text has"]
 
 
-@pytest.mark.parametrize(("dtype", "rate"), [("fp64", 1e200), ("fp32", 1e30), ("bf16", 1e30)])
+@pytest.mark.parametrize(
+    ("dtype", "rate"), [("fp64", 1e200), pytest.param("fp32", 1e30, marks=pytest.mark.long), ("bf16", 1e30)]
+)
 def test_a_loss_that_is_no_number(tmp_path, dtype, rate):
     flags = SMALL | {"dtype": dtype, "lr": rate, "max_norm": 0.0, "warmup": 0, "eval_every": 0}
     with pytest.raises(DivergedError, match=r"the loss is \S+ at step 1, .* lower --lr") as refused:

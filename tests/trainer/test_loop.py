@@ -95,7 +95,9 @@ def halving(step):
     return 0.5**step
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    "kind", ["fsdp", "ddp", "zero2", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("hsdp", "zero1"))]
+)
 def test_micro_batches_clipping_and_schedule(run_on_ranks, kind):
     """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
     ranks = 4 if kind == "hsdp" else 2

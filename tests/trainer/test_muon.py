@@ -102,8 +102,8 @@ def alone(tmp_path_factory):
 
 LAYOUTS = [
     pytest.param(4, {"tpsize": 2}, id="dp2·tp2"),
-    pytest.param(4, {"pp": 2}, id="pp2·dp2"),
-    pytest.param(2, {"parallel": "zero2"}, id="zero2"),
+    pytest.param(4, {"pp": 2}, id="pp2·dp2", marks=pytest.mark.long),
+    pytest.param(2, {"parallel": "zero2"}, id="zero2", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "hsdp", "microbatches": 2}, id="hsdp", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "loss_chunks": 2}, id="dp2·cp2", marks=pytest.mark.long),
@@ -123,6 +123,7 @@ def test_the_same_update_on_every_mesh(run_on_ranks, alone, tmp_path, ranks, fla
         np.testing.assert_allclose(many[name], alone[name], rtol=1e-9)
 
 
+@pytest.mark.long
 def test_tied_on_two_stages(run_on_ranks, tmp_path):
     flags = {"tie_word_embeddings": True}
     lm.train(lm.Config(**FLAGS, **flags, device="cpu", outdir=tmp_path / "one"))

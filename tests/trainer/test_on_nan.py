@@ -111,7 +111,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
 
 LAYOUTS = [
     pytest.param(Layout(dp_shard=4), "fsdp", marks=pytest.mark.long),
-    (Layout(dp_shard=2, tp=2), "fsdp"),
+    pytest.param(Layout(dp_shard=2, tp=2), "fsdp", marks=pytest.mark.long),
     pytest.param(Layout(pp=2, dp_shard=2), "fsdp", marks=pytest.mark.long),
     pytest.param(Layout(dp_shard=2), "zero1", marks=pytest.mark.long),
     (Layout(dp_shard=2), "zero2+offload"),
@@ -139,7 +139,7 @@ def test_a_step_is_skipped_on_every_rank(run_on_ranks, layout, kind):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("not fused", marks=pytest.mark.long)])
-@pytest.mark.parametrize("planted", ["loss", "gradient"])
+@pytest.mark.parametrize("planted", [pytest.param("loss", marks=pytest.mark.long), "gradient"])
 def test_an_infinite_loss_and_other_optimizers(run_on_ranks, optimizer, planted):
     case = (Layout(dp_shard=2), "fsdp")
     got = run_on_ranks(train, 2, *case, "skip", planted, optimizer, 0.0)

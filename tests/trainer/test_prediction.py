@@ -41,6 +41,7 @@ def test_predicted_and_measured(tmp_path, monkeypatch, known):
         assert "mmm plan --calibrate" in line
 
 
+@pytest.mark.long
 def test_a_prediction_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     config, line = run(tmp_path, monkeypatch, "{no machine")
     assert config["predicted"]["failed"].startswith("ConfigError: --machine")
@@ -48,6 +49,7 @@ def test_a_prediction_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     assert config["measured"]["step_seconds"] > 0
 
 
+@pytest.mark.long
 def test_a_trainer_imports_no_model_of_a_prediction():
     """Start-up pays for it on rank 0 alone, in the run."""
     code = "import sys, mmm.trainer.lm; print([name for name in sys.modules if name.startswith('mmm.plan.')])"

@@ -76,16 +76,17 @@ def test_the_first_loss_is_that_of_the_weights(folder, alone):
     assert about["data"]["tokenizer"] == f"chars, {len(CHARS)} tokens"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
         (2, {"tpsize": 2}),
-        pytest.param(4, {"pp": 2}, marks=pytest.mark.long),
-        pytest.param(2, {"parallel": "zero2"}, marks=pytest.mark.long),
-        pytest.param(2, {"parallel": "ddp"}, marks=pytest.mark.long),
-        pytest.param(4, {"cp": 2, "tpsize": 2}, marks=pytest.mark.long),
-        pytest.param(4, {"pp": 2, "tpsize": 2, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.long),
-        pytest.param(2, {"tpsize": 2, "loss_chunks": 3, "offload": True}, marks=pytest.mark.long),
+        (4, {"pp": 2}),
+        (2, {"parallel": "zero2"}),
+        (2, {"parallel": "ddp"}),
+        (4, {"cp": 2, "tpsize": 2}),
+        (4, {"pp": 2, "tpsize": 2, "schedule": "ZBVZeroBubble"}),
+        (2, {"tpsize": 2, "loss_chunks": 3, "offload": True}),
     ],
     ids=str,
 )

@@ -70,6 +70,7 @@ def test_the_trace_of_a_pipeline_on_four_ranks(run_on_ranks, tmp_path):
     assert named[1]["labels"]
 
 
+@pytest.mark.long
 def test_no_more_ranks_than_asked_for(run_on_ranks, tmp_path):
     flags = {"global_batch_size": 4, "profile": "torch", "profile_steps": "1:2", "profile_ranks": 2}
     run_on_ranks(train_on, 4, tmp_path, flags)
@@ -101,7 +102,7 @@ def test_the_trace_of_eight_ranks(run_on_ranks, tmp_path):
     assert (tmp_path / "trace.png").stat().st_size > 50_000
 
 
-@pytest.mark.parametrize("broken", ["start", "stop"])
+@pytest.mark.parametrize("broken", [pytest.param("start", marks=pytest.mark.long), "stop"])
 def test_a_profile_that_fails_costs_a_warning(broken, monkeypatch, tmp_path):
     def fails(profiler):
         profiler.undo.close()

@@ -92,6 +92,7 @@ def test_on_another_layout(run_on_ranks, tmp_path, memory):
     assert curve(two) == pytest.approx(curve(one), rel=1e-9)
 
 
+@pytest.mark.long
 def test_a_flipped_bit(run_on_ranks, tmp_path, memory):
     one, two = begin(run_on_ranks, LM, 2, TEXT, tmp_path, memory)
     path = memory / "step-12/__1_0.distcp"

@@ -78,7 +78,7 @@ LAYOUTS = [
     ),
     pytest.param(2, {"tpsize": 2}, id="tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2}, id="pp2·dp2", marks=pytest.mark.long),
-    pytest.param(4, {"pp": 2, "optimizer": "muon"}, id="pp2·dp2, Muon"),
+    pytest.param(4, {"pp": 2, "optimizer": "muon"}, id="pp2·dp2, Muon", marks=pytest.mark.long),
     pytest.param(4, {"tpsize": 2, "optimizer": "muon"}, id="dp2·tp2, Muon", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
     pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
@@ -135,6 +135,7 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
 
 
+@pytest.mark.long
 def test_the_record_is_one(run_on_ranks, tmp_path, text):
     flags = {**TEXT, "text": text}
     _, two = begin(run_on_ranks, LM, 1, flags, tmp_path)
@@ -241,7 +242,7 @@ def test_vit(run_on_ranks, tmp_path):
 
 
 ELSEWHERE = [
-    pytest.param(1, {}, id="one device"),
+    pytest.param(1, {}, id="one device", marks=pytest.mark.long),
     pytest.param(2, {"tpsize": 2}, id="tp2"),
     pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2", marks=pytest.mark.long),
@@ -335,6 +336,7 @@ def test_from_the_beginning_where_there_is_no_checkpoint(run_on_ranks, tmp_path,
     assert marks_of(mmm.history.load(tmp_path)) == []
 
 
+@pytest.mark.long
 def test_the_newest_whole_one_is_taken(run_on_ranks, tmp_path, text):
     flags = {**TEXT, "text": text, "checkpoint_every": 5, "keep": 3}
     one, two = begin(run_on_ranks, LM, 2, flags, tmp_path, ends_at=17)

@@ -167,6 +167,7 @@ def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks
 PROGRAM = ["-m", "mmm.examples.collectives", "--device", "cpu"]
 
 
+@pytest.mark.long
 def test_a_folder_that_rank_0_cannot_have_ends_all_at_once(tmp_path):
     """Without launch nobody ends the others."""
     (tmp_path / "file").write_text("x")

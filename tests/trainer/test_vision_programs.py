@@ -54,6 +54,7 @@ def test_losses_and_accuracy_do_not_depend_on_the_ranks(cnn):
     assert json.loads((cnn[0] / "3/config.json").read_text())["data"]["test_images"] == 360
 
 
+@pytest.mark.long
 def test_a_row_an_epoch(cnn):
     lines = [line for line in cnn[1].splitlines() if " - epoch=" in line]
     assert len(lines) == 1
@@ -63,6 +64,7 @@ def test_a_row_an_epoch(cnn):
     assert "\x1b" not in cnn[1]
 
 
+@pytest.mark.long
 def test_the_saved_model_is_plain_pytorch(cnn):
     model = CNN(CNNConfig())
     model.load_state_dict(torch.load(cnn[0] / "3/model.pt", weights_only=True))
