@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
 from mmm.runtime.process_group import bound_if_it_splits, default_timeout
-from mmm.runtime.ranks import command_line
+from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -87,12 +87,13 @@ class Layout:
             if world_size % product:
                 raise LayoutError(
                     f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
-                    f"{world_size}: {_line_that_fits(product * self.ep)}"
+                    f"{world_size}: {_that_fits(product * self.ep, world_size)}"
                 )
             return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
             raise LayoutError(
-                f"the layout {self} has {self.ranks} ranks, and there are {world_size}: {_line_that_fits(self.ranks)}"
+                f"the layout {self} has {self.ranks} ranks, and there are {world_size}: "
+                f"{_that_fits(self.ranks, self.ranks)}"
             )
         return self._check_ep()
 
@@ -130,7 +131,10 @@ class Layout:
         return list(range(self.ranks)[self.of_loss_ranks])
 
 
-def _line_that_fits(ranks: int) -> str:
+def _that_fits(ranks: int, near: int) -> str:
+    """What to do: start `ranks`; a dry run is of the multiple of that which is nearest to `near`."""
+    if whoami().source == DRY_RUN:
+        return f"give --dry_run {max(round(near / ranks), 1) * ranks}, or change the layout"
     return f"start that many, `launch -n {ranks} --device cpu {shlex.join(command_line())}`, or change the layout"
 
 
