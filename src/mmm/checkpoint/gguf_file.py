@@ -27,7 +27,6 @@ from torch import Tensor
 from mmm.checkpoint import llama
 from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
-from mmm.models.rope import RopeScaling
 
 MAGIC, VERSIONS, STRING, ARRAY = b"GGUF", (2, 3), 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -62,6 +61,7 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 CONTROL = 3  # type of a token that stands for no text
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of 3.1 and 3.2
 ROPE_FACTORS = "rope_freqs.weight"  # (head_dim / 2): what each frequency of the rotary positions is divided by
 
 
@@ -202,7 +202,7 @@ class GGUFWeights(Weights):
         return sizes
 
     def _rope_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
-        """What `RopeScaling` calls the factors of the file, as a config.json has it.
+        """What a config.json says where a GGUF file has factors.
 
         Raises:
             CheckpointError: they are of no scaling that is known.
@@ -212,13 +212,12 @@ class GGUFWeights(Weights):
             raise CheckpointError(f"{self.path}: {ROPE_FACTORS} is not {head_dim // 2} numbers of float32")
         factors = torch.from_numpy(np.frombuffer(self._bytes, np.float32, head_dim // 2, begin).astype(np.float64))
         factor = _short(factors.max().item())
-        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        for scaling in (RopeScaling("linear", factor), RopeScaling("llama3", factor)):
-            if torch.allclose(frequencies / scaling.scaled(frequencies), factors, rtol=1e-5):
-                if factor == 1:
-                    return None
-                names = ["rope_type", "factor"] if scaling.rope_type == "linear" else list(vars(scaling))
-                return {name: getattr(scaling, name) for name in names}
+        for scaling in (
+            {"rope_type": "linear", "factor": factor},
+            {"rope_type": "llama3", "factor": factor, **LLAMA_3},
+        ):
+            if torch.allclose(llama.rope_divisors(scaling, theta, head_dim), factors, rtol=1e-5):
+                return scaling if factor != 1 else None
         raise CheckpointError(
             f"{self.path}: the factors of {ROPE_FACTORS}, up to {factor}, are of no scaling that is known: linear, or "
             "llama3 with the numbers of Llama 3.1"

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mmm.checkpoint.weights import TensorEntry
@@ -145,6 +146,21 @@ def config_of(sizes: Mapping[str, Any], block: int | None, eos: tuple[int, ...],
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
         "torch_dtype": dtype,
     }
+
+
+def rope_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> Tensor:
+    """What each frequency of the rotary positions is divided by, as llama.cpp writes it into a file: (head_dim / 2).
+
+    Args:
+        scaling: ``rope_scaling`` of a config.json, linear or llama3.
+    """
+    wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling["rope_type"] == "linear":
+        return torch.full_like(wavelengths, scaling["factor"])
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    kept = kept.clamp(0, 1)
+    return 1 / (kept + (1 - kept) / scaling["factor"])
 
 
 def hidden_dim(sizes: Mapping[str, Any]) -> int:
