@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmm.checkpoint import own
+from mmm.checkpoint import llama, own
 from mmm.checkpoint import weights as rows
 from mmm.checkpoint.hugging_face import export
 from mmm.checkpoint.own import write_own
 from mmm.checkpoint.weights import open_weights
 from mmm.errors import CheckpointError
+from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer
 from mmm.trainer.pretrained import config_of
 from support.llamas import CONFIG, logits, tensors, write_gguf, write_hugging_face
@@ -238,6 +239,13 @@ def test_factors_of_rotary_frequencies(tmp_path, factors, scaling):
     there = {**config, "rope_scaling": scaling}
     hugging_face = write_hugging_face(tmp_path / "hf", there, tensors(config))
     assert config_of(open_weights(gguf)) == config_of(open_weights(hugging_face))
+
+
+@pytest.mark.parametrize("given", [LLAMA_3_1, {"rope_type": "linear", "factor": 2.5}], ids=lambda of: of["rope_type"])
+def test_divisors_are_what_the_model_computes(given):
+    frequencies = 500_000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    scaled = RopeScaling.of(given).scaled(frequencies)
+    torch.testing.assert_close(scaled * llama.rope_divisors(given, 500_000.0, 64), frequencies, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize(
