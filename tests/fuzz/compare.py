@@ -78,7 +78,7 @@ def judge(case: Case, many: Outcome, run: Callable[[Case], Outcome]) -> Verdict:
         return Verdict("crashed", many.reason, _signature(case, many.reason))
     if many.kind == "left":
         return Verdict("not compared", "it printed the summary")
-    if many.kind == "refused" and (many.reason.startswith("command line") or NAMES.search(many.reason)):
+    if many.kind == "refused" and (many.reason.startswith("command line") or _of_the_layout(case, many.reason)):
         return Verdict("refused", many.reason)
     alone = run(twin(case, many.facts or None))
     if alone.kind == "crashed":
@@ -92,6 +92,12 @@ def judge(case: Case, many: Outcome, run: Callable[[Case], Outcome]) -> Verdict:
         about = f"it ran, and one rank is refused: {alone.reason}"
         return Verdict("odd", about, _signature(case, about))
     return _compare(case, many, alone)
+
+
+def _of_the_layout(case: Case, reason: str) -> bool:
+    """Whether a refusal is for what one rank does not have. Where no flag says it, the global batch grows with dp."""
+    by_default = "global batch of" in reason and "global_batch_size" not in case.flags
+    return by_default or NAMES.search(reason) is not None
 
 
 def _compare(case: Case, many: Outcome, one: Outcome) -> Verdict:

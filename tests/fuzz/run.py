@@ -35,6 +35,7 @@ import xarray  # noqa: F401
 from fuzz.draw import Case
 from fuzz.flags import PROGRAMS, arguments
 from mmm.errors import DivergedError, UserError
+from mmm.history.record import TRACE
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer.options import parse
@@ -42,7 +43,7 @@ from mmm.trainer.options import parse
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
 COMPILE_TIMEOUT = 400.0
 SERIES = ("loss", "train_loss", "val_loss", "test_loss", "test_acc", "imbalance")
-RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt", "checkpoints"}
+RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt", "checkpoints", TRACE}
 Plant = Callable[[Rank], None]
 
 

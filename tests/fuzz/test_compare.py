@@ -92,6 +92,11 @@ def test_refusals():
     assert verdict(no, no).kind == "refused"
     assert verdict(no, ran()).kind == "odd"  # one rank takes it, and the reason names nothing of a layout
     assert verdict(ran(), no).kind == "odd"
+    few = Outcome(
+        "refused", "mnist has 72 images, fewer than a global batch of 128: use --global_batch_size 72, or less"
+    )
+    assert verdict(few, ran()).kind == "refused"  # 64 a data-parallel coordinate
+    assert verdict(few, ran(), global_batch_size="128").kind == "odd"
     assert verdict(Outcome("refused", "command line: --x"), no).kind == "refused"
     assert verdict(Outcome("crashed", "rank 1: IndexError"), ran()).kind == "crashed"
     assert verdict(ran(), Outcome("crashed", "rank 0: IndexError")).kind == "crashed"
