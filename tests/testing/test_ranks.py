@@ -82,9 +82,10 @@ def hang(rank, folder):
         time.sleep(1000)
 
 
-def test_ranks_that_hang_are_ended(tmp_path):
-    with pytest.raises(RanksFailed, match=r"no answer in 1 s from ranks 1, 2 of 3"):
+def test_ranks_that_hang_say_where_and_are_ended(tmp_path):
+    with pytest.raises(RanksFailed, match=r"no answer in 1 s from ranks 1, 2 of 3") as caught:
         fork_ranks(hang, 3, tmp_path, timeout=1)
+    assert caught.value.details.count("in hang\n") == 2
     assert not running(tmp_path)
 
 

@@ -20,6 +20,8 @@ from mmm.launch.host import lifeline
 
 REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
 LEAVE = 0.2  # s for a process that has closed its pipe to end by itself
+MOST = 1 << 20  # bytes of frames that are read
+TELL = 2.0  # s for a process that hangs to say where
 BLOCKED = {signal.SIGINT}
 
 
@@ -28,7 +30,7 @@ class Child:
 
     Attributes:
         end: this process's end of the pipe between them. stack: a file that it leaves its threads' frames in, if a
-            signal such as SIGSEGV ends it.
+            signal such as SIGSEGV ends it, or SIGQUIT asks for them.
     """
 
     def __init__(self, pid: int, end: Connection, stack: IO[bytes]) -> None:
@@ -37,8 +39,18 @@ class Child:
 
     def last_frames(self) -> str:
         """Where its threads were when a fatal signal ended it; empty if none did."""
-        self.stack.seek(0)
-        return self.stack.read().decode(errors="replace")
+        # The child may be writing, at the offset that both share: `pread` leaves it.
+        return os.pread(self.stack.fileno(), MOST, 0).decode(errors="replace")
+
+    def frames(self) -> str:
+        """Where its threads are now, as far as they are in Python; empty if it does not answer."""
+        os.kill(self.pid, signal.SIGQUIT)
+        deadline = time.monotonic() + TELL
+        said = ""
+        while time.monotonic() < deadline and not (said and said == self.last_frames()):  # it may still be writing
+            said = self.last_frames()
+            time.sleep(0.05)
+        return said
 
     def receive(self, timeout: float) -> Any:
         """What it sends next.
@@ -128,6 +140,7 @@ def _live(
     code = 1
     try:
         faulthandler.enable(stack)
+        faulthandler.register(signal.SIGQUIT, stack)
         os.setpgid(0, 0)
         if parent is not None:
             lifeline.die_with_parent(parent)

@@ -75,7 +75,9 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
         ready = wait(ends, max(0.0, deadline - time.monotonic()))
         if not ready and not failures:
             named = ", ".join(map(str, sorted(waiting.values())))
-            raise RanksFailed(f"no answer in {timeout:g} s from rank{'s' * (len(waiting) > 1)} {named} of {len(ranks)}")
+            reason = f"no answer in {timeout:g} s from rank{'s' * (len(waiting) > 1)} {named} of {len(ranks)}"
+            where = [f"rank {number}:\n{ranks[number].frames()}" for number in waiting.values()]
+            raise RanksFailed(reason, "\n".join(where))
         if not ready:
             break
         if interrupt in ready:
