@@ -30,6 +30,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed
@@ -49,6 +50,7 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 
 ATEN = torch.ops.aten
+DEVICE = torch.ops.prim.device.default
 
 
 @dataclass
@@ -105,9 +107,9 @@ class Rehearsal(Observer):
         assert self.layout is not None
         assert self.memory is not None
         enter(FakeTensorMode(allow_non_fake_inputs=True))
-        enter(_Reads())
         enter(self.memory.tracking())
         enter(count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts)))
+        enter(_Answers())  # the mode entered last is the first to see an operator
         if self.graph is not None:
             enter(self.graph.recording())
 
@@ -142,12 +144,16 @@ def rehearsing(rank: int, world_size: int, traced: bool = False) -> Iterator[Reh
         os.environ.update(before)
 
 
-class _Reads(TorchDispatchMode):
-    """A scalar that the host reads is 1: tensors have no elements."""
+class _Answers(TorchDispatchMode):
+    """What needs no operator is answered at once. A scalar that the host reads is 1: tensors have no elements."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # DTensor asks each tensor: more than half of all calls of a run with tp
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor dispatches operators on plain tensors, which come here
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # on fake tensors PyTorch makes a new one
         if func.overloadpacket is ATEN._local_scalar_dense and isinstance(args[0], FakeTensor):
