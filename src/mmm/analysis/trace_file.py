@@ -115,7 +115,8 @@ class TraceFile:
                 ph = "s" if place == 0 else "f" if place == len(ends) - 1 else "t"
                 name = "send" if sender else "collective"
                 event = {"ph": ph, "cat": OURS, "name": name, "id": number, "pid": end.pid, "tid": end.tid}
-                self._write(event | {"ts": round(end.at, 4), "bp": "e", "args": {"key": key}})
+                args = {} if place else {"args": {"key": key}}  # chrome://tracing complains of what is said twice
+                self._write(event | {"ts": round(end.at, 4), "bp": "e"} | args)
         joined = Joined(collectives, transfers, missing, backwards)
         self._file.write("\n], " + json.dumps({"otherData": {**about, "clocks": self._clocks, **joined._asdict()}})[1:])
         self._file.close()
