@@ -72,6 +72,20 @@ def test_a_rank_that_keeps_a_proxy_of_what_is_gone(run_on_ranks):
         run_on_ranks(keep_a_proxy_of_what_is_gone, 2)
 
 
+def leave_a_group_at_work(rank):
+    group = dist.new_group([0, 1])
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    model.cycle = model  # for the collector
+    dist.all_reduce(torch.ones(30_000_000), group=group, async_op=True)
+    return rank.rank
+
+
+def test_a_group_whose_thread_needs_python_at_the_end(run_on_ranks):
+    """The reducer of DDP, freed by the collector, waits for a thread that waits for the collector's lock."""
+    for _ in range(2):
+        assert run_on_ranks(leave_a_group_at_work, 2, timeout=100.0) == [0, 1]
+
+
 def leave_at_once(rank):
     return rank.rank
 
