@@ -89,11 +89,12 @@ def test_what_mlflow_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     keep(tmp_path, Tracked("mlflow", tmp_path, {"layout": "tp2"}))
-    mlflow.MlflowClient.assert_called_once_with((tmp_path / "mlruns").as_uri())
+    mlflow.MlflowClient.assert_called_once_with(f"sqlite:///{tmp_path / 'mlflow.db'}")
     client = mlflow.MlflowClient.return_value
-    logged = [(call.args[1], call.args[2], call.kwargs["step"]) for call in client.log_metric.call_args_list]
-    assert ("val_loss", 4.75, 1) in logged
-    assert len(logged) == 7
+    metrics = [(call.args[0], call.args[1], call.args[3]) for call in mlflow.entities.Metric.call_args_list]
+    assert ("val_loss", 4.75, 1) in metrics
+    assert len(metrics) == 7
+    assert client.log_batch.call_count == 4  # the parameters, and a row a step
     assert client.set_terminated.called
 
 

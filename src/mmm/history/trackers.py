@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,21 +109,26 @@ class WandbTracker(Tracker):
 
 
 class MLflowTracker(Tracker):
-    """The folder mlruns; a server where MLFLOW_TRACKING_URI names one."""
+    """The file mlflow.db, for ``mlflow ui --backend-store-uri sqlite:///OUTDIR/mlflow.db``; a server where
+    MLFLOW_TRACKING_URI names one. (MLflow 3.17 refuses its older way, a folder of files.)"""
 
     def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
         import mlflow
 
-        self.client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (outdir / "mlruns").as_uri())
+        self.entities = mlflow.entities
+        folder = outdir.resolve()
+        self.client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
         found = self.client.get_experiment_by_name("mmm")
-        experiment = found.experiment_id if found else self.client.create_experiment("mmm")
+        files = (folder / "mlflow").as_uri()
+        experiment = found.experiment_id if found else self.client.create_experiment("mmm", files)
         self.run = self.client.create_run(experiment, run_name=outdir.name).info.run_id
-        for name, value in config.items():
-            self.client.log_param(self.run, name, str(value)[:500])
+        parameters = [self.entities.Param(name, str(value)[:500]) for name, value in config.items()]
+        self.client.log_batch(self.run, params=parameters)
 
     def row(self, step: int, row: Row) -> None:
-        for name, value in row.items():
-            self.client.log_metric(self.run, name, value, step=step)
+        now = int(time.time() * 1e3)
+        metrics = [self.entities.Metric(name, value, now, step) for name, value in row.items()]
+        self.client.log_batch(self.run, metrics=metrics)
 
     def close(self) -> None:
         self.client.set_terminated(self.run)

@@ -1,0 +1,63 @@
+"""What each tracker's own package reads back from a run's folder. ``make test-interop`` installs them."""
+
+import time
+
+import pytest
+
+from mmm.history.trackers import Tracked
+
+pytestmark = pytest.mark.interop
+
+ROWS = [{"iter": 0, "loss": 4.5}, {"iter": 1, "loss": 4.25, "val_loss": 4.75}, {"iter": 2, "loss": 3.5}]
+CONFIG = {"layout": "tp2", "lr": 0.001}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def track(name, folder, caplog):
+    tracked = Tracked(name, folder, CONFIG)
+    for row in ROWS:
+        tracked.row(row)
+    tracked.close()
+    assert "given up" not in caplog.text
+
+
+def test_tensorboard(folder, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track("tensorboard", folder, caplog)
+    read = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(0, 4.5), (1, 4.25), (2, 3.5)]
+    assert [(event.step, event.value) for event in read.Scalars("val_loss")] == [(1, 4.75)]
+
+
+def test_mlflow(folder, caplog):
+    import mlflow
+
+    track("mlflow", folder, caplog)
+    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("mmm").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"layout": "tp2", "lr": "0.001"}
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 4.5), (1, 4.25), (2, 3.5)]
+
+
+def test_wandb(folder, caplog):
+    """Its file has no public reader: the values are in it as JSON."""
+    track("wandb", folder, caplog)
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+
+    def places():
+        return [path.read_bytes().find(value) for value in (b"4.25", b"4.75", b"3.5")]
+
+    deadline = time.monotonic() + 100
+    while -1 in places() and time.monotonic() < deadline:  # a process of wandb's own writes it, and ends later
+        time.sleep(0.1)
+    assert places()[0] < places()[2]
