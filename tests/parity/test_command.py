@@ -356,7 +356,7 @@ def test_nothing_outlives_it(tmp_path, number):
         "--model",
         "transformer",
         "--steps",
-        "100",
+        "30",
     ]
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = subprocess.Popen(
