@@ -88,7 +88,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor,
 
 def positions_of(rank: int, ranks: int, seq: int) -> Tensor:
     """The tokens that a rank has: one chunk from the head and one from the tail, (seq / ranks,)."""
-    chunks = torch.arange(seq).chunk(2 * ranks)
+    chunks = torch.arange(seq).tensor_split(2 * ranks)
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
