@@ -83,6 +83,7 @@ def save(rank, folder, steps=(1,), keep=2, keep_every=None, break_rank=None, ful
                 with torch.no_grad():
                     parameter.sub_(1.0)
     done = saver.wait()
+    assert saver.wait() is done, "whoever asks again gets the same answer"
     broken.stop()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return done, said, before

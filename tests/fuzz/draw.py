@@ -200,6 +200,8 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
         flags["summary"] = "on"
     if "checkpoint_every" in known and rng.random() < 0.1:
         flags["checkpoint_every"] = rng.choice(("1", "2"))
+        if rng.random() < 0.5:
+            flags["checkpoint_mode"] = rng.choice(("async", "blocking"))
     for name, values in (
         ("max_norm", ("0", "0.05", "0.5", "1.0")),
         ("warmup", ("0", "1", "2", "10")),

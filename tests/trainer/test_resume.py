@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.checkpoint import read_manifest
+from mmm.checkpoint import Saver, read_manifest
+from mmm.checkpoint.manifest import FileSum, steps_of
 from mmm.data.prepare import Preparation, prepare
 from mmm.history.figures import metric_figure
 from mmm.history.resume import marks_of
@@ -361,6 +363,35 @@ def test_none_is_whole(run_on_ranks, tmp_path, text):
     assert said == f"no checkpoint is whole: {tmp_path}/two/checkpoints/step-2/.metadata is missing"
 
 
+def whole_ones(rank, flags):
+    """The checkpoints that are complete as each step begins, where writing one takes longer than a step."""
+    found, write = [], Saver.write
+
+    def slowly(saver, state, manifest):
+        time.sleep(0.3)
+        write(saver, state, manifest)
+
+    def look(seed, step, coordinate):
+        paths = steps_of(flags["outdir"] / "checkpoints")
+        found.append(max((read_manifest(path).step for path in paths), default=0))
+
+    with patch.object(Saver, "write", slowly), patch("support.resuming.before_step", look):
+        assert train(rank, LM, flags) == ""
+    return found
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async"])
+def test_how_old_the_newest_checkpoint_is(run_on_ranks, tmp_path, text, mode):
+    """At most one interval where training waits for a checkpoint, and two where it does not."""
+    every, steps = 2, 8
+    flags = {**TEXT, "text": text, "max_iters": steps, "checkpoint_every": every, "eval_every": 0}
+    flags |= {"outdir": tmp_path / "run", "checkpoint_mode": mode}
+    for found in run_on_ranks(whole_ones, 2, flags, timeout=120):
+        waited = [step // every * every for step in range(steps)]
+        assert found == waited if mode == "blocking" else found[every:] < waited[every:]
+        assert all(step - whole < (1 if mode == "blocking" else 2) * every for step, whole in enumerate(found))
+
+
 # --- a signal ---------------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +432,21 @@ def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path
     assert (ds.attrs["state"], ds.attrs["error"]) == ("interrupted", "a signal; the state is saved")
     assert go_on(run_on_ranks, LM, 2, flags, two) == ["", ""]
     same_bits(one, two)
+
+
+def stopped_without_a_checkpoint(rank, flags):
+    wrong = patch("mmm.checkpoint.storage.file_sum", lambda path: FileSum(0, ""))
+    with wrong:
+        return stopped(rank, flags, signal.SIGTERM, 2)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async"])
+def test_a_signal_whose_checkpoint_fails(run_on_ranks, tmp_path, text, mode):
+    """The exit code that says "go on from here" would be a lie, also where the loop has heard of the failure before."""
+    flags = {**TEXT, "text": text, "outdir": tmp_path / "run", "checkpoint_mode": mode}
+    assert run_on_ranks(stopped_without_a_checkpoint, 2, flags) == [1, 1]
+    notes = json.loads((tmp_path / "run/config.json").read_text())["notes"]
+    assert notes[-1] == "stopped by a signal after 3 steps"
 
 
 def test_sigterm_after_another_ranks_failure_saves_nothing(monkeypatch):

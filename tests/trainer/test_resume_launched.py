@@ -63,11 +63,13 @@ def test_retries_go_on(launcher, number):
 
 
 @pytest.mark.long
-def test_random_kills(tmp_path):
+@pytest.mark.parametrize("mode", ["async", "blocking"])
+def test_random_kills(tmp_path, mode):
     """A few of what `benchmarks/kills.py` does by the hundred."""
-    words = [sys.executable, BENCHMARK, "--kills", "4", "--seed", "0", "--json", tmp_path / "found.json"]
+    words = [sys.executable, BENCHMARK, "--kills", "3", "--mode", mode, "--json", tmp_path / "found.json"]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["wrong"] == []
     assert found["kills"] > 0
+    assert found["most_steps_lost"] <= found["every"] * {"async": 2, "blocking": 1}[mode]

@@ -44,6 +44,7 @@ class Saver:
     origins: Origins = field(default_factory=Origins)
     what: str = "checkpoint"
     _running: tuple[int, Future] | None = None
+    _complete: bool = True  # the newest save that has ended
     _host_copy: HostCopy = field(default_factory=HostCopy)
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
@@ -83,10 +84,11 @@ class Saver:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save under way. Whether it, if there is one, is complete."""
+        """Wait for the save under way. Whether the newest, if there is one, is complete."""
         if self._running is None:
-            return True
+            return self._complete
         (step, future), self._running = self._running, None
+        self._complete = False
         try:
             future.result()
         except (Exception, CheckpointException) as error:  # whatever it is, the training goes on
@@ -95,5 +97,6 @@ class Saver:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 remove([self.partial(step)])  # the disk may be full
             self.failed(f"no {self.what} of step {step}: {one_line(first)}")
-            return False
-        return True
+        else:
+            self._complete = True
+        return self._complete

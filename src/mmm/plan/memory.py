@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.data.apply import UNSHARDED
+from mmm.parallel.data.apply import UNSHARDED, only_copies
 from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.mesh import Layout
 from mmm.parallel.pipeline.schedules import stages_of
@@ -237,7 +237,7 @@ class MemoryModel:
             left.layer + left.working,
             0.0,
         )
-        if replicas:
+        if replicas or only_copies(layout, self.storage != self.compute, techniques):
             moments, base = self._replicas(technique, sizes, microbatches)
         else:
             moments, base = self._sharded(sizes, techniques, microbatches, pipeline)
@@ -282,7 +282,8 @@ class MemoryModel:
     def _replicas(
         self, technique: str, sizes: Sizes, microbatches: int
     ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
-        """As `_sharded`, of ddp, zero1 and zero2: all parameters, and where autocast is on a copy to compute in."""
+        """As `_sharded`, of ddp, zero1, zero2 and a model left as it is: all parameters, and where autocast is on a
+        copy to compute in."""
         full, own = float(sizes.local * self.storage), float(sizes.sharded * self.storage)
         copied = float(sizes.local * self.compute) if self.compute != self.storage else 0.0
         before = full if microbatches > 1 or technique == "ddp" else 0.0  # DDP's buckets stay

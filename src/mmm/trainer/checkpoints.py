@@ -48,11 +48,13 @@ class Checkpoints:
                 self.repeated.append((name, parameter))
         self.every: int | None = run.options.checkpoint_every
         self.saver: Saver | None = None
+        self._blocking = False
         self._event = event_class(run.device)
         self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
         if self.every is not None:
             folder: Path = broadcast_object(run.outdir)  # which rank 0 has made
             keep, keep_every = run.options.keep or 2, run.options.keep_every
+            self._blocking = run.options.checkpoint_mode == "blocking"
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
             self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, origins)
         self.replicas: ReplicaSaver | None = None
@@ -152,6 +154,8 @@ class Checkpoints:
         tensors = training_state(self.parameters, self.model.saved_buffers(), self.optimizer)
         for saver in savers:
             saver.save(tensors, manifest)
+        if self._blocking:
+            self.wait()
 
     def poll(self) -> None:
         """Say what has gone wrong with a save, if it has ended."""
@@ -183,7 +187,7 @@ class Checkpoints:
         raise SystemExit(SAVED_EXIT if complete else 1)
 
     def wait(self) -> bool:
-        """Wait for the save under way. Whether it is complete."""
+        """Wait for the save under way. Whether the newest is complete."""
         if self.replicas is not None:
             self.replicas.wait()
         return self.saver is None or self.saver.wait()

@@ -33,6 +33,7 @@ WITHOUT: dict[str, Any] = {
     "checkpoint_every": None,
     "keep": None,
     "keep_every": None,
+    "checkpoint_mode": None,
     "replica": None,
     "resume": None,
     "compile": False,

@@ -253,13 +253,21 @@ class LoopOptions(ProfileOptions, RunOptions):
     """With --checkpoint_every, how many of the newest stay. Default: 2."""
     keep_every: int | None = None
     """With --checkpoint_every, those of every so many steps stay as well."""
+    checkpoint_mode: Literal["async", "blocking"] | None = None
+    """With --checkpoint_every. async: training goes on while a checkpoint is written, so a kill may go back to the one
+    before that. blocking: training waits, and a kill loses at most one interval. Default: async."""
     resume: Path | None = None  # type: ignore[assignment]
     """Go on from a checkpoint, on any layout: a run's folder, one of its checkpoints/step-N, or auto: the newest whole
     one in --outdir, in the same record; from the beginning where there is none yet."""
     replica: int | None = None  # type: ignore[assignment]
     """Steps between two copies of the run's state in the memory of its hosts, from which the ranks that are left go on
     (`launch --elastic`, and on one host `launch --retries`). Default: none."""
-    NEEDS: ClassVar[dict[str, Need]] = {"keep": SAVES, "keep_every": SAVES, "replica": SAVES}
+    NEEDS: ClassVar[dict[str, Need]] = {
+        "keep": SAVES,
+        "keep_every": SAVES,
+        "checkpoint_mode": SAVES,
+        "replica": SAVES,
+    }
 
     def check(self) -> None:
         super().check()

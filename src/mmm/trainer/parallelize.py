@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mmm.models.experts import has_experts
 from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
+from mmm.parallel.data.apply import only_copies
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects
@@ -23,6 +26,8 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
     parameters = parameter_count(model)
     run.notes += unmatched(plan, model)  # `ParallelModel` says them
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
+    if only_copies(run.layout, run.precision.mixed, techniques):
+        mesh = replace(mesh, one_device=True)
     if partition.stages:
         table = stage_table(partition.names(), partition.shares())
         run.log.info("%d micro-batches by %s\n%s", partition.microbatches, techniques.schedule, table)
@@ -38,8 +43,10 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         lap=run.clock.lap,
     )
     run.log.info("%s, %s", techniques.data_parallel, mesh)
-    if mesh.one_device:
+    if mesh.one_device and run.device.type == "mps":
         run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
+    elif mesh.one_device:
+        run.log.info("one rank: nothing to shard, so the model is trained as it is")
     for number, module in parallel.modules.items():
         run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
     if by_rank := gather_objects(run.rank, sum(map(local_parameters, parallel.modules.values()))):

@@ -104,6 +104,16 @@ def dp_mesh(mesh: Mesh) -> DeviceMesh:
         return mesh.device_mesh["dp_replicate", shard]
 
 
+def only_copies(layout: Layout, mixed: bool, techniques: Techniques) -> bool:
+    """Whether FSDP would only copy parameters and gradients through its buffers: on a single rank, where it does not
+    cast them or move them to the host either. The trainers then leave the model as it is (`Mesh.one_device`).
+
+    Args:
+        mixed: whether weights are cast to compute.
+    """
+    return layout.ranks == 1 and techniques.data_parallel not in UNSHARDED and not (mixed or techniques.offload)
+
+
 def apply_data_parallel(
     model: nn.Module, mesh: Mesh, plan: Plan, precision: Precision, techniques: Techniques
 ) -> nn.Module:
