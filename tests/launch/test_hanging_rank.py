@@ -27,7 +27,11 @@ with process_group(rank, cpu, limit), HangWatch(rank, limit, clock):
         clock.step = step
         all_batches(step)
         clock.lap("dtf")
-        dist.all_reduce(torch.ones(4, 3))
+        try:
+            dist.all_reduce(torch.ones(4, 3))
+        except RuntimeError:
+            time.sleep(float(sys.argv[4]))
+            raise
         clock.lap("dto")
 """
 HOST = socket.gethostname()
@@ -36,6 +40,7 @@ HOST = socket.gethostname()
 def run(launcher, words, *started_by, ranks=3):
     """The program, under launch or with nothing but its variables: output, and the exit codes."""
     launcher.write("t.py", PROGRAM)
+    words = [*words, "0"] if len(words) == 3 else words
     if started_by:
         done = launcher.run("-n", str(ranks), "--device", "cpu", "python3", "t.py", *words)
         return done.stderr, [done.returncode]
@@ -75,6 +80,14 @@ def test_without_launch_every_process_ends(launcher):
     text, codes = run(launcher, ["1", "sleeps", "4"], ranks=2)
     assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")
     assert len(text.splitlines()) == 3
+    assert codes == [1, 1]
+
+
+@pytest.mark.long
+def test_what_a_rank_waited_in_is_known_though_its_error_takes_long(launcher):
+    """As on a busy machine: PyTorch no longer has the collective when the error arrives."""
+    text, codes = run(launcher, ["1", "sleeps", "4", "1.5"], ranks=2)
+    assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")
     assert codes == [1, 1]
 
 

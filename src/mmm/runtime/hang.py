@@ -78,7 +78,7 @@ class HangWatch:
         self._stop, self._lock, self._answered = threading.Event(), threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="mmm-hang", daemon=True)
         self._main = threading.get_ident()
-        self._waits_in: dict[str, Any] | None = None  # when it was last looked at
+        self._waits_in: dict[str, Any] | None = None  # the last that was seen since the clock's last mark
         self._clone: dist.Store | None = None
 
     def __enter__(self) -> None:  # may be entered again inside: then the inner block's error is the one that is said
@@ -128,10 +128,11 @@ class HangWatch:
         while not self._stop.wait(self.pause):
             now = time.monotonic()
             if self.clock.last_mark is not last:
-                last, since = self.clock.last_mark, now
+                last, since, self._waits_in = self.clock.last_mark, now, None
             with contextlib.suppress(RuntimeError, OSError):
-                self._waits_in = oldest_collective() if now - since > self.limit / 2 else None
-                late = self._waits_in is not None and _age(self._waits_in) > self.limit + self.pause
+                entry = oldest_collective() if now - since > self.limit / 2 else None
+                self._waits_in = entry or self._waits_in  # PyTorch drops what has timed out before its error arrives
+                late = entry is not None and _age(entry) > self.limit + self.pause
                 if late or (now - since > min(STILL, self.limit / 2) and self._asked()):
                     self._tell(_stack(sys._current_frames().get(self._main)), timed_out=late)
                     if not self._stop.wait(2 * LINGER):  # the main thread has not ended by itself
