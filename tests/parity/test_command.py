@@ -366,6 +366,7 @@ def test_nothing_outlives_it(tmp_path, number):
         assert running.stdout.readline().startswith("[1/2]")
         while len(members(running.pid)) < 9:
             assert running.poll() is None
+            time.sleep(0.05)
         os.kill(running.pid, number) if number == signal.SIGKILL else os.killpg(running.pid, number)
         assert running.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 130)
         _, err = running.communicate(timeout=PATIENCE)
