@@ -85,7 +85,7 @@ GIVEN = names(
 NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
-    "decayed offload scale_lr overwrite"
+    "decayed offload scale_lr overwrite checkpoint_mode"
 )  # choices that the functions below make; others are drawn as they come
 
 

@@ -92,7 +92,8 @@ class Layout:
             return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
             raise LayoutError(
-                f"the layout {self} has {self.ranks} ranks, and there are {world_size}: "
+                f"the layout {self} has {self.ranks} rank{'s' if self.ranks > 1 else ''}, and there "
+                f"{'is' if world_size == 1 else 'are'} {world_size}: "
                 f"{_that_fits(self.ranks, self.ranks)}"
             )
         return self._check_ep()
