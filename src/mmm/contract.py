@@ -32,6 +32,7 @@ BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"  # when launch itself was started, seconds s
 STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script says so: then this one counts
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
+PORTS = range(20_000, 32_000)  # for rank 0: below those that systems give to outgoing connections
 USER_ERROR_EXIT = 2
 SAVED_EXIT = 75  # a rank whose run a signal has stopped, once it was saved; as EX_TEMPFAIL of sysexits.h: try again
 

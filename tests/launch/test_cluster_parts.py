@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from mmm.contract import Report
+from mmm.contract import PORTS, Report
 from mmm.errors import LaunchError
 from mmm.launch import main
 from mmm.launch.control import commands, link, stacks
@@ -305,6 +306,21 @@ def test_is_here():
     assert hosts.is_here(f"{own.partition('.')[0]}.example.org")
     assert hosts.is_here("localhost")
     assert not hosts.is_here("another-host")
+
+
+def test_a_free_port_is_none_that_a_connection_may_get(monkeypatch):
+    """Of all those that Linux gives to connections, and to servers that ask for any, it is the choice of none."""
+    found = {hosts.free_port(address) for address in ("", "127.0.0.1") for _ in range(20)}
+    assert all(port in PORTS for port in found)
+    assert len(found) > 20  # runs that begin at a time have others
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if given.exists():
+        low, high = map(int, given.read_text().split())
+        assert not found & set(range(low, high + 1)) or low <= PORTS[0]  # a site may give all
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(hosts, "PORTS", [taken.getsockname()[1]])
+        assert hosts.free_port() not in (0, taken.getsockname()[1])
 
 
 def test_a_script_has_its_whole_path_and_pythons_builtins(launcher, tmp_path):

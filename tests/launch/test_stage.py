@@ -34,6 +34,7 @@ def rank(number):
     place = {{"PMI_RANK": str(number), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(number % each)}}
     return os.environ | place | {{"SLURMD_NODENAME": host, "TMPDIR": os.path.abspath(host)}}
 codes = [p.wait() for p in [subprocess.Popen(command, env=rank(number)) for number in range(count)]]
+open("codes", "w").write(" ".join(map(str, codes)))
 sys.exit(max(codes))
 """
 # One write a line: lines of several ranks do not mix.
@@ -75,6 +76,10 @@ class Hosts:
 
     def run(self, *words, **how):
         return self.launcher.run(*self.words(*words, **how), **self.variables())
+
+    def codes(self):
+        """How the hosts' processes of launch's ended in the last run."""
+        return [int(code) for code in (self.launcher.folder / "codes").read_text().split()]
 
     def left(self):
         """What lies in the hosts' temporary folders of launch's."""
@@ -196,6 +201,7 @@ def test_a_host_without_room(hosts):
     assert done.stderr.count("launch: ") == 1
     assert made.left() == []
     assert done.stdout == ""
+    assert made.codes() == [0] * 4  # at another an MPI kills the others, which may still remove their copies
 
 
 def test_an_environment_without_mmm(hosts):
@@ -262,6 +268,7 @@ def test_launch_is_told_to_end_while_hosts_copy(hosts, number):
     assert (process.returncode, out) == (128 + number, "")
     assert made.launcher.gone(within=5)
     assert made.left() == []
+    assert made.codes() == [0] * 3
 
 
 def test_launch_is_killed_while_hosts_copy(hosts):
@@ -273,6 +280,7 @@ def test_launch_is_killed_while_hosts_copy(hosts):
     process.communicate(timeout=20)
     assert made.launcher.gone(within=10)
     assert made.left() == []
+    assert made.codes() == [0] * 3
 
 
 @pytest.mark.long
@@ -335,15 +343,51 @@ def test_a_copy_whose_maker_is_killed_while_it_is_tried_does_not_stay(tmp_path, 
     copy.make_room()
     monkeypatch.setattr(copies.staging, "interpreter", lambda source, path: "python")
     monkeypatch.setattr(copies, "_try", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    pid = os.fork()
-    if pid == 0:
-        with copy.unpacking() as feed:
-            copies.pack(copy.source, feed)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert made_by_another(lambda: copy) == -signal.SIGKILL
     assert copy.path.exists()
     copy.discard()
     assert not list(copy.parent.iterdir())
+    assert made_by_another(lambda: Copy(copy.source, str(tmp_path / "t"))) == -signal.SIGKILL
+    assert copy.path.exists()
+    copy.make_room()  # whose maker's host, or agent, was killed too
+    assert not list(copy.parent.iterdir())
+
+
+def test_a_copy_that_nobody_has_come_to_hold_does_not_stay(tmp_path):
+    """The run was over between the end of the process that has made it, and the agent's lock on it."""
+    (tmp_path / "s").mkdir()
+    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy.make_room()
+    assert made_by_another(lambda: copy) == 0
+    assert copy.path.exists()
+    copy.discard()
+    assert not list(copy.parent.iterdir())
+    assert made_by_another(lambda: copy) == 0
+    assert copy.there()
+    copy.discard()
+    assert list(copy.parent.iterdir()) == [copy.path]
+
+
+def test_a_copy_of_another_run_stays(tmp_path):
+    (tmp_path / "s").mkdir()
+    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy.make_room()
+    assert made_by_another(lambda: copy) == 0
+    copy.path.rename(tmp_path / "away")  # as if another had removed it, and made its own
+    copy.path.mkdir()
+    copy.discard()
+    assert list(copy.parent.iterdir()) == [copy.path]
+
+
+def made_by_another(copy):
+    """How a process ended that makes the copy."""
+    pid = os.fork()
+    if pid == 0:
+        made = copy()
+        with made.unpacking() as feed:
+            copies.pack(made.source, feed)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def transferred(token, spoil):

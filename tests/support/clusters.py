@@ -47,7 +47,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def free_ports(count):
     """So many ports in a row that nobody listens on."""
-    for first in range(17000 + os.getpid() % 800 * 4, 32000, count):
+    for first in range(17000 + os.getpid() % 700 * 4, 20000, count):
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):

@@ -23,6 +23,7 @@ OURS = (
     "MMM_DEVICE",
     "OMP_NUM_THREADS",
 )
+LEFT_BEHIND = 10.0  # s in which processes that outlive launch may still make a file
 START = [sys.executable, "-m", "mmm.launch"]
 WITH_CLOCKS = (
     "from mmm.launch import __main__; from mmm.launch.control import run; vars(run).update({clocks}); __main__.main()"
@@ -110,6 +111,8 @@ class Launcher:
         """Wait until the programs have made these files."""
         deadline = time.monotonic() + timeout
         while not all((self.folder / name).exists() for name in names):
+            if self.process is not None and self.process.poll() is not None:
+                deadline = min(deadline, time.monotonic() + LEFT_BEHIND)
             if time.monotonic() > deadline:
                 raise AssertionError(f"{names} after {timeout} s: {os.listdir(self.folder)}; launch {self._state()}")
             time.sleep(0.01)

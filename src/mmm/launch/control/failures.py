@@ -1,5 +1,6 @@
 """What went wrong on which rank, which of several failures caused the others, and how it is said, once."""
 
+import contextlib
 import signal
 import socket
 import sys
@@ -104,4 +105,5 @@ def signal_name(number: int) -> str:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full: what is to be done still is
+        print(text, file=sys.stderr, flush=True)

@@ -66,16 +66,16 @@ def main() -> int:
         while "stage" in command:
             stager = stager or Stager(link, entry["token"])
             if not stager.answer(command["stage"]):
-                return 1
+                return 0
             command = link.one(None)
     except Lost as lost:
         say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
-        return 1
+        return 0 if stager is not None else 1  # at a 1 an MPI kills other hosts, which still remove their copies
     finally:
         if stager is not None and "go" not in command:
             stager.farewell(None)
     if "go" not in command:
-        return 1  # launch ends before anything has begun
+        return 0  # launch ends before anything has begun
     try:
         plan = make_plan(target, command["go"], hello["host"])
     except UserError as error:

@@ -28,6 +28,7 @@ CHUNK = 1 << 20  # bytes
 FILE_COSTS = 4096  # bytes of a disk, beyond its contents
 MARK = ".mmm-stage.json"  # in a copy: what it had when it was complete
 WRITTEN_LATER = "__pycache__"  # by any program that runs there
+TRIAL = ".trial."
 CHECK = "import mmm.launch.host.forkserver, sys; sys.exit(0)"
 LONGEST_SCRIPT = 1 << 20  # bytes; a larger file in bin is no script
 
@@ -78,17 +79,18 @@ class Copy:
         self.path = self.parent / f"{name}-{source.key}"
         maker = f"{socket.gethostname()}.{os.getpid()}"
         self.part = self.parent / f".{self.path.name}.{maker}"
-        self.trial = self.parent / f".trial.{self.path.name}.{maker}"  # there while the copy is tried at its place
+        self.trial = self.parent / f"{TRIAL}{self.path.name}.{maker}"  # the folder that is to become it; until it has
         self.lock: int | None = None
 
     def there(self) -> bool:
-        """Whether it is there and complete; then nobody removes it until this process ends."""
+        """Whether it is there and complete; then nobody removes it until this process ends, not even `discard`."""
         with contextlib.suppress(OSError, ValueError):
             lock = os.open(self.path, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_SH)
             mark = json.loads((self.path / MARK).read_text())
             if os.path.samestat(os.fstat(lock), os.stat(self.path)) and mark["contents"] == _contents(self.path):
                 self.lock = lock
+                self.trial.unlink(missing_ok=True)
                 return True
             os.close(lock)
         return False
@@ -99,7 +101,11 @@ class Copy:
         if self.parent.stat().st_uid != os.getuid():
             raise LaunchError(f"{self.parent} belongs to somebody else")
         for path in self.parent.glob(f".*.{socket.gethostname()}.*"):
-            if not _alive(int(path.name.rpartition(".")[2])):
+            name, _, pid = path.name.rpartition(".")
+            if not _alive(int(pid)):
+                if name.startswith(TRIAL):
+                    copy = name.removeprefix(TRIAL).removesuffix(f".{socket.gethostname()}")
+                    _undo(path, self.parent / copy)
                 shutil.rmtree(path, ignore_errors=True)
         needed, free = self.source.size + FILE_COSTS * self.source.files, shutil.disk_usage(self.parent).free
         if needed > free:
@@ -109,7 +115,10 @@ class Copy:
 
     @contextlib.contextmanager
     def unpacking(self) -> Iterator[Callable[[bytes], None]]:
-        """Takes the pieces that `pack` has made. The copy is there afterwards, or nothing is."""
+        """Takes the pieces that `pack` has made. The copy is there afterwards, or nothing is.
+
+        Until `there` has said so, `discard` still removes it.
+        """
         read, write = os.pipe()
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, CHUNK)
@@ -134,18 +143,17 @@ class Copy:
             if errors:
                 raise errors[0]
             self._complete()
-        finally:
+        except BaseException:
             if write >= 0:
                 os.close(write)
             thread.join()
             self.discard()
+            raise
 
     def discard(self) -> None:
         """Remove what has not become a copy, also where the process that made it was killed."""
         shutil.rmtree(self.part, ignore_errors=True)
-        if self.trial.exists():
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.trial.rmdir()
+        _undo(self.trial, self.path)
 
     def remove(self) -> None:
         """Unless another run uses it. At once gone for others; its files go one by one."""
@@ -184,6 +192,7 @@ class Copy:
             made = inside[0]  # an archive of a folder, not of what is in it
         _repoint(made, self.source.path, str(self.path))
         (made / MARK).write_text(json.dumps({"contents": _contents(made), "source": self.source.path}))
+        self.trial.write_text(str(made.stat().st_ino))  # by which `discard` tells it from another run's
         try:
             os.rename(made, self.path)
         except OSError:
@@ -191,11 +200,18 @@ class Copy:
                 return
             shutil.rmtree(self.path, ignore_errors=True)  # incomplete: something has removed files from it
             os.rename(made, self.path)
-        self.trial.mkdir()  # until then `discard` would take another run's copy for this one's
+        shutil.rmtree(self.part, ignore_errors=True)  # what was around an archive's folder
         python = staging.interpreter(self.source.path, str(self.path))
         if python is not None:
             _try(python, self.path, self.source.path)
-        self.trial.rmdir()
+
+
+def _undo(trial: Path, copy: Path) -> None:
+    """Remove the copy that `trial` is about, if it got as far as its place, and `trial`."""
+    with contextlib.suppress(OSError, ValueError):  # no trial; cut short, and so before there was a copy
+        if copy.stat().st_ino == int(trial.read_text()):
+            shutil.rmtree(copy, ignore_errors=True)
+    trial.unlink(missing_ok=True)
 
 
 def _try(python: str, copy: Path, source: str) -> None:

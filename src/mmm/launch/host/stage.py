@@ -46,10 +46,8 @@ def on_this_host(stage: Stage) -> Iterator[str]:
             copy = Copy(copies.scan(stage.source), stage.to)
             if not copy.there():
                 copy.make_room()
-                with copy.unpacking() as feed:
+                with settling(copy), copy.unpacking() as feed:
                     copies.pack(copy.source, feed)
-        if copy.lock is None and not copy.there():
-            raise LaunchError(f"{copy.path} was changed while it was made")
     except FAILURES as error:
         raise LaunchError(f"--stage {stage.source}: {in_words(error)}") from None
     source = copy.source
@@ -85,6 +83,8 @@ class Stager:
 
     def farewell(self, link: Link | None) -> None:
         """This host's ranks are over: wait until those of its other processes are, and remove the copy."""
+        for number in ENDING:  # this process ends in any case, and that is all that it has left to do
+            signal.signal(number, signal.SIG_IGN)
         keep = self.keep
         with suppress(Lost):
             while link is not None:
@@ -111,13 +111,8 @@ class Stager:
         copy = self.copy
         assert copy is not None
         assert self.server is not None
-        try:
+        with closing(self.server), settling(copy):
             self.apart(lambda: self.relay(copy, parent, children, unpack))
-        finally:
-            copy.discard()
-            self.server.close()
-        if copy.lock is None and not copy.there():
-            raise LaunchError(f"{copy.path} was changed while it was made")
         return {"copy": str(copy.path)}
 
     def listen(self) -> int:
@@ -246,6 +241,17 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__
+
+
+@contextmanager
+def settling(copy: Copy) -> Iterator[None]:
+    """Once the block has made it, this process holds the copy. If it has not, there is none. Raises `LaunchError`."""
+    try:
+        yield
+        if copy.lock is None and not copy.there():
+            raise LaunchError(f"{copy.path} was changed while it was made")
+    finally:
+        copy.discard()
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 python-hostlist reads the last of these three alone, and is a dependency more.
 """
 
+import contextlib
 import re
+import secrets
 import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from mmm.contract import PORTS
 from mmm.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -102,10 +105,20 @@ def is_here(name: str) -> bool:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of this host that nobody listens on at that address (of its own; "": at any)."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody listens on at that address (of its own; "": at any).
+
+    The system would give one that any connection of another process may take before rank 0 listens on it.
+    """
+
+    def bind(port: int) -> int:
+        with socket.socket() as probe:
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            return bind(secrets.choice(PORTS))
+    return bind(0)
 
 
 def _slots(text: str, where: str) -> int:

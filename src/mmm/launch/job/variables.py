@@ -5,14 +5,12 @@ import os
 import zlib
 from collections.abc import Mapping
 
-from mmm.contract import DEVICE_VARIABLE
+from mmm.contract import DEVICE_VARIABLE, PORTS
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts
 from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
-
-FIRST_PORT, PORTS = 20_000, 12_000  # below those that systems give to outgoing connections
 
 
 def given_device(device: str | None, environ: Mapping[str, str]) -> tuple[str, str] | None:
@@ -103,7 +101,7 @@ def _port(environ: Mapping[str, str], job: Job, site: Site, used: list[str], att
     else:
         identity = f"{getpass.getuser()} {','.join(used)} {os.getpid()} {attempt}"
         why = "from user, hosts and launch's pid"
-    return str(FIRST_PORT + zlib.crc32(identity.encode()) % PORTS), why
+    return str(PORTS[zlib.crc32(identity.encode()) % len(PORTS)]), why
 
 
 def threads(options: LaunchOptions, job: Job, environ: Mapping[str, str]) -> tuple[int | None, str]:
