@@ -27,6 +27,7 @@ def test_flags_beside_a_preset(monkeypatch, line):
     assert (config.seq_length, config.batch_size, config.global_batch_size) == (32, 4, None)
     assert (config.dataset, config.decayed, config.weight_decay) == ("text", "all", 0.1)
     assert parsed(monkeypatch, f"{line} --optimizer sgd").weight_decay is None
+    assert parsed(monkeypatch, f"{line} --prompt sgd").weight_decay == 0.1
     config = parsed(monkeypatch, f"{line} --lr_schedule cosine")
     assert (config.lr_schedule, config.decay) == ("cosine", None)
 

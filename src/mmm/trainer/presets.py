@@ -53,6 +53,6 @@ def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
     for flag, name in (("text", "dataset"), ("batch_size", "global_batch_size"), ("lr_schedule", "decay")):
         if f"__{flag}" in flags:
             found.pop(name, None)
-    if "sgd" in given:
+    if ("__optimizer", "sgd") in zip(flags, given, strict=True):
         found = {name: value for name, value in found.items() if name not in _DECAY}
     return found
