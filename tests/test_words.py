@@ -52,7 +52,7 @@ CLASSES = {
 }
 FLAGS = {"fold": "--finalize"}
 VERBS = re.compile(
-    r"\b(settl(e|es|ed|ing)|work(s|ed|ing)? out|mend(s|ed|ing)?|judg(e|es|ed|ing)|hand(s|ed|ing)? on)\b",
+    r"\b(settl(e|es|ed|ing)|work(s|ed|ing)?( \w+)? out|mend(s|ed|ing)?|judg(e|es|ed|ing)|hand(s|ed|ing)? on)\b",
     re.IGNORECASE,
 )
 
@@ -109,7 +109,15 @@ def test_no_class_name_means_two_things():
 
 @pytest.mark.parametrize(
     "text",
-    ["def settle(): ...", "whole = 1", "class Box: ...", "def f(how): ...", "self.held = 1", "# it is worked out"],
+    [
+        "def settle(): ...",
+        "whole = 1",
+        "class Box: ...",
+        "def f(how): ...",
+        "self.held = 1",
+        "# it is worked out",
+        "# works each out",
+    ],
 )
 def test_a_word_is_seen(text):
     assert _wrong_names(text) or _wrong_verbs(text)

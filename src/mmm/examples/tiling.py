@@ -11,8 +11,8 @@ others, and both work token by token, so that they need not be computed for the 
       MLP            hidden activations (seq, ffn_dim),         ┌──┐ ▷ ▷ ▷   (seq / tiles, ffn_dim), --tile
                      four of them, kept for backward            └──┘
 
-Of a chunk only the loss is kept, and of a tile nothing: backward works each out once more, makes its gradients, and
-goes on to the next. Gradients of the weights are summed over the pieces, and reduced over the ranks once.
+Of a chunk only the loss is kept, and of a tile nothing: backward recomputes each, makes its gradients, and goes on to
+the next. Gradients of the weights are summed over the pieces, and reduced over the ranks once.
 
 The same 2 steps, from the same weights on the same samples, go by each of four ways. A table says how much memory a
 step takes at its peak beyond parameters (measured: `mmm.analysis.peak`), and that the losses are the same.
