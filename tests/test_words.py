@@ -14,6 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Names that this code once had of its own, and what the field says instead.
 NAMES = {
     "settle": "resolve",
+    "settling": "what the block does",
     "setting": "resolved",
     "divide": "partition",
     "division": "partition",

@@ -46,7 +46,7 @@ def on_this_host(stage: Stage) -> Iterator[str]:
             copy = Copy(copies.scan(stage.source), stage.to)
             if not copy.there():
                 copy.make_room()
-                with settling(copy), copy.unpacking() as feed:
+                with made_or_discarded(copy), copy.unpacking() as feed:
                     copies.pack(copy.source, feed)
     except FAILURES as error:
         raise LaunchError(f"--stage {stage.source}: {in_words(error)}") from None
@@ -111,7 +111,7 @@ class Stager:
         copy = self.copy
         assert copy is not None
         assert self.server is not None
-        with closing(self.server), settling(copy):
+        with closing(self.server), made_or_discarded(copy):
             self.apart(lambda: self.relay(copy, parent, children, unpack))
         return {"copy": str(copy.path)}
 
@@ -244,7 +244,7 @@ def in_words(error: BaseException) -> str:
 
 
 @contextmanager
-def settling(copy: Copy) -> Iterator[None]:
+def made_or_discarded(copy: Copy) -> Iterator[None]:
     """Once the block has made it, this process holds the copy. If it has not, there is none. Raises `LaunchError`."""
     try:
         yield
