@@ -345,3 +345,5 @@ def test_a_mistake_there_is_not():
         fsdp_tp.train(fsdp_tp.Config(break_="norm"))
     with pytest.raises(ValueError, match="--break averaged: it is one of no_all_reduce, same_samples"):
         ddp.train(ddp.Config(break_="averaged"))
+    with pytest.raises(ValueError, match="--dry_run with --break: no loss is computed"):
+        fsdp_tp.Config(dry_run=4, break_="norms").check()

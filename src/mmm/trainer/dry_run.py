@@ -80,6 +80,8 @@ class DryRunOptions:
             return
         if self.SEVERAL_MODELS:
             raise ConfigError("--dry_run: this program trains several models in one run; try one with mmm.trainer.lm")
+        if getattr(self, "break_", None) is not None:
+            raise ConfigError("--dry_run with --break: no loss is computed that could differ; leave one of them out")
         if self.dry_run < 1:
             raise ConfigError(f"--dry_run {self.dry_run}: it must be at least 1 rank")
         if self.dry_run_rank is not None and not 0 <= self.dry_run_rank < self.dry_run:
