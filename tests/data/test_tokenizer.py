@@ -111,3 +111,15 @@ def test_a_package_that_is_not_installed(files, monkeypatch, name, package):
 def test_a_bpe_too_small(tmp_path):
     with pytest.raises(ConfigError, match="--train-bpe 256: it must be more than 256"):
         train_bpe([tmp_path], 256, "<eos>")
+
+
+def test_a_text_is_neither_cut_nor_padded(files):
+    """Files of Hugging Face's often say how inputs of another program are cut."""
+    tokenizers = pytest.importorskip("tokenizers")
+    plain = load_tokenizer(files / "bpe.json")
+    asking = tokenizers.Tokenizer.from_file(str(files / "bpe.json"))
+    asking.enable_truncation(16)
+    asking.enable_padding(length=10_000)
+    asking.save(str(files / "asking.json"))
+    text = b"to be or not to be, that is the question " * 20
+    assert load_tokenizer(files / "asking.json").encode(text).tolist() == plain.encode(text).tolist()

@@ -125,6 +125,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = package.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises nothing narrower
             raise DataError(f"--tokenizer {name} is no tokenizer of the package tokenizers: {error}") from None
+        self._tokenizer.no_truncation()  # a file may ask for either, for inputs of another program: a text is one input
+        self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
 
     def encode(self, text: bytes) -> np.ndarray:
