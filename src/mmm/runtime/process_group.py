@@ -24,6 +24,11 @@ from mmm.runtime.ranks import DRY_RUN, Rank
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
 
+# The groups of the last `process_group` that ended, until the next one begins. DDP's reducer must not be the last to
+# let a group go: it waits for gloo's threads with Python's lock held, which a thread needs to free a tensor. Python's
+# own reference, which goes last, waits without the lock.
+_ended: list[dist.ProcessGroup] = []
+
 
 @contextlib.contextmanager
 def process_group(
@@ -43,6 +48,7 @@ def process_group(
     Raises:
         LaunchError: rank 0 cannot listen on MASTER_PORT. DeviceError: two ranks have one device; on every rank.
     """
+    free_ended_groups()
     limit = timedelta(seconds=timeout) + (MARGIN if device.type in ("cuda", "xpu") else timedelta())
     # Gloo connects each rank with every other, once a group: more sockets than 1,024, which many systems begin with.
     # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
@@ -62,7 +68,13 @@ def process_group(
         dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
     with default_timeout(limit), bound_if_it_splits():
         yield
+    _ended.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
+
+
+def free_ended_groups() -> None:
+    """End the threads of groups that are over, for a process that goes on. A model that has a group keeps it."""
+    _ended.clear()
 
 
 def locate(rank: Rank, timeout: float = 600.0) -> Rank:

@@ -20,7 +20,7 @@ import torch.distributed.tensor.parallel
 from torch.distributed.tensor import DTensor, _redistribute, debug
 
 from mmm.launch.job.hosts import free_port
-from mmm.runtime.process_group import process_group
+from mmm.runtime.process_group import free_ended_groups, process_group
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import Children
 from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks
@@ -115,16 +115,13 @@ def _call_in_group(rank: Rank, timeout: float, job: bytes, caches: list[Any]) ->
     with process_group(rank, torch.device("cpu"), timeout):
         result = _call(rank, job)
         dist.barrier()  # a rank that leaves while another still connects ends that one's start
-        # DDP's reducer must not be the last to let a group go: it waits for gloo's threads with Python's lock held,
-        # which a thread needs to free a tensor. Python's own reference, which goes last, waits without the lock.
-        groups = [*dist.distributed_c10d._world.pg_map]
     # DTensor keeps what it has found for a mesh, with the names of groups that are gone after a call.
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
     else:  # PyTorch 2.8
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     _release_groups(caches)
-    groups.clear()
+    free_ended_groups()
     return result
 
 
