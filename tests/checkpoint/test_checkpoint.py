@@ -24,6 +24,7 @@ from mmm.checkpoint.manifest import MANIFEST, FileSum, broken_file, file_sum, re
 from mmm.checkpoint.state import training_state
 from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.errors import CheckpointError
+from support.disk import CAN_MOUNT, make_read_only, small_disk
 
 ROWS = 5  # over 2 or 4 ranks: uneven, and for 4 the last has none
 
@@ -144,6 +145,30 @@ def test_a_save_that_fails_on_one_rank_is_said_on_all_and_leaves_nothing(run_on_
         assert said[0].startswith("no checkpoint of step 2: /")
         assert "__1_0.distcp was written, and reads back as something else" in said[0]
     assert os.listdir(tmp_path) == ["step-1"]
+
+
+@CAN_MOUNT
+def test_a_disk_that_turns_read_only_is_said_on_all(run_on_ranks, tmp_path):
+    """Also where a save that failed has left a part, which rank 0 would remove."""
+    with small_disk(tmp_path, "size=1m"):
+        run_on_ranks(save, 2, tmp_path)
+        (tmp_path / "step-2.partial").mkdir()
+        (tmp_path / "step-2.partial/left").write_text("")
+        make_read_only(tmp_path)
+        for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), timeout=60):
+            assert not done
+            assert len(said) == 1
+            assert said[0].startswith("no checkpoint of step 2: ")
+            assert "Read-only file system" in said[0]
+        assert steps_of(tmp_path) == [tmp_path / "step-1"]
+
+
+def test_what_a_failed_save_has_left_does_not_stay(run_on_ranks, tmp_path):
+    (tmp_path / "step-1.partial").mkdir()
+    (tmp_path / "step-1.partial/__7_0.distcp").write_text("of more ranks")
+    (done, said, _), *_ = run_on_ranks(save, 2, tmp_path)
+    assert (done, said) == (True, [])
+    assert "__7_0.distcp" not in os.listdir(tmp_path / "step-1")
 
 
 def broadcast_sizes(rank, folder):

@@ -5,13 +5,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from mmm.data.prepare import Preparation, prepare
 from mmm.history.figures import metric_figure
 from mmm.history.resume import marks_of
 from mmm.runtime.stop import stop_signal
+from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train
 
 STEPS, EVERY, ENDS = 20, 10, 13
@@ -180,23 +180,6 @@ def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text)
     assert dotted == [2.5, 5.5, 8.5, 11.5, 14.5]
 
 
-@contextmanager
-def small_disk(folder, options):
-    """A file system of its own at `folder`, for the length of a ``with`` block."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-CAN_MOUNT = pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
-
-
 @CAN_MOUNT
 def test_a_folder_that_is_read_only(run_on_ranks, tmp_path, text):
     with small_disk(tmp_path, "ro"):
@@ -321,6 +304,43 @@ def test_refused(run_on_ranks, tmp_path, begun):
     (tmp_path / "h").mkdir()
     (tmp_path / "h/checkpoints").write_text("in the way")
     refused(run_on_ranks, flags, tmp_path / "h", "auto", "h/checkpoints is a file")
+
+
+def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):
+    flags = {**DIGITS, "max_iters": None, "epochs": 1, "checkpoint_every": 19, "outdir": tmp_path}
+    assert run_on_ranks(train, 1, FSDP, flags) == [""]
+    (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": Path("auto")})
+    assert "step 19, and the run has 19: no step is left; give more by --epochs" in text
+    (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": Path("auto"), "max_iters": 19})
+    assert "give more by --max_iters and --epochs" in text
+
+
+@pytest.mark.parametrize("program", [LM, FSDP, VIT])
+def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, program):
+    """As one that was killed while it saved its model or made its plots."""
+    flags = {
+        LM: {**TEXT, "dataset": "random"},
+        FSDP: {**DIGITS, "log_every": 1},
+        VIT: {"preset": "debug", "batch_size": 8, "dtype": "fp64", "eval_every": 0},
+    }[program] | {"max_iters": 3, "checkpoint_every": 2, "outdir": tmp_path}
+    flags.pop("epochs", None)
+    assert run_on_ranks(train, 2, program, flags) == ["", ""]
+    before, weights = mmm.history.load(tmp_path), tensors(tmp_path / "checkpoints/step-3")
+    flags |= {"resume": Path("auto"), "save_model": True}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "no step is left" in run_on_ranks(train, 2, program, flags)[0]
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    (tmp_path / "config.json").write_text(json.dumps({**config, "state": "running"}))
+    assert run_on_ranks(train, 2, program, flags) == ["", ""]
+    after = mmm.history.load(tmp_path)
+    for name in before.data_vars:
+        numpy.testing.assert_array_equal(after[name].values, before[name].values)
+    notes = json.loads((tmp_path / "config.json").read_text())["notes"]
+    assert "no step is left to make; the model is evaluated once more" in notes
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert saved
+    assert all(torch.equal(saved[name], weights[name]) for name in saved)
+    assert after.attrs["state"] == "finished"
 
 
 def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import warnings
@@ -161,7 +162,6 @@ def write_own(weights: Weights, folder: Path) -> None:
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
     origins, partial = weights.origins, folder.with_name(folder.name + PARTIAL)
-    remove([partial])
     about = {"from": str(weights.path), **about_of(origins)}
     manifest = Manifest(0, {"program": IMPORTED, **weights.sizes}, {}, about, {})
 
@@ -175,6 +175,7 @@ def write_own(weights: Weights, folder: Path) -> None:
             dcp.save({}, storage_writer=_SlabWriter(partial, finished), planner=_Slabs(weights), no_dist=True)
     except (CheckpointException, OSError) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        remove([partial])
+        with contextlib.suppress(OSError):
+            remove([partial])
         text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not written: {one_line(first)}"
         raise CheckpointError(text) from None

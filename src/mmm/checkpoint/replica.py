@@ -14,6 +14,7 @@ A new copy is complete on all hosts before the one before it is removed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -260,7 +261,8 @@ class ReplicaSaver(Saver):
             self._write(self.memory, state, manifest)
         except BaseException:
             if self.memory.is_first:
-                remove([self.partial(manifest.step)])
+                with contextlib.suppress(OSError):
+                    remove([self.partial(manifest.step)])
             raise
 
     def _write(self, memory: HostMemory, state: dict[str, Any], manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ alone, and for a save that has not ended when the next begins.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -70,8 +71,6 @@ class Saver:
             replace(manifest, about=about, files=files | others).write(partial)
             complete(partial, self.keep, self.keep_every)
 
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            remove([partial])
         dcp.save(state, storage_writer=Writer(partial, finished), process_group=self.group)
 
     def partial(self, step: int) -> Path:
@@ -95,7 +94,8 @@ class Saver:
             failures = error.failures if isinstance(error, CheckpointException) else {}
             first = next((each for each, _ in failures.values()), error)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                remove([self.partial(step)])  # the disk may be full
+                with contextlib.suppress(OSError):
+                    remove([self.partial(step)])  # the disk may be full
             self.failed(f"no {self.what} of step {step}: {one_line(first)}")
         else:
             self._complete = True

@@ -89,8 +89,8 @@ class Writer(dcp.FileSystemWriter):
     """DCP's writer, whose files are read back by checksum.
 
     Args:
-        path: a folder, made here. finished: called on the first rank of the group, when all ranks have written, with
-            all files.
+        path: a folder, made here; what a save that failed has left there is removed. finished: called on the first rank
+            of the group, when all ranks have written, with all files.
     """
 
     def __init__(self, path: Path, finished: Callable[[dict[str, FileSum]], None]) -> None:
@@ -100,6 +100,12 @@ class Writer(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # without DCP's path, which would be the temporary one
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # On one rank, which tells the others of an error, when all have made the folder and none has written.
+        for left in self._folder.iterdir():
+            left.unlink()
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         results = super().write_data(plan, planner).wait() if plan.items else []

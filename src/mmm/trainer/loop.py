@@ -140,6 +140,10 @@ def _fit(
         elif savers:
             clock.lap("dto")
     checkpoints.wait()
+    if first == options.steps:  # the run was cut after its last step
+        run.note("no step is left to make; the model is evaluated once more")
+        model.train(False)
+        evaluated = task.evaluate(model)
     return evaluated
 
 

@@ -136,7 +136,8 @@ def start_run(
         if prepared and prepared[0].mfu is not None:
             config["mfu"] = prepared[0].mfu
         wish = stack.enter_context(stop_signal()) if options.checkpoint_every is not None else StopSignal()
-        run = Run(options, rank, layout, device, precision, clock, log, outdir, ranks, startup=times, stop=wish)
+        # Without its folder until it is known to go on: what refuses it leaves the record that is there as it is.
+        run = Run(options, rank, layout, device, precision, clock, log, None, ranks, startup=times, stop=wish)
         run.describe(**config)
         log.info(
             "%d ranks (%s), layout %s, %s, %s (%s)\n%s",
@@ -161,6 +162,8 @@ def start_run(
             for note in resolved.notes:
                 run.note(note)
             resume.choose(run, prepared[0] if prepared else None, module, resolved)
+        run.outdir = outdir
+        run.describe(**run.config)
         if outdir is None:
             with watch:
                 yield run
