@@ -163,6 +163,16 @@ def without(name):
         ({"model_type": "qwen2"}, None, "model_type is 'qwen2'; llama is the one that is known"),
         ({"head_dim": 16}, None, "head_dim 16 · 4 heads is not hidden_size 32"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, None, "rope_type 'yarn' is not one of"),
+        ({"rope_scaling": {"factor": 8.0}}, None, "rope_type None is not one of default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2}}, None, "unknown key factor: default takes none"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, None, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, None, "rope_parameters says something else than rope_theta"),
+        ({"rope_scaling": "x"}, None, "rope_scaling is 'x', and has to be a mapping"),
+        ({"tie_word_embeddings": "false"}, None, "tie_word_embeddings is 'false', and has to be true or false"),
+        ({"rope_theta": "abc"}, None, "rope_theta is 'abc', which is no number"),
+        ({"rms_norm_eps": None}, None, "rms_norm_eps is None, which is no number"),
+        ({"num_key_value_heads": "2"}, None, "num_key_value_heads is '2', which is no number of anything"),
+        ({"eos_token_id": "66"}, None, "eos_token_id is '66', which is no token"),
         ({"vocab_size": 68}, None, "model.embed_tokens.weight is 67×32, and the sizes of the model make it 68×32"),
         ({"num_key_value_heads": 3}, None, "k_proj.weight is 16×32, and the sizes of the model make it 24×32"),
         ({"hidden_size": "32"}, None, "hidden_size is '32'"),
@@ -192,7 +202,10 @@ def test_a_missing_size(tmp_path):
     ("keys", "words"),
     [
         ({"general__architecture": "gemma"}, "the architecture is 'gemma'"),
-        ({"llama__rope__scaling__factor": 2.0}, "unknown key llama.rope.scaling.factor (2.0)"),
+        ({"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 2.0}, "is 'none' with factor 2.0"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 2.0}, "is 'yarn' with factor 2.0"),
+        ({"llama__rope__scaling__type": "linear"}, "is 'linear' with factor None, which is not known"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "unknown key llama.rope.scaling.attn_factor (2.0)"),
         ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, and a head has 8 elements"),
         ({"llama__attention__head_count_kv": 4}, "attn_k.weight is 16×32, and the sizes of the model make it 32×32"),
     ],
@@ -202,6 +215,12 @@ def test_what_is_refused_of_a_gguf(tmp_path, keys, words):
     with pytest.raises(CheckpointError) as refused:
         open_weights(write_gguf(tmp_path / "a.gguf", **keys))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", [{}, {"llama__rope__scaling__type": "linear"}], ids=["", "linear"])
+def test_a_gguf_whose_positions_are_scaled(tmp_path, kind):
+    path = write_gguf(tmp_path / "a.gguf", llama__rope__scaling__factor=4.0, **kind)
+    assert config_of(open_weights(path)).rope_scaling == RopeScaling("linear", 4.0)
 
 
 LLAMA_3_1 = {

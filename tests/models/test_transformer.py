@@ -128,7 +128,7 @@ def test_scaling_as_a_config_has_it():
     numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     assert RopeScaling.of({"rope_type": "llama3", "factor": 8.0, **numbers}) == LLAMA3
     assert RopeScaling.of({"type": "linear", "factor": 2}) == RopeScaling("linear", 2)
-    for nothing in (None, {}, {"rope_type": "default"}):
+    for nothing in (None, {}, {"rope_type": "default"}, {"type": "default"}):
         assert RopeScaling.of(nothing) is None
 
 
@@ -137,9 +137,10 @@ def test_scaling_as_a_config_has_it():
     [
         ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'yarn' is not one of default, linear, llama3"),
         ({"rope_type": "linear", "factor": 2.0, "truncate": 1}, "the unknown key truncate"),
-        ({"rope_type": "default", "factor": 2.0}, "rope_type 'default' is not one of|unknown key factor"),
+        ({"rope_type": "default", "factor": 2.0}, "has the unknown key factor: default takes none"),
         ({"rope_type": "llama3", "factor": 8.0}, "lacks low_freq_factor, high_freq_factor, original_max"),
-        ({"factor": 8.0}, "rope_type None"),
+        ({"factor": 8.0}, "rope_type None is not one of"),
+        ({"rope_type": "default", "type": "linear", "factor": 8.0}, "rope_type 'default' is not type 'linear'"),
         ({"rope_type": "linear", "factor": "2"}, "factor is '2', which is no number"),
     ],
 )

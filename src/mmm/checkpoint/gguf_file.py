@@ -35,11 +35,12 @@ PLAIN = {
     1: (torch.float16, np.int16),
     30: (torch.bfloat16, np.int16),
 }  # by type of tensor
-NEUTRAL: dict[str, tuple[Any, ...]] = {"rope.scaling.type": ("none",), "expert_count": (0,), "expert_used_count": (0,)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"expert_count": (0,), "expert_used_count": (0,)}
+SCALING = "rope.scaling.type"
 READ = (
     *("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"),
     *("attention.head_count_kv", "rope.freq_base", "attention.layer_norm_rms_epsilon", "vocab_size"),
-    *("rope.dimension_count", "attention.key_length", "attention.value_length"),
+    *("rope.dimension_count", "attention.key_length", "attention.value_length", SCALING, "rope.scaling.factor"),
 )
 # How a text is split before its bytes are merged, as a pre_tokenizer of the package tokenizers.
 BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -196,6 +197,12 @@ class GGUFWeights(Weights):
         for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
                 raise CheckpointError(f"{self.path}: llama.{key} is {own[key]}, and a head has {head_dim} elements")
+        factor = own.get("rope.scaling.factor")
+        kind = own.get(SCALING, "none" if factor is None else "linear")  # as llama.cpp takes it
+        if kind == "linear" and type(factor) is float and ROPE_FACTORS not in self._entries:
+            sizes["rope_scaling"] = {"rope_type": "linear", "factor": _short(factor)}
+        elif kind != "none" or factor is not None:
+            raise CheckpointError(f"{self.path}: llama.{SCALING} is {kind!r} with factor {factor}, which is not known")
         if ROPE_FACTORS in self._entries:
             sizes["rope_scaling"] = self._rope_scaling(sizes["rope_theta"], head_dim)
             del self._entries[ROPE_FACTORS]

@@ -45,7 +45,7 @@ class HuggingFace(Weights):
         tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
         self.origins = Origins(
             config.get("max_position_embeddings"),
-            tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             None if tokenizer is None else (tokenizer.name, tokenizer.read_bytes()),
         )
 

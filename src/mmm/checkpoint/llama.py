@@ -104,20 +104,54 @@ def sizes_of(config: Mapping[str, Any], where: object) -> dict[str, Any]:
         elif key not in READ and key not in HARMLESS:
             raise CheckpointError(f"{where} has the unknown key {key} ({value!r}): it may change the computation")
     sizes: dict[str, Any] = {field: config[key] for field, key in SIZES.items()}
-    if wrong := [key for field, key in SIZES.items() if type(sizes[field]) is not int or sizes[field] < 1]:
-        raise CheckpointError(f"{where}: {wrong[0]} is {config[wrong[0]]!r}, which is no number of anything")
+    _check_values(config, where)
     heads, dim = sizes["n_heads"], sizes["dim"]
     sizes["n_kv_heads"] = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or dim // heads
     if head_dim * heads != dim:
         raise CheckpointError(f"{where}: head_dim {head_dim} · {heads} heads is not hidden_size {dim}")
-    rope = dict(config.get("rope_parameters") or {})
-    sizes["rope_theta"] = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
-    scaling = rope or dict(config.get("rope_scaling") or {})
-    sizes["rope_scaling"] = None if scaling.get("rope_type", scaling.get("type")) in (None, "default") else scaling
+    sizes["rope_theta"], sizes["rope_scaling"] = _rotary(config, where)
     sizes["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
     sizes["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     return sizes
+
+
+def _check_values(config: Mapping[str, Any], where: object) -> None:
+    """Raises CheckpointError where a key that is read has a value of another type."""
+    for key in (*SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        value = config.get(key)
+        if (value is not None or key in SIZES.values()) and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{where}: {key} is {value!r}, which is no number of anything")
+    for key, kind, name in (
+        ("rope_parameters", Mapping, "a mapping"),
+        ("rope_scaling", Mapping, "a mapping"),
+        ("tie_word_embeddings", bool, "true or false"),
+    ):
+        if not isinstance(config.get(key), (kind, type(None))):
+            raise CheckpointError(f"{where}: {key} is {config[key]!r}, and has to be {name}")
+    numbers = [("rope_theta", of.get("rope_theta") or 1) for of in (config, config.get("rope_parameters") or {})]
+    for key, value in [*numbers, ("rms_norm_eps", config.get("rms_norm_eps", 1e-6))]:
+        if type(value) not in (int, float):
+            raise CheckpointError(f"{where}: {key} is {value!r}, which is no number")
+    eos = config.get("eos_token_id")
+    if any(type(token) is not int for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+        raise CheckpointError(f"{where}: eos_token_id is {eos!r}, which is no token, and no list of tokens")
+
+
+def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None]:
+    """``rope_theta``, and ``rope_scaling`` where a config says one: by keys of their own, or in ``rope_parameters``."""
+    rope, scaling = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
+    thetas = {theta for theta in (rope.pop("rope_theta", None), config.get("rope_theta")) if theta}
+    if rope.get("partial_rotary_factor", 1) in NEUTRAL["partial_rotary_factor"]:
+        rope.pop("partial_rotary_factor", None)
+    if len(thetas) > 1 or (rope and scaling and rope != scaling):
+        raise CheckpointError(f"{where}: rope_parameters says something else than rope_theta and rope_scaling")
+    scaling = rope or scaling
+    if "type" in scaling:  # its name in older configs
+        scaling.setdefault("rope_type", scaling["type"])
+        if scaling["type"] == scaling["rope_type"]:
+            del scaling["type"]
+    return float(max(thetas, default=10_000.0)), None if scaling in ({}, {"rope_type": "default"}) else scaling
 
 
 def config_of(sizes: Mapping[str, Any], block: int | None, eos: tuple[int, ...], dtype: str) -> dict[str, Any]:

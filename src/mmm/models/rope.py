@@ -40,16 +40,19 @@ class RopeScaling:
             ValueError: a key that is unknown, missing or of no number.
         """
         given = dict(given or {})
-        if "type" in given:  # its name in older configs
-            given.setdefault("rope_type", given.pop("type"))
-        kind = given.get("rope_type", None if given else "default")
-        if kind == "default" and len(given) < 2:
-            return None
-        known = {"linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
+        if (older := given.pop("type", None)) not in (None, given.setdefault("rope_type", older)):
+            raise ValueError(
+                f"rope_scaling: rope_type {given['rope_type']!r} is not type {older!r}: give one of the two"
+            )
+        kind = given["rope_type"] if given != {"rope_type": None} else "default"
+        known = {"default": (), "linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
         if kind not in known:
-            raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of default, {', '.join(known)}")
+            raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {', '.join(known)}")
         if wrong := given.keys() - {"rope_type", *known[kind]}:
-            raise ValueError(f"rope_scaling has the unknown key {min(wrong)}: {kind} takes {', '.join(known[kind])}")
+            takes = ", ".join(known[kind]) or "none"
+            raise ValueError(f"rope_scaling has the unknown key {min(wrong)}: {kind} takes {takes}")
+        if kind == "default":
+            return None
         if missing := [name for name in known[kind] if name not in given]:
             raise ValueError(f"rope_scaling lacks {', '.join(missing)}, which {kind} needs")
         for name in known[kind]:
