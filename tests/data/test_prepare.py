@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,5 +187,6 @@ def test_characters_that_a_tokenizer_lacks(files, tmp_path):
 
 
 def test_a_folder_that_is_in_the_way(files, tmp_path):
-    with pytest.raises(DataError, match="is there, and is no folder of mmm tokens"):
-        prepare(Preparation(files, tmp_path), 1)
+    for folder in (tmp_path, Path("."), Path("/")):
+        with pytest.raises(DataError, match="is there, and is no folder of mmm tokens"):
+            prepare(Preparation(files, folder), 1)

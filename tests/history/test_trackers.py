@@ -45,6 +45,17 @@ def test_csv_goes_on(tmp_path):
     assert [row["grad_norm"] for row in rows] == ["", "1.5"]
 
 
+def test_csv_has_a_step_once(tmp_path):
+    """A run that goes on from a checkpoint makes some rows again; one that begins anew, all."""
+    for first, loss in ((0, 4.0), (2, 3.0), (1, 2.0)):
+        again = Tracked("csv", tmp_path, {})
+        for step in range(first, 4):
+            again.row({"iter": step, "loss": loss})
+    rows = table(tmp_path)
+    assert [row["iter"] for row in rows] == ["0", "1", "2", "3"]
+    assert [float(row["loss"]) for row in rows] == [4.0, 2.0, 2.0, 2.0]
+
+
 @pytest.mark.parametrize("when", ["row", "close"])
 def test_one_that_fails_costs_a_warning(tmp_path, caplog, monkeypatch, when):
     called = []

@@ -169,7 +169,7 @@ def write(rank, path, prompt):
     model = evaluation_model(config, Layout(tp=rank.world_size).fit(rank.world_size), FP64, CPU, 600.0)
     load_weights(rank, model, weights)
     tokens = [int(token) for token in tokenizer.encode(prompt.encode())]
-    return sample_text(model, tokens, tokenizer, 12, Sampling(temperature=0), 8192, config.vocab_size, (2,))
+    return sample_text(model, tokens, tokenizer, 12, Sampling(temperature=0), 8192, config.vocab_size, (2,))[0]
 
 
 def test_english_on_three_ranks(run_on_ranks, imported):

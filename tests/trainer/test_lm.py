@@ -145,6 +145,7 @@ def test_packed_documents_on_every_layout(run_on_ranks, packed, tmp_path, ranks,
     one, many = (mmm.history.load(folder) for folder in (packed.outdir, tmp_path))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
     np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
+    np.testing.assert_allclose(many.val_bpb, many.val_loss / np.log(2), rtol=1e-12)  # a token is a byte
     weights = dict(saved(tmp_path).named_parameters())
     for name, parameter in saved(packed.outdir).named_parameters():
         torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)

@@ -28,6 +28,7 @@ def test_flags_beside_a_preset(monkeypatch, line):
     assert (config.dataset, config.decayed, config.weight_decay) == ("text", "all", 0.1)
     assert parsed(monkeypatch, f"{line} --optimizer sgd").weight_decay is None
     assert parsed(monkeypatch, f"{line} --prompt sgd").weight_decay == 0.1
+    assert parsed(monkeypatch, f"{line} --epochs 30").steps(1300) == 39_000
     config = parsed(monkeypatch, f"{line} --lr_schedule cosine")
     assert (config.lr_schedule, config.decay) == ("cosine", None)
 

@@ -86,7 +86,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         shard: bytes of a file, at most, but for a tensor that has more by itself. say: called with a line for people.
 
     Raises:
-        CheckpointError: a model with experts; the folder is there; a tensor has NaN. RecordError: it cannot be written.
+        CheckpointError: a model with experts; the folder is there. RecordError: it cannot be written.
     """
     kinds = {entry.dtype for name, entry in weights.entries.items() if name in llama.shapes_of(weights.sizes)}
     kind = str(dtype or torch.promote_types(*kinds) if len(kinds) == 2 else dtype or next(iter(kinds)))

@@ -63,12 +63,14 @@ def _sample(args: Any) -> None:
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami
+    from mmm.trainer.options import check_timeout
     from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
     from mmm.trainer.samples import checked, encode_prompt, sample_text
 
     for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name} {value}: it must be at least {least}")
+    check_timeout(args.timeout)
     sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
     rank = whoami()
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)
@@ -84,11 +86,11 @@ def _sample(args: Any) -> None:
         model = evaluation_model(config, layout, precision, device, args.timeout)
         load_weights(rank, model, weights)
         stop, began = weights.origins.eos, time.monotonic()
-        text = sample_text(model, prompt, tokenizer, args.max_new_tokens, sampling, block, config.vocab_size, stop)
+        vocabulary, most = config.vocab_size, args.max_new_tokens
+        text, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, stop)
         if rank.is_main:
             print(text, flush=True)
             seconds = time.monotonic() - began
-            many = len(tokenizer.encode(text.encode())) - len(prompt)
             print(f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}", file=sys.stderr)
 
 

@@ -70,7 +70,9 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         ConfigError, DataError: a file is missing, empty or binary; the folder is there with other contents; another
             process is preparing it.
     """
-    folder, part = wanted.folder, wanted.folder.with_name(wanted.folder.name + ".part")
+    if not (folder := wanted.folder).name:
+        raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
+    part = folder.with_name(folder.name + ".part")
     key = _key(wanted)
     if (folder / MANIFEST).is_file():
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -195,7 +195,9 @@ def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
     except ValueError as error:
         raise DataError(f"--tokenizer {name} is no JSON: {error}; a SentencePiece model is named .model") from None
     if isinstance(about, dict) and about.get("kind") == CharTokenizer.kind:
-        return CharTokenizer(about["chars"])
+        if not isinstance(chars := about.get("chars"), str) or len(set(chars)) < len(chars):
+            raise DataError(f"--tokenizer {name} is damaged: it has no chars, a text of different characters")
+        return CharTokenizer(chars)
     return HuggingFaceTokenizer(content, name)
 
 

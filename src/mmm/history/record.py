@@ -27,6 +27,7 @@ LOG = "log.txt"
 PLOTS = "plots"
 TRACE = "trace.json.gz"  # of a profile, and its picture
 TRACE_PICTURE = "trace.png"
+METRICS = "metrics.csv"  # of --tracker csv
 PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
 PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
 
@@ -42,6 +43,7 @@ _OWN = (
     TRACE_PICTURE,
     PROFILE_TEXT,
     PROFILE_PAGE,
+    METRICS,
 )
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
 

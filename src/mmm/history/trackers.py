@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import logging
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
+from mmm.history.record import METRICS
 
 PACKAGES = {"csv": "csv", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # by name, what it needs
 log = logging.getLogger("mmm")
@@ -43,29 +45,33 @@ class Tracker(ABC):
 
 
 class CSVTracker(Tracker):
-    """metrics.csv: a row a logged step, a column a number; empty where a row has none. A run that goes on appends."""
+    """metrics.csv: a row a logged step, a column a number; empty where a row has none. A run that goes on appends, in
+    place of the rows that it makes again."""
 
     def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
-        self.path, self.columns = outdir / "metrics.csv", list[str]()
-        if self.path.exists():
-            with open(self.path, newline="") as file:
-                self.columns = next(csv.reader(file), [])
+        self.path, self.columns = outdir / METRICS, list[str]()
+        self.earlier = self.path.exists()  # rows of before, until the first of this run says where it goes on
 
     def row(self, step: int, row: Row) -> None:
+        if self.earlier:
+            with open(self.path, newline="") as file:
+                self.columns = next(csv.reader(file), [])
+            self._write_again((), before=step)
+            self.earlier = False
         if new := [name for name in row if name not in self.columns]:
-            self._widen(new)
+            self._write_again(new)
         with open(self.path, "a", newline="") as file:
             csv.DictWriter(file, self.columns, restval="").writerow(row)
 
     def close(self) -> None:
         pass  # each row is written at once
 
-    def _widen(self, new: Sequence[str]) -> None:
-        """Write the file again, with more columns."""
+    def _write_again(self, new: Sequence[str], before: float = math.inf) -> None:
+        """Write the file again, with more columns, and without rows of a step that is not `before` this one."""
         rows: list[dict[str, str]] = []
         if self.path.exists():
             with open(self.path, newline="") as file:
-                rows = list(csv.DictReader(file))
+                rows = [row for row in csv.DictReader(file) if step_of(row) < before]
         self.columns += new
         part = self.path.with_suffix(".part")
         with open(part, "w", newline="") as file:
@@ -75,21 +81,30 @@ class CSVTracker(Tracker):
         part.replace(self.path)
 
 
+def step_of(row: Mapping[str, Any]) -> int:
+    """The step, or epoch, of a row."""
+    return int(row.get("iter") or row.get("epoch") or 0)
+
+
 class TensorBoardTracker(Tracker):
     """The folder tensorboard: ``tensorboard --logdir OUTDIR``."""
 
     def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(outdir / "tensorboard"))
+        self.folder, self.kind = str(outdir / "tensorboard"), SummaryWriter
+        self.writer: Any = None
 
     def row(self, step: int, row: Row) -> None:
+        if self.writer is None:  # of a run that goes on: what it makes again is hidden
+            self.writer = self.kind(self.folder, purge_step=step)
         for name, value in row.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 class WandbTracker(Tracker):
@@ -163,7 +178,7 @@ class Tracked:
         self._try("start", lambda: setattr(self, "tracker", KINDS[name](outdir, config)) if name else None)
 
     def row(self, row: Row) -> None:
-        step = int(row.get("iter", row.get("epoch", 0)))
+        step = step_of(row)
         if self.tracker is not None:
             self._try("take a row", lambda: self.tracker.row(step, row))
 

@@ -47,7 +47,7 @@ class Sampling:
         wide = logits.detach().to("cpu").double()
         if self.temperature == 0:
             return int(wide.argmax())
-        ordered, tokens = (wide / self.temperature).sort(descending=True, stable=True)
+        ordered, tokens = ((wide - wide.max()) / self.temperature).sort(descending=True, stable=True)
         ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
         total = ordered.softmax(0).cumsum(0)
         if self.top_p < 1:

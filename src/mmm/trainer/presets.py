@@ -42,7 +42,7 @@ def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
     """Defaults of the flags of a command line that names such a preset; empty for one that does not.
 
     What contradicts a flag that is given is left out: a data set beside ``--text``, a global batch beside the batch of
-    each data-parallel coordinate, the length of a decay beside ``--lr_schedule``.
+    each data-parallel coordinate, the length of a decay beside ``--lr_schedule``, the steps beside ``--epochs``.
     """
     flags = [word.partition("=")[0].replace("-", "_") for word in words]
     given = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=False)]
@@ -50,7 +50,12 @@ def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
     if not named or named[-1] not in TRAINING:
         return {}
     found = {"preset": named[-1], **TRAINING[named[-1]]}
-    for flag, name in (("text", "dataset"), ("batch_size", "global_batch_size"), ("lr_schedule", "decay")):
+    for flag, name in (
+        ("text", "dataset"),
+        ("batch_size", "global_batch_size"),
+        ("lr_schedule", "decay"),
+        ("epochs", "max_iters"),
+    ):
         if f"__{flag}" in flags:
             found.pop(name, None)
     if ("__optimizer", "sgd") in zip(flags, given, strict=True):

@@ -101,13 +101,13 @@ def sample_text(
     block: int,
     vocabulary: int,
     stop: Sequence[int] = (),
-) -> str:
-    """The prompt and what follows. A collective; arguments as of `generate`."""
+) -> tuple[str, int]:
+    """The prompt and what follows; and of how many tokens that is. A collective; arguments as of `generate`."""
     from mmm.parallel.generate import generate  # a run with --prompt only
 
     most = min(vocabulary, tokenizer.vocab_size)
     found = generate(model, prompt, tokens, block, sampling, most, stop)
-    return tokenizer.decode([*prompt, *(token for token in found if token not in stop)])
+    return tokenizer.decode([*prompt, *(token for token in found if token not in stop)]), len(found)
 
 
 def log_sample(run: Run, model: ParallelModel, resolved: Resolved, stop: Sequence[int]) -> None:
@@ -119,7 +119,7 @@ def log_sample(run: Run, model: ParallelModel, resolved: Resolved, stop: Sequenc
     block = data.train.seq_length
     prompt = encode_prompt(options.prompt, data.tokenizer, block, vocabulary)
     tokens, sampling = options.sample_tokens or 100, options.sampling()
-    text = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop)
+    text, _ = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop)
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     kept = [*run.config.get("samples", ()), {"iter": run.clock.step, "text": text}]
     run.describe(samples=kept)

@@ -103,9 +103,10 @@ class TokenTask(Task):
         if self.resolved.data.validation.has_padding:  # batches have different numbers of targets
             parts = [self._loss_and_count(model, batch) for batch in batches]
             total, count = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
-            return {"val_loss": self.run.global_sum(total) / int(count)}
-        losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
-        loss = self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)
+            loss = self.run.global_sum(total) / int(count)
+        else:
+            losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
+            loss = self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)
         bytes_per_token = self.resolved.data.bytes_per_token
         return {"val_loss": loss} | ({} if not bytes_per_token else {"val_bpb": loss / math.log(2) / bytes_per_token})
 
