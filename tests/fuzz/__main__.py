@@ -62,6 +62,7 @@ class Fuzzer:
         self.seconds += took
         self.counts[verdict.kind] += 1
         where = many.facts.get("layout", f"{case.ranks} ranks")
+        where += " resumed" if case.before else ""
         say(f"{case.key:>8} {case.program:8} {where:24} {verdict.kind:12} {took:5.1f} s  {verdict.about[:150]}")
         if verdict.kind == "refused":
             kind = kind_of(verdict.about)
@@ -77,10 +78,10 @@ class Fuzzer:
     def explain(self, case: Case, verdict: Verdict, many: Outcome, seconds: float) -> None:
         say(f"\n=== {verdict.kind}: case {case.key}{', spoilt: ' + ', '.join(case.spoilt) if case.spoilt else ''}")
         say(f"{verdict.about}\n{many.details.strip()}")
-        say(f"    {case.command()}\n    {twin(case, many.facts or None).command()}")
+        say(f"    {case.commands()}\n    {twin(case, many.facts or None).command()}")
         if seconds:
             small = shrink(case, lambda smaller: self.verdict(smaller)[0], verdict, seconds)
-            say(f"shrunk: {small.command()}")
+            say(f"shrunk: {small.commands()}")
         say("===\n")
 
     def summary(self) -> None:
@@ -96,7 +97,7 @@ class Fuzzer:
         for found in self.faults.values():
             case, verdict = found[0]
             say(f"\n{len(found)} × {verdict.kind}: {verdict.about[:300]}")
-            say(f"    cases {' '.join(case.key for case, _ in found[:12])}\n    {case.command()}")
+            say(f"    cases {' '.join(case.key for case, _ in found[:12])}\n    {case.commands()}")
 
 
 def say(text: str) -> None:

@@ -180,6 +180,10 @@ def shrink(case: Case, verdict_of: Callable[[Case], Verdict], wanted: Verdict, s
             smaller = case.without(name)
             if verdict_of(smaller).signature == wanted.signature:
                 case, again = smaller, True
+        if case.before is not None:
+            smaller = replace(case, before=None)
+            if verdict_of(smaller).signature == wanted.signature:
+                case, again = smaller, True
         for ranks in range(1, case.ranks):
             if time.monotonic() > deadline:
                 return case

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 
+from mmm.data.prepare import Preparation, prepare
+from support.llamas import CONFIG, write_hugging_face
+
+LLAMA = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 264}
 TRAIN, TEST = 72, 20  # images
+DONE = "done-2"  # to be counted up where something else is written
 
 
 def make(folder: Path) -> Path:
-    """Write texts, files in MNIST's format, and folders of images; the same every time. What is there stays."""
+    """Write texts, weights, files in MNIST's format, folders of images; the same every time. What is there stays."""
     folder = folder.resolve()
-    if (folder / "done").exists():
+    if (folder / DONE).exists():
         return folder
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier version
     numbers = np.random.RandomState(0)
     for name in ("idx", "split", "flat"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -22,6 +29,10 @@ def make(folder: Path) -> Path:
     words = ["loss", "mesh", "rank", "a", "shard", "of", "the", "batch", "is", "summed", "\n", "å"]
     for name, count in (("words.txt", 12_000), ("more.txt", 3_000)):
         (folder / name).write_text(" ".join(rng.choice(words) for _ in range(count)), encoding="utf-8")
+        documents = folder / name.replace(".txt", "-documents")
+        prepare(Preparation((folder / name,), documents, separator="\n"), 1)
+    write_hugging_face(folder / "llama", LLAMA)
+    (folder / "llama" / "tokenizer.json").unlink()  # tokens are bytes
     for part, count in (("train", TRAIN), ("t10k", TEST)):
         labels = numbers.randint(0, 10, count).astype(np.uint8)
         _idx(folder / "idx" / f"{part}-images-idx3-ubyte", _pictures(numbers, labels, 28))
@@ -29,7 +40,7 @@ def make(folder: Path) -> Path:
     _files(folder / "flat", numbers, 3, 20)
     _files(folder / "split" / "train", numbers, 4, 12)
     _files(folder / "split" / "val", numbers, 4, 3)
-    (folder / "done").touch()
+    (folder / DONE).touch()
     return folder
 
 

@@ -16,6 +16,7 @@ from fuzz.layouts import draw_layout
 
 LAYOUTS_A_PROBLEM = 4
 SPOILT = 0.25
+RESUMED = 0.15
 WEIGHTS = {"lm": 36, "vit": 24, "cnn": 16, "4d": 14, "fsdp_tp": 10}
 
 # What a flag that is neither a choice nor a switch may be spoilt by. A flag that is not here is not known, and a test
@@ -57,6 +58,8 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "norm_eps": ("1e-3", "0", "nan"),
     "rope_theta": ("10000", "0", "inf"),
     "rope_scaling": ('{"rope_type": "linear", "factor": 2}', "{}", "x", '{"rope_type": "yarn"}'),
+    "tokenizer": ("bytes", "chars", "gone.json"),
+    "init_from": ("gone", "."),
     "n_experts": ("1", "2", "3", "4", "-1"),
     "top_k": ("1", "2", "5", "0"),
     "expert_dim": ("1", "5", "0"),
@@ -79,13 +82,13 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "classes": ("2", "10", "3", "0"),
 }
 GIVEN = names(
-    "outdir data_dir text model resume tokenizer pack document_mask init_from "
+    "outdir data_dir text model resume "
     "dry_run dry_run_rank dry_run_memory dry_run_json dry_run_trace dry_run_trace_all dry_run_machine"
-)  # paths, which the fuzzer sets itself; what needs prepared ones; a model that is the only one; what trains nothing
+)  # paths, which the fuzzer sets itself; a model that is the only one; what trains nothing
 NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
-    "decayed offload scale_lr overwrite checkpoint_mode"
+    "decayed offload scale_lr overwrite checkpoint_mode pack document_mask"
 )  # choices that the functions below make; others are drawn as they come
 
 
@@ -95,7 +98,13 @@ class UnknownFlag(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A run: ranks, and flags. key: what it is drawn from, ``seed/number``. spoilt: flags whose value is anything."""
+    """A run: ranks, and flags.
+
+    Attributes:
+        key: what it is drawn from, ``seed/number``. spoilt: flags whose value is anything.
+        before: the run that this one goes on from, on another layout. ends_at: the step before which a run ends, once
+            its checkpoint is complete; None: at its end.
+    """
 
     key: str
     program: str
@@ -103,14 +112,31 @@ class Case:
     flags: dict[str, Value]
     spoilt: tuple[str, ...] = ()
     data: Path = field(default=Path("data"), compare=False)
+    before: Case | None = None
+    ends_at: int | None = None
 
     def command(self) -> str:
         """The line that runs it."""
-        line = f"python3 -m {PROGRAMS[self.program].__name__} {shlex.join(arguments(self.program, self.flags))}"
+        words = [*arguments(self.program, self.flags), *(["--resume", "auto"] if self.before else [])]
+        line = f"python3 -m {PROGRAMS[self.program].__name__} {shlex.join(words)}"
         return line if self.ranks == 1 else f"launch -n {self.ranks} --device cpu {line}"
 
+    @property
+    def saved(self) -> int:
+        """The step of the last checkpoint of a run that ends in the middle."""
+        assert self.ends_at is not None
+        every = int(str(self.flags["checkpoint_every"]))
+        return self.ends_at // every * every
+
+    def commands(self) -> str:
+        """`command`, after the run before it."""
+        if self.before is None:
+            return self.command()
+        return f"{self.before.command()}  # ends before step {self.before.ends_at}\n    {self.command()}"
+
     def without(self, *names: str) -> Case:
-        return replace(self, flags={name: value for name, value in self.flags.items() if name not in names})
+        flags = {name: value for name, value in self.flags.items() if name not in names}
+        return replace(self, flags=flags, before=self.before and self.before.without(*names))
 
 
 def draw(seed: int, number: int, data: Path) -> Case:
@@ -128,7 +154,8 @@ def draw(seed: int, number: int, data: Path) -> Case:
             flags[name] = problems.choice(flag.choices)
     rng = random.Random(f"{seed}/{number}/layout")
     ranks, layout = draw_layout(rng, program, flags)
-    flags = {"device": "cpu", **flags, **layout}
+    problem = flags = {"device": "cpu", **flags}
+    flags = {**flags, **layout}
     if "workers" in flags_of(program) and rng.random() < 0.1:
         flags["workers"] = rng.choice(("0", "1", "2"))
     for name in ("flush_every", "log_every"):
@@ -144,7 +171,25 @@ def draw(seed: int, number: int, data: Path) -> Case:
     if "profile" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags |= {"profile": "torch", "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
         flags["profile_ranks"] = profiled.choice(ANYTHING["profile_ranks"][:2])
-    return Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
+    case = Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
+    resumed = random.Random(f"{seed}/{number}/resume")
+    return case if spoilt or resumed.random() > RESUMED else _resumed(resumed, case, problem)
+
+
+def _resumed(rng: random.Random, case: Case, problem: dict[str, Value]) -> Case:
+    """The case, where it can, as the end of a run that began on another layout."""
+    flags = case.flags
+    alike = "global_batch_size" in flags and "scale_lr" not in flags and "compile" not in flags  # on any layout
+    if "resume" not in flags_of(case.program) or not alike or "profile" in flags or "summary" in flags:
+        return case
+    every = rng.choice(("1", "2"))
+    saves = {name: flags[name] for name in ("log_every",) if name in flags}
+    saves |= {"checkpoint_every": every, "checkpoint_mode": rng.choice(("async", "blocking"))}
+    ranks, layout = draw_layout(rng, case.program, problem)
+    layout.pop("compile", None)
+    ends_at = rng.randint(int(every), int(str(flags["max_iters"])) - 1)
+    before = replace(case, ranks=ranks, flags={**problem, **layout, **saves}, ends_at=ends_at)
+    return replace(case, flags={**flags, **saves}, before=before)
 
 
 def check_known(program: str) -> None:
@@ -173,7 +218,7 @@ def _anything(rng: random.Random, program: str) -> tuple[str, str]:
 def _common(rng: random.Random, program: str) -> dict[str, Value]:
     """Flags of every run: few steps, no pictures."""
     known = flags_of(program)
-    optimizer = rng.choice(("adamw", "sgd"))
+    optimizer = rng.choice(("adamw", "sgd", "muon") if "muon" in known["optimizer"].choices else ("adamw", "sgd"))
     half = 1 if program == "cnn" else 4  # a CPU's convolutions in half precision take seconds
     dtypes = {"fp64": 30, "fp32": 8, "bf16": half, "fp16": 2 * half, "auto": 1}
     flags: dict[str, Value] = {
@@ -184,7 +229,7 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
         "dtype": rng.choices(list(dtypes), list(dtypes.values()))[0],
         "seed": rng.choice(("0", "1", "2", "7", "-5", "123456789012")),
     }
-    if "decayed" in known and optimizer == "adamw" and rng.random() < 0.3:
+    if "decayed" in known and optimizer != "sgd" and rng.random() < 0.3:
         flags["decayed"] = "matrices"
     if flags["dtype"] not in known["dtype"].choices:
         flags["dtype"] = "fp64"
@@ -233,11 +278,22 @@ def _transformer(rng: random.Random, data: Path) -> dict[str, Value]:
             flags["text"] = (
                 (str(data / "words.txt"),) if rng.random() < 0.7 else (str(data / "words.txt"), str(data / "more.txt"))
             )
+            if rng.random() < 0.2:
+                flags["tokenizer"] = rng.choice(("bytes", "chars"))
     return flags
 
 
 def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
     flags = _common(rng, "lm") | _transformer(rng, data)
+    if flags["dataset"] == "text" and rng.random() < 0.25:
+        flags.pop("tokenizer", None)
+        one, other = str(data / "words-documents"), str(data / "more-documents")
+        flags["text"] = (one,) if rng.random() < 0.5 else (f"{one}:0.7", f"{other}:0.3")
+        flags |= rng.choice(({"pack": "on"}, {"document_mask": "on"}, {"pack": "on", "document_mask": "on"}))
+    if flags["dataset"] == "text" and rng.random() < 0.12:
+        sizes = {"n_layers": "4", "dim": "32", "n_heads": "4", "n_kv_heads": "4", "ffn_dim": "48", "vocab_size": "264"}
+        flags.pop("preset")
+        return {**flags, **sizes, "init_from": str(data / "llama")}
     if rng.random() < 0.35:
         experts = rng.choice((1, 2, 3, 4, 4, 6, 8))
         flags |= {

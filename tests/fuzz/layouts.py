@@ -104,7 +104,13 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         out["tile"] = str(rng.randint(1, min(4, tokens if model == "transformer" else patches)))
     if "loss_chunks" in known and rng.random() < 0.25:
         out["loss_chunks"] = str(rng.randint(1, min(4, tokens)))
-    if "offload" in known and flags["dtype"] != "fp16" and rng.random() < 0.15 and out.get("parallel") != "ddp":
+    if (
+        "offload" in known
+        and flags["dtype"] != "fp16"
+        and flags["optimizer"] != "muon"
+        and rng.random() < 0.15
+        and out.get("parallel") != "ddp"
+    ):
         out["offload"] = "on"
     if "compile" in known and rng.random() < (0.004 if tp * cp == 1 else 0.03):
         out["compile"] = "on"

@@ -38,6 +38,7 @@ from mmm.errors import DivergedError, UserError
 from mmm.history.record import TRACE
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
+from mmm.trainer import loop
 from mmm.trainer.options import parse
 
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
@@ -52,7 +53,8 @@ class Outcome:
     """What came of a run.
 
     Attributes:
-        kind: ``ran``, ``diverged``, ``refused``, ``left`` (printed what was asked for, and left) or ``crashed``.
+        kind: ``ran``, ``ended`` (in the middle, as it was to), ``diverged``, ``refused``, ``left`` (printed what was
+            asked for, and left) or ``crashed``.
         reason: of what is no run, one line. details: a traceback, or the end of what the ranks printed.
         series: numbers of the record by name, a row each (NaN where a row lacks it). weights: a digest of the saved
             model, by tensor. facts: of config.json. scales: of the loss under fp16, after each step.
@@ -78,35 +80,49 @@ def run_case(case: Case, scratch: Path, plant: Plant | None = None) -> Outcome:
     folder = scratch / f"case-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    outdir = folder / "out"
-    words = [*arguments(case.program, case.flags), "--outdir", str(outdir)]
-    module = PROGRAMS[case.program]
-    printed = io.StringIO()
-    outcome = None
-    try:
-        with patch.object(sys, "argv", [module.__name__, *words]), contextlib.redirect_stderr(printed):
-            config = parse(module.Config)
-    except SystemExit:
-        outcome = Outcome("refused", f"command line: {' '.join(printed.getvalue().split())}")
-    except UserError as error:
-        outcome = Outcome("refused", str(error))
-    if outcome is None:
-        limit = COMPILE_TIMEOUT if case.flags.get("compile") == "on" else TIMEOUT
-        try:
-            answers = fork_ranks(_train, case.ranks, case.program, config, words, folder, plant, timeout=limit)
-        except RanksFailed as error:
-            outcome = Outcome("crashed", str(error), _short(error.details))
-        else:
-            outcome = _together(answers, outdir)
-        if outcome.kind == "crashed" and not outcome.details:
-            outcome.details += _printed(folder)
+    if case.before is None:
+        outcome = _run(case, folder, plant)
+    else:
+        first = _run(case.before, folder, plant)
+        outcome = _run(case, folder, plant) if first.kind == "ended" else first
+        outcome.scales = first.scales[: case.before.saved] + outcome.scales if first.kind == "ended" else first.scales
     shutil.rmtree(folder, ignore_errors=True)
     outcome.seconds = time.monotonic() - began
     return outcome
 
 
-def _train(rank: Rank, program: str, config: Any, words: list[str], folder: Path, plant: Plant | None) -> Outcome:
+def _run(case: Case, folder: Path, plant: Plant | None) -> Outcome:
+    outdir = folder / "out"
+    words = [*arguments(case.program, case.flags), "--outdir", str(outdir)]
+    words += ["--resume", "auto"] if case.before is not None else []
+    module = PROGRAMS[case.program]
+    printed = io.StringIO()
+    try:
+        with patch.object(sys, "argv", [module.__name__, *words]), contextlib.redirect_stderr(printed):
+            config = parse(module.Config)
+    except SystemExit:
+        return Outcome("refused", f"command line: {' '.join(printed.getvalue().split())}")
+    except UserError as error:
+        return Outcome("refused", str(error))
+    limit = COMPILE_TIMEOUT if case.flags.get("compile") == "on" else TIMEOUT
+    try:
+        answers = fork_ranks(_train, case.ranks, case, config, words, folder, plant, timeout=limit)
+    except RanksFailed as error:
+        outcome = Outcome("crashed", str(error), _short(error.details))
+    else:
+        outcome = _together(answers, outdir, goes_on=case.before is not None)
+    if outcome.kind == "crashed" and not outcome.details:
+        outcome.details += _printed(folder)
+    return outcome
+
+
+class Ended(Exception):
+    """What ends a run in the middle."""
+
+
+def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, plant: Plant | None) -> Outcome:
     """The life of a rank."""
+    program = case.program
     out = os.open(folder / f"rank{rank.rank}.txt", os.O_CREAT | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -135,9 +151,13 @@ def _train(rank: Rank, program: str, config: Any, words: list[str], folder: Path
     torch.amp.GradScaler.update = updated  # type: ignore[method-assign]
     if plant is not None:
         plant(rank)
+    if case.ends_at is not None:
+        loop.seed_step = _ending(case, folder, loop.seed_step)  # type: ignore[assignment]
     outcome = Outcome("ran")
     try:
         PROGRAMS[program].train(config)
+    except Ended:
+        return Outcome("ended", scales=scales)
     except DivergedError as error:
         outcome = Outcome("diverged", str(error))
     except UserError as error:
@@ -158,8 +178,26 @@ def _train(rank: Rank, program: str, config: Any, words: list[str], folder: Path
     return outcome
 
 
-def _together(answers: list[Outcome], outdir: Path) -> Outcome:
-    """The outcome of all ranks, with the record's numbers; a crash where they do not agree."""
+def _ending(case: Case, folder: Path, seed_step: Callable[..., None]) -> Callable[..., None]:
+    """What the loop calls before each step, and ends by where the case says, once its last checkpoint is complete."""
+
+    def before_step(seed: int, step: int, coordinate: int) -> None:
+        if step == case.ends_at:
+            path, deadline = folder / f"out/checkpoints/step-{case.saved}", time.monotonic() + TIMEOUT
+            while not path.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise Ended
+        seed_step(seed, step, coordinate)
+
+    return before_step
+
+
+def _together(answers: list[Outcome], outdir: Path, goes_on: bool) -> Outcome:
+    """The outcome of all ranks, with the record's numbers; a crash where they do not agree.
+
+    Args:
+        goes_on: with a record that is there.
+    """
     first = answers[0]
     kinds = ["ran" if answer.kind == "left" else answer.kind for answer in answers]  # of the record knows rank 0 alone
     if len(set(kinds)) > 1:
@@ -173,7 +211,7 @@ def _together(answers: list[Outcome], outdir: Path) -> Outcome:
             return Outcome(
                 "crashed", "the ranks are refused for different reasons", "\n".join(answer.reason for answer in answers)
             )
-        if outdir.exists() and any(outdir.iterdir()):
+        if not goes_on and outdir.exists() and any(outdir.iterdir()):
             return Outcome("crashed", f"refused after the record was begun: {first.reason}", first.details)
         return first
     scales = [answer.scales for answer in answers]

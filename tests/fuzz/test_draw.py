@@ -46,6 +46,17 @@ def test_every_flag_is_drawn(cases, program):
     assert seen["device"] == {"cpu"}
 
 
+def test_runs_go_on_from_another_layout(cases):
+    resumed = [case for case in cases if case.before]
+    assert {case.program for case in resumed} == {"lm", "vit", "cnn"}
+    assert len(resumed) > 200
+    for case in resumed:
+        assert 0 < case.before.saved <= case.before.ends_at < int(case.flags["max_iters"])
+        same = [{n: v for n, v in c.flags.items() if n not in LAYOUT | HARMLESS} for c in (case, case.before)]
+        assert same[0] == same[1]
+    assert len({(case.ranks, case.before.ranks) for case in resumed}) > 20
+
+
 def _word(default):
     return {True: "on", False: "off"}.get(default, default)
 
@@ -82,7 +93,8 @@ def test_command_lines_are_what_the_programs_take(cases, monkeypatch):
         assert str(config.max_iters) == case.flags["max_iters"]
         assert config.plots is False
         words = shlex.split(case.command())
-        assert words[-len(arguments(case.program, case.flags)) :] == arguments(case.program, case.flags)
+        given = [*arguments(case.program, case.flags), *(["--resume", "auto"] if case.before else [])]
+        assert words[-len(given) :] == given
         assert words[:1] == (["launch"] if case.ranks > 1 else ["python3"])
 
 
@@ -99,7 +111,7 @@ def test_nothing_is_downloaded_and_nothing_is_large(cases):
 
 def test_problems_have_several_layouts(cases):
     """So that the run on one rank is made once for all of them."""
-    taken = LAYOUT | HARMLESS | {"log_every"}
+    taken = LAYOUT | HARMLESS | {"log_every", "checkpoint_every"}  # which a run on another layout before it needs
     for first in range(0, 400, drawing.LAYOUTS_A_PROBLEM):
         group = [case for case in cases[first : first + drawing.LAYOUTS_A_PROBLEM] if not case.spoilt]
         problems = [{name: value for name, value in case.flags.items() if name not in taken} for case in group]
