@@ -38,7 +38,10 @@ NAMES = {
     "meeting_point": "master_address",
     "starter": "launcher backend",
     "fold": "finalize",
+    "cut": "sharded; of layers: split",
 }
+ALONE = {"here"}  # wrong as a name, and right in one: is_here
+FIELD = {"held_out"}  # the field's own
 CLASSES = {
     "Setting": "Resolved…",
     "Division": "Partition",
@@ -51,7 +54,6 @@ CLASSES = {
     "Member": "Agent",
     "Box": "ShardBox",
 }
-FLAGS = {"fold": "--finalize"}
 VERBS = re.compile(
     r"\b(settl(e|es|ed|ing)|work(s|ed|ing)?( \w+)? out|mend(s|ed|ing)?|judg(e|es|ed|ing)|hand(s|ed|ing)? on)\b",
     re.IGNORECASE,
@@ -78,11 +80,19 @@ def _said(text):
             yield from enumerate(token.string.splitlines(), start=token.start[0])
 
 
+def _instead(name):
+    """What to say instead of a name, or of a word in it; None where it may stand."""
+    low = name.strip("_").lower()
+    if name in CLASSES or low in NAMES:
+        return CLASSES.get(name) or NAMES[low]
+    parts = f"_{low}_"
+    words = (word for word in NAMES if word not in ALONE and f"_{word}_" in parts)
+    return None if low in FIELD else next(map(NAMES.get, words), None)
+
+
 def _wrong_names(text):
     return [
-        f"line {line}: {name}: say {instead}"
-        for line, name in _given(ast.parse(text))
-        if (instead := CLASSES.get(name) or NAMES.get(name.strip("_").lower()))
+        f"line {line}: {name}: say {instead}" for line, name in _given(ast.parse(text)) if (instead := _instead(name))
     ]
 
 
@@ -114,6 +124,8 @@ def test_no_class_name_means_two_things():
         "def settle(): ...",
         "whole = 1",
         "class Box: ...",
+        "def loss_cut(): ...",
+        "whole_model = 1",
         "def f(how): ...",
         "self.held = 1",
         "# it is worked out",

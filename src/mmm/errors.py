@@ -13,14 +13,17 @@ class UserError(ValueError):
             A check that each rank makes for itself does not count: what fails on one host may pass on the others.
         fields: of a configuration that the message names, such as ``microbatches`` in "microbatches 3: …"; a command
             line shows them as its flags (`mmm.trainer.flags`).
+        ranks: to start instead, where the message says "start 8 ranks"; a command line shows the line that does.
         kind: of the report to launch (`mmm.contract.Report`).
     """
 
     kind = "user"
 
-    def __init__(self, *args: object, on_every_rank: bool = False, fields: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *args: object, on_every_rank: bool = False, fields: tuple[str, ...] = (), ranks: int | None = None
+    ) -> None:
         super().__init__(*args)
-        self.on_every_rank, self.fields = on_every_rank, fields
+        self.on_every_rank, self.fields, self.ranks = on_every_rank, fields, ranks
 
 
 class ConfigError(UserError):

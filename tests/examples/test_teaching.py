@@ -72,8 +72,8 @@ def test_hsdp(alone, tmp_path):
     np.testing.assert_allclose(mmm.history.load(tmp_path).loss, alone, rtol=1e-9)
     config = config_of(tmp_path)
     assert config["groups"] == {"dp_shard": [[0, 1], [2, 3]], "dp_replicate": [[0, 2], [1, 3]]}
-    assert config["copies_spread"] == 0
-    assert config["held"]["parameters"] == pytest.approx(config["whole"] / 2, rel=0.01)
+    assert config["replicas_differ"] == 0
+    assert config["local"]["parameters"] == pytest.approx(config["parameters"] / 2, rel=0.01)
 
 
 def stages(rank):
@@ -122,7 +122,7 @@ def sharded(rank, mistake):
     return tensor_parallel.compare(Case(mesh, CPU, torch.float64, 0), mistake)
 
 
-WAYS = {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_cut", "loss_cut"}
+WAYS = {"rows_by_hand", "columns_by_hand", "columns_then_rows", "sequence_sharded", "loss_sharded"}
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
@@ -132,7 +132,7 @@ def test_tensor_parallel(run_on_ranks, ranks):
         assert max(value for two in found.values() for value in two) < 1e-12
 
 
-@pytest.mark.parametrize(("mistake", "where"), [("all_reduce", "rows_by_hand"), ("norms", "sequence_cut")])
+@pytest.mark.parametrize(("mistake", "where"), [("all_reduce", "rows_by_hand"), ("norms", "sequence_sharded")])
 def test_tensor_parallel_with_a_mistake(run_on_ranks, mistake, where):
     for found in run_on_ranks(sharded, 2, mistake):
         assert [name for name, two in found.items() if max(two) > 1e-12] == [where]
@@ -200,7 +200,7 @@ def test_factors():
     ("example", "options", "ranks", "words"),
     [
         (ddp, {"accumulate": 3}, 2, "--accumulate 3 does not divide the batch of 8"),
-        (hsdp, {"replicas": 1}, 2, "with one copy HSDP is FSDP; use at least 2"),
+        (hsdp, {"replicas": 1}, 2, "with one replica HSDP is FSDP; use at least 2"),
         (hsdp, {"replicas": 2}, 3, "dp_replicate 2 needs a multiple of 2 ranks, and there are 3"),
         (tensor_parallel, {}, 5, "5 ranks do not divide the sequence of 24 and the widths: start 1 or 2 or 3 or 4"),
         (collectives, {"sizes": (2,)}, 2, "repeats begin at 1, and sizes at 4 bytes"),

@@ -15,7 +15,7 @@ from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.plan.activations import transformer_layer, vit_layer
-from mmm.plan.memory import PARTS, MemoryModel, in_flight, stages_for, whole_model
+from mmm.plan.memory import PARTS, MemoryModel, full_model, in_flight, stages_for
 from mmm.plan.models import read_model
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def predicted(sizes, batch, seq, **techniques):
     memory = MemoryModel(spec, "cpu", "fp32", "sgd")
     # ZeRO-1 on one rank is the plain model.
     parts = memory.of_stage(
-        whole_model(spec), Layout(dp_shard=1), Techniques(data_parallel="zero1", **techniques), batch, 1
+        full_model(spec), Layout(dp_shard=1), Techniques(data_parallel="zero1", **techniques), batch, 1
     )
     assert set(parts) == set(PARTS)
     return sum(parts.values()) - parts["parameters"]
@@ -134,7 +134,7 @@ def test_figures_of_the_docs(measured, techniques):
     """docs/memory.md: FSDP over 4 ranks, 1,024 tokens each, MB beyond parameters on the rank that needs most."""
     spec = read_model("debug", {"ffn_dim": 1024, "vocab_size": 8192}, 128)
     memory = MemoryModel(spec, "cpu", "fp32")
-    parts = memory.of_stage(whole_model(spec), Layout(dp_shard=4), Techniques(**techniques), 8, 1)
+    parts = memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(**techniques), 8, 1)
     beyond = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
     assert beyond / 1e6 == pytest.approx(measured, rel=0.1)
 
@@ -162,13 +162,13 @@ def test_parts_by_data_parallel_technique():
     spec = read_model("small", {}, 64)
     memory, sizes = MemoryModel(spec, "cuda", "fp32"), spec.parameters * 4
     found = {
-        name: memory.of_stage(whole_model(spec), Layout(dp_shard=4), Techniques(data_parallel=name), 1, 1)
+        name: memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(data_parallel=name), 1, 1)
         for name in ("ddp", "zero1", "zero2", "fsdp")
     }
     assert [round(found[name]["parameters"] / sizes, 2) for name in found] == [1, 1, 1, 0.25]
     assert [round(found[name]["optimizer"] / sizes, 2) for name in found] == [2, 0.5, 0.5, 0.5]
     assert found["fsdp"]["gradients"] < 0.26 * sizes
-    several = memory.of_stage(whole_model(spec), Layout(dp_shard=4), Techniques(), 1, 2)
+    several = memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(), 1, 2)
     assert several["gradients"] >= sizes  # unsharded, until the last micro-batch
 
 

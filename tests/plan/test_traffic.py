@@ -11,7 +11,7 @@ from mmm.parallel import Layout, Techniques, partition_model
 from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.plan.memory import MemoryModel, stages_for, whole_model
+from mmm.plan.memory import MemoryModel, full_model, stages_for
 from mmm.plan.models import read_model
 from mmm.plan.network import Group
 from mmm.plan.traffic import between_hosts, sent_bytes
@@ -46,7 +46,7 @@ def _compare(name, model, plan, sample, layout, techniques, precision, seq):
     techniques = Techniques(**techniques)
     partition = partition_model(model, plan, layout, techniques, sample)
     memory = MemoryModel(spec, "cpu", precision.name)
-    stages = [whole_model(spec)]
+    stages = [full_model(spec)]
     if layout.pp > 1:
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
     for stage in stages:

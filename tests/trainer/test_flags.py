@@ -1,6 +1,7 @@
 """Errors that name fields are shown with the flags that the user gave."""
 
 import re
+import sys
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_fields_become_flags(check, words):
         check()
     assert "--" not in str(refused.value)
     assert re.search(words, with_flags(refused.value))
+
+
+def test_the_line_that_fits_is_the_users_own(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train me.py", "--tpsize", "3"])
+    monkeypatch.setitem(sys.modules, "__main__", object())
+    with pytest.raises(LayoutError) as refused:
+        Layout(tp=3).fit(4)
+    line = "start that many, `launch -n 3 --device cpu python3 'train me.py' --tpsize 3`, or change the layout"
+    assert line in with_flags(refused.value)
 
 
 def test_a_program_says_flags(monkeypatch, capsys):

@@ -55,12 +55,12 @@ class Config(BaseOptions):
 class Collective(NamedTuple):
     """`call` takes (before, after) = (b, a): what a rank has, and where to put what it gets (at first its own).
 
-    `begins`, `ends`: how much each has, ``whole`` (S bytes) or ``part`` (1/N). `alone`: the side that only rank 0 has.
+    `begins`, `ends`: how much each has, ``full`` (S bytes) or ``shard`` (1/N). `alone`: the side that only rank 0 has.
     """
 
     call: Callable[[Tensor, Tensor], object]
-    begins: str = "whole"
-    ends: str = "whole"
+    begins: str = "full"
+    ends: str = "full"
     alone: str = ""
 
 
@@ -73,16 +73,16 @@ COLLECTIVES = {
     "all_reduce": Collective(lambda _, a: dist.all_reduce(a)),
     "reduce": Collective(lambda _, a: dist.reduce(a, dst=0), alone="ends"),
     "broadcast": Collective(lambda _, a: dist.broadcast(a, src=0), alone="begins"),
-    "all_gather": Collective(lambda b, a: all_gather(a, b), begins="part"),
-    "scatter": Collective(scatter, ends="part", alone="begins"),
-    "reduce_scatter": Collective(lambda b, a: reduce_scatter(a, b), ends="part"),
+    "all_gather": Collective(lambda b, a: all_gather(a, b), begins="shard"),
+    "scatter": Collective(scatter, ends="shard", alone="begins"),
+    "reduce_scatter": Collective(lambda b, a: reduce_scatter(a, b), ends="shard"),
     "all_to_all": Collective(lambda b, a: dist.all_to_all_single(a, b)),
 }
 
 
 def buffers(collective: Collective, part: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(before, after) of this rank, float32; parts are of `part` numbers. Rank r begins with 10 r, 10 r + 1, …"""
-    sides = (part * (1 if side == "part" else dist.get_world_size()) for side in (collective.begins, collective.ends))
+    sides = (part * (1 if side == "shard" else dist.get_world_size()) for side in (collective.begins, collective.ends))
     before, after = (torch.arange(size, dtype=torch.float32, device=device) + 10 * dist.get_rank() for size in sides)
     return before, after
 

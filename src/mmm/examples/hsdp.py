@@ -1,22 +1,22 @@
-"""HSDP: copies of a model, each of them sharded: FSDP within a group of ranks, an all-reduce between the groups.
+"""HSDP: replicas of a model, each of them sharded: FSDP within a group of ranks, an all-reduce between the groups.
 
     launch python3 -m mmm.examples.hsdp --replicas 2
 
 N ranks stand on a mesh of dp_replicate × dp_shard, R × S. Every rank has its own samples::
 
-                          dp_shard: one copy of the model, in S shards
-                        ┌────────┬────────┬────────┬────────┐
-       dp_replicate:    │ rank 0 │ rank 1 │ rank 2 │ rank 3 │   copy 0: host 1
-       R copies,        │ part 0 │ part 1 │ part 2 │ part 3 │
-       kept equal       ├────────┼────────┼────────┼────────┤
-                        │ rank 4 │ rank 5 │ rank 6 │ rank 7 │   copy 1: host 2
-                        │ part 0 │ part 1 │ part 2 │ part 3 │
-                        └────────┴────────┴────────┴────────┘
+                        dp_shard: one replica of the model, in S shards
+                        ┌─────────┬─────────┬─────────┬─────────┐
+       dp_replicate:    │ rank 0  │ rank 1  │ rank 2  │ rank 3  │   replica 0: host 1
+       R replicas,      │ shard 0 │ shard 1 │ shard 2 │ shard 3 │
+       kept equal       ├─────────┼─────────┼─────────┼─────────┤
+                        │ rank 4  │ rank 5  │ rank 6  │ rank 7  │   replica 1: host 2
+                        │ shard 0 │ shard 1 │ shard 2 │ shard 3 │
+                        └─────────┴─────────┴─────────┴─────────┘
 
 What a rank sends in a step, of P parameters (ring algorithms)::
 
       in a row        forward: all-gather, backward: all-gather, reduce-scatter     3 (S-1)/S · P
-      in a column     after each reduce-scatter: all-reduce of its own part         2 (R-1)/R · P/S
+      in a column     after each reduce-scatter: all-reduce of its own shard        2 (R-1)/R · P/S
 
 So the links in a row, ideally within a host, carry most, and those between hosts S times less for each rank. FSDP over
 all N ranks (R = 1) keeps the least in memory and sends everything between hosts; DDP (S = 1) keeps everything.
@@ -86,7 +86,7 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
 
 def train(config: Config) -> None:
     if config.replicas < 2:
-        one = f"--replicas {config.replicas}: with one copy HSDP is FSDP"
+        one = f"--replicas {config.replicas}: with one replica HSDP is FSDP"
         raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
     resolved = resolve_own(config)
     if config.summary:
@@ -103,7 +103,7 @@ def train(config: Config) -> None:
 
         model = resolved.model.to(run.precision.storage)
         shard(model, mesh["dp_shard"] if config.break_ == "one_axis" else mesh, run.precision)
-        materialize(model, run.device, config.seed)  # each rank its own part; the replicas are equal
+        materialize(model, run.device, config.seed)  # each rank its own shard; the replicas are equal
         if config.break_ == "own_weights":
             torch.manual_seed(run.rank.rank)
             for matrix in (p.data for p in model.parameters() if p.ndim > 1):
@@ -120,23 +120,23 @@ def train(config: Config) -> None:
             optimizer.zero_grad()
 
         full, (r, s) = parameter_count(model), sizes
-        held_text = f"rank 0 holds {elements['parameters']:,} of {full:,} parameters (1/{s} in theory: {full / s:.1f})"
-        run.log.info("%s", held_text)
+        text = f"rank 0 has {elements['parameters']:,} of {full:,} parameters (1/{s} in theory: {full / s:.1f})"
+        run.log.info("%s", text)
         sent = (3 * (s - 1) / s * full, 2 * (r - 1) / r * full / s)
-        run.log.info("a rank sends in a step, in theory: in its row %.0f numbers, in its column %.0f", *sent)
-        spread = copies_spread(model, mesh)
-        run.log.info("the %d copies, after %d steps: differ by %.1e at most", r, step.number + 1, spread)
-        run.describe(held=elements, whole=full, copies_spread=spread)
+        run.log.info("a rank sends in a step, in theory: in its row %.0f elements, in its column %.0f", *sent)
+        apart = largest_difference(model, mesh)
+        run.log.info("the %d replicas, after %d steps: differ by %.1e at most", r, step.number + 1, apart)
+        run.describe(local=elements, parameters=full, replicas_differ=apart)
 
 
 @torch.no_grad()
-def copies_spread(model: nn.Module, mesh: DeviceMesh) -> float:
-    """The largest difference of a parameter between two copies. A collective."""
-    numbers = torch.cat([p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)])
-    highest, lowest = numbers.clone(), numbers.clone()
+def largest_difference(model: nn.Module, mesh: DeviceMesh) -> float:
+    """Of a parameter between two replicas. A collective."""
+    elements = torch.cat([p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)])
+    highest, lowest = elements.clone(), elements.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group("dp_replicate"))
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group("dp_replicate"))
-    apart = (highest - lowest).max() if len(numbers) else numbers.new_zeros(())
+    apart = (highest - lowest).max() if len(elements) else elements.new_zeros(())
     dist.all_reduce(apart, dist.ReduceOp.MAX)
     return float(apart)
 

@@ -56,8 +56,8 @@ class Config(BreakOptions):
 
     BREAKS: ClassVar = {
         "all_reduce": "rows_by_hand leaves out its all-reduce: each rank takes its own summand for the sum.",
-        "norms": "sequence_cut leaves the norm out of its plan: each rank has the gradient of its own tokens only, and "
-        "nothing adds them up.",
+        "norms": "sequence_sharded leaves the norm out of its plan: each rank has the gradient of its own tokens only, "
+        "and nothing adds them up.",
     }
     seed: int = 0
     """Decides the numbers that are computed with."""
@@ -94,12 +94,12 @@ def columns_then_rows(case: Case, mistake: str | None) -> Ways:
     return forward_backward(layer, case.dy, case.x), forward_backward(feed_forward(case), case.dy, case.x)
 
 
-def sequence_cut(case: Case, mistake: str | None) -> Ways:
+def sequence_sharded(case: Case, mistake: str | None) -> Ways:
     layer = feed_forward(case)
     plan: dict[str, tp.ParallelStyle] = {
-        "up": tp.ColwiseParallel(input_layouts=Shard(1))
-    }  # all-gather over the sequence
-    plan["down"] = tp.RowwiseParallel(output_layouts=Shard(1))  # reduce-scatter over it
+        "up": tp.ColwiseParallel(input_layouts=Shard(1)),  # all-gather over the sequence
+        "down": tp.RowwiseParallel(output_layouts=Shard(1)),  # reduce-scatter over it
+    }
     if mistake != "norms":
         plan["norm"] = tp.SequenceParallel()
     tp.parallelize_module(layer, case.mesh, plan)
@@ -108,7 +108,7 @@ def sequence_cut(case: Case, mistake: str | None) -> Ways:
     return [case.gather(yi, 1), case.gather(dxi, 1), *rest], full
 
 
-def loss_cut(case: Case, mistake: str | None) -> Ways:
+def loss_sharded(case: Case, mistake: str | None) -> Ways:
     def both(layer: nn.Module) -> list[Tensor]:
         loss = lambda x: F.cross_entropy(layer(x).flatten(0, 1), case.targets)  # noqa: E731
         return forward_backward(loss, None, case.x, weights=layer.parameters())
@@ -123,7 +123,7 @@ def loss_cut(case: Case, mistake: str | None) -> Ways:
 def compare(case: Case, mistake: str | None = None) -> dict[str, list[float]]:
     """How far output and gradients of each way are, over the largest element, on the worst rank. A collective."""
     found = {}
-    for way in (rows_by_hand, columns_by_hand, columns_then_rows, sequence_cut, loss_cut):
+    for way in (rows_by_hand, columns_by_hand, columns_then_rows, sequence_sharded, loss_sharded):
         apart = differences(*way(case, mistake), case.x.device)
         found[way.__name__] = [float(apart[0]), float(apart[1:].max())]
     return found

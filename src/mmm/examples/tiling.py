@@ -45,7 +45,7 @@ from mmm.trainer.start import start_run
 from mmm.trainer.steps import text_steps
 from mmm.trainer.text import Preset, TextProgramOptions, resolve
 
-WAYS = ("whole", "loss in chunks", "MLP in tiles", "both")
+WAYS = ("full", "loss in chunks", "MLP in tiles", "both")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
 
 
@@ -82,7 +82,7 @@ def train(config: Config) -> bool:
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
         apart = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
         limit = TOLERANCE[run.precision.name]
-        lines = [f"{'':16}{'peak, MB':>10}{'of whole':>10}{'loss at the end':>18}"]
+        lines = [f"{'':16}{'peak, MB':>10}{'of full':>10}{'loss at the end':>18}"]
         for way, peak, curve in zip(WAYS, peaks, curves, strict=True):
             lines.append(f"{way:16}{peak / 1e6:10.1f}{peak / peaks[0]:10.0%}{curve[-1]:18.9f}")
         run.log.info("memory of a step beyond parameters, on the rank that needs most\n%s", "\n".join(lines))

@@ -16,7 +16,6 @@ A `Layout` is the sizes alone: it is checked, and says who stands where, before 
 from __future__ import annotations
 
 import math
-import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
 from mmm.runtime.process_group import bound_if_it_splits, default_timeout
-from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -85,16 +83,18 @@ class Layout:
         named = " · ".join(f"{axis} {size}" for axis, size in fixed.items())
         if self.dp_shard == -1:
             if world_size % product:
+                near = max(round(world_size / (product * self.ep)), 1) * product * self.ep
                 raise LayoutError(
                     f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
-                    f"{world_size}: {_that_fits(product * self.ep, world_size)}"
+                    f"{world_size}: start {near} ranks, or change the layout",
+                    ranks=near,
                 )
             return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
             raise LayoutError(
                 f"the layout {self} has {self.ranks} rank{'s' if self.ranks > 1 else ''}, and there "
-                f"{'is' if world_size == 1 else 'are'} {world_size}: "
-                f"{_that_fits(self.ranks, self.ranks)}"
+                f"{'is' if world_size == 1 else 'are'} {world_size}: start {self.ranks} ranks, or change the layout",
+                ranks=self.ranks,
             )
         return self._check_ep()
 
@@ -132,13 +132,6 @@ class Layout:
         return list(range(self.ranks)[self.of_loss_ranks])
 
 
-def _that_fits(ranks: int, near: int) -> str:
-    """What to do: start `ranks`; a dry run is of the multiple of that which is nearest to `near`."""
-    if whoami().source == DRY_RUN:
-        return f"give --dry_run {max(round(near / ranks), 1) * ranks}, or change the layout"
-    return f"start that many, `launch -n {ranks} --device cpu {shlex.join(command_line())}`, or change the layout"
-
-
 @dataclass(frozen=True)
 class Mesh:
     """A layout on process groups: what `build_mesh` makes.
@@ -152,7 +145,7 @@ class Mesh:
             experts are sharded as all other parameters are.
         one_device: nothing is data parallel, and the model stays as it is. On MPS, where PyTorch makes no groups and
             FSDP does not run: there is one rank. And where FSDP would only copy: in a trainer on one rank
-            (`mmm.parallel.data.apply.only_copies`), and around a model without replicas or shards that is not trained.
+            (`mmm.parallel.data.apply.needs_no_fsdp`), and around a model without replicas or shards that is not trained.
         p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
             receiver) on pp; those of this rank (`mmm.parallel.pipeline.p2p` says why). Gloo needs none.
     """

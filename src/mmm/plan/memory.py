@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.data.apply import UNSHARDED, only_copies
+from mmm.parallel.data.apply import UNSHARDED, needs_no_fsdp
 from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.mesh import Layout
 from mmm.parallel.pipeline.schedules import stages_of
@@ -237,7 +237,7 @@ class MemoryModel:
             left.layer + left.working,
             0.0,
         )
-        if replicas or only_copies(layout, self.storage != self.compute, techniques):
+        if replicas or needs_no_fsdp(layout, self.storage != self.compute, techniques):
             moments, base = self._replicas(technique, sizes, microbatches)
         else:
             moments, base = self._sharded(sizes, techniques, microbatches, pipeline)
@@ -330,6 +330,6 @@ def distinct(stages: list[PlannedStage]) -> list[PlannedStage]:
     return list(found.values())
 
 
-def whole_model(spec: ModelSpec) -> PlannedStage:
+def full_model(spec: ModelSpec) -> PlannedStage:
     kinds = Counter(spec.sequence)
     return PlannedStage(tuple(sorted(kinds.items())), 0, True, spec.sequence[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmm.plan.memory import MemoryModel, PlannedStage, stages_for, whole_model
+from mmm.plan.memory import MemoryModel, PlannedStage, full_model, stages_for
 from mmm.plan.models import spec_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
     techniques = getattr(resolved, "techniques", None) or resolved.options.techniques()
     partition = getattr(resolved, "partition", None)
     microbatches = partition.microbatches if partition is not None else techniques.microbatches or 1
-    stages: list[PlannedStage] = [whole_model(spec)]
+    stages: list[PlannedStage] = [full_model(spec)]
     if layout.pp > 1:
         assert partition is not None, "a pipeline is made by a partition"
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)

@@ -29,7 +29,7 @@ from mmm.parallel.techniques import Techniques
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
 from mmm.plan.cost import CostModel, bubble_of
 from mmm.plan.machine import Machine
-from mmm.plan.memory import MemoryModel, PlannedStage, distinct, stages_for, whole_model
+from mmm.plan.memory import MemoryModel, PlannedStage, distinct, full_model, stages_for
 from mmm.plan.spec import ModelSpec
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -64,7 +64,7 @@ class Search:
         self.stages = lru_cache(maxsize=None)(self._stages)
         self.broken = lru_cache(maxsize=None)(self._broken)
         self.choices = lru_cache(maxsize=None)(self._choices)
-        self.one_stage = (whole_model(spec),)
+        self.one_stage = (full_model(spec),)
         self.peak = machine.peak(dtype)
 
     def _stages(self, schedule: str, pp: int, own: int) -> tuple[PlannedStage, ...]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from mmm.parallel.mesh import Layout
 from mmm.parallel.techniques import Techniques
 from mmm.plan.machine import Machine
-from mmm.plan.memory import MemoryModel, whole_model
+from mmm.plan.memory import MemoryModel, full_model
 from mmm.plan.spec import ModelSpec
 
 FAST_LINK = 1e11  # bytes/s of a device inside a host: NVLink has several times that, PCIe a third
@@ -83,7 +83,7 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     """What the tree asks of a model and a machine; and the numbers behind the answers, a line each."""
     alone = Layout(dp_shard=1)
     techniques = Techniques(data_parallel="ddp", checkpointing="full" if _checkpoints(spec) else "none", loss_chunks=64)
-    full = sum(memory.of_stage(whole_model(spec), alone, techniques, 1, 1).values())
+    full = sum(memory.of_stage(full_model(spec), alone, techniques, 1, 1).values())
     largest = spec.largest_part
     kept = memory.kept(1, False)
     layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from mmm.errors import UserError
 from mmm.runtime import failure
+from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 from mmm.trainer.dry_run import DryRunAsked, answer
 
 # Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
@@ -20,10 +22,15 @@ FLAGS = {
 
 
 def with_flags(error: UserError) -> str:
-    """The message of an error, its `fields` written as flags: ``microbatches 3: …`` becomes ``--microbatches 3: …``."""
+    """The message of an error, its `fields` written as flags, ``microbatches 3: …`` as ``--microbatches 3: …``, and its
+    `ranks` as the user's own line."""
     text = str(error)
     for field in error.fields:
         text = re.sub(rf"(?<![\w-]){re.escape(field)}(?![\w-])", f"--{FLAGS.get(field, field)}", text)
+    if error.ranks is not None:
+        line = f"start that many, `launch -n {error.ranks} --device cpu {shlex.join(command_line())}`"
+        line = f"give --dry_run {error.ranks}" if whoami().source == DRY_RUN else line
+        text = text.replace(f"start {error.ranks} ranks", line)
     return text
 
 
@@ -38,7 +45,7 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
                 sys.exit(answer(fn, asked.options))
         except UserError as error:
             error.args = (with_flags(error), *error.args[1:])
-            error.fields = ()
+            error.fields, error.ranks = (), None
             raise
 
     failure.run_main(main)

@@ -140,7 +140,7 @@ def _fit(
         elif savers:
             clock.lap("dto")
     checkpoints.wait()
-    if first == options.steps:  # the run was cut after its last step
+    if first == options.steps:  # the run was interrupted after its last step
         run.note("no step is left to make; the model is evaluated once more")
         model.train(False)
         evaluated = task.evaluate(model)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mmm.models.experts import has_experts
 from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
-from mmm.parallel.data.apply import only_copies
+from mmm.parallel.data.apply import needs_no_fsdp
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects
@@ -26,7 +26,7 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
     parameters = parameter_count(model)
     run.notes += unmatched(plan, model)  # `ParallelModel` says them
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
-    if only_copies(run.layout, run.precision.mixed, techniques):
+    if needs_no_fsdp(run.layout, run.precision.mixed, techniques):
         mesh = replace(mesh, one_device=True)
     if partition.stages:
         table = stage_table(partition.names(), partition.shares())
@@ -65,6 +65,6 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
             techniques=techniques,
             microbatches=partition.microbatches,
             parameters=parameters,
-            held=by_rank,
+            local=by_rank,
         )
     return parallel

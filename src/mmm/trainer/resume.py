@@ -53,7 +53,8 @@ class RunFolder:
     Attributes:
         found: checkpoints to go on from, the best first. auto: whether the next is taken where one is damaged.
         goes_on: with the record that is in the folder, if any.
-        cut: that record's run was, or is an earlier attempt of this launch: with no step left, its end is made again.
+        interrupted: that record's run was, or is an earlier attempt of this launch: with no step left, its end is made
+            again.
         note: what was done with the record of an earlier attempt of the same launch. mfu: what that one has measured.
     """
 
@@ -61,7 +62,7 @@ class RunFolder:
     found: tuple[Path, ...] = ()
     auto: bool = False
     goes_on: bool = False
-    cut: bool = False
+    interrupted: bool = False
     note: str | None = None
     mfu: dict[str, Any] | None = None
 
@@ -111,13 +112,13 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
     elif given is not None:
         note = make_room(given, this)
     ending = config_ending(read_config(given)) if auto and given is not None else None
-    cut = auto and (again or (ending is not None and ending.state != FINISHED))
+    interrupted = auto and (again or (ending is not None and ending.state != FINISHED))
     mfu = _measured(given, this) if goes_on and given is not None else None
     outdir = history.prepare(options.outdir, module, options.overwrite, goes_on)
     if saves:
         writable(outdir / CHECKPOINTS)
         remove_partial(outdir / CHECKPOINTS)
-    return RunFolder(outdir, tuple(found), auto, goes_on, cut, note, mfu)
+    return RunFolder(outdir, tuple(found), auto, goes_on, interrupted, note, mfu)
 
 
 def _measured(outdir: Path, this: Attempt | None) -> dict[str, Any] | None:
@@ -171,8 +172,8 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
     if run.options.resume is None and run.options.checkpoint_every is None:
         return
     run.identity = identity_of(module, resolved, run.precision)
-    found, auto, goes_on, cut = broadcast_object(
-        (prepared.found, prepared.auto, prepared.goes_on, prepared.cut) if prepared else None
+    found, auto, goes_on, interrupted = broadcast_object(
+        (prepared.found, prepared.auto, prepared.goes_on, prepared.interrupted) if prepared else None
     )
     memory, problems = None, list[str]()
     replicas: list[Replica] = []
@@ -189,7 +190,7 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
             path, (manifest, problem) = memory.path(place.step), memory.check(place)
         if problem is None:
             run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0, not isinstance(place, Path))
-            _check(run.origin, run.identity, resolved, cut)
+            _check(run.origin, run.identity, resolved, interrupted)
             break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
@@ -230,11 +231,11 @@ def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> R
     return Resume(rows, {"step": step, "layout": layout, "time": datetime.now(timezone.utc).isoformat("T", "seconds")})
 
 
-def _check(origin: Origin, identity: Mapping[str, Any], resolved: Resolved, cut: bool) -> None:
+def _check(origin: Origin, identity: Mapping[str, Any], resolved: Resolved, interrupted: bool) -> None:
     path, manifest, steps, options = origin.path, origin.manifest, resolved.steps, resolved.options
     if wrong := manifest.differences(identity):
         raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
-    if manifest.step > steps or (manifest.step == steps and not cut):
+    if manifest.step > steps or (manifest.step == steps and not interrupted):
         limits = [f"--{name}" for name in ("max_iters", "epochs") if getattr(options, name) is not None]
         raise CheckpointError(
             f"{path} is of step {manifest.step}, and the run has {steps}: no step is left; give more by "

@@ -247,7 +247,7 @@ def image_steps(
         workers: processes that read images ahead.
     """
 
-    def whole_batch(step: int) -> Batch:
+    def global_batch(step: int) -> Batch:
         images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
         return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.local_batch_size // 2)
 
@@ -258,7 +258,7 @@ def image_steps(
         steps = per_epoch = min(steps, STEPS)
         with torch.device("meta"):
             full = CNN(resolved.sizes)
-        one_device = OneDevice(run, full, [model], optimizer, whole_batch)
+        one_device = OneDevice(run, full, [model], optimizer, global_batch)
     optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
     run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
     batches, losses = task.all_batches(), list[Tensor]()

@@ -57,5 +57,5 @@ def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]]
     run.log.info("numbers kept, on the rank that keeps most\n%s", text, stacklevel=2)
     apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
     run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=2)
-    run.describe(parameters=full, held=elements, losses_differ=apart)
+    run.describe(parameters=full, local=elements, losses_differ=apart)
     return apart <= limit

@@ -174,7 +174,7 @@ def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
     if "OMP_NUM_THREADS" not in shared:
         binding.set_threads(shared, places, threads)
     if go["by"] == "host":
-        fork, why = local.start_how(target, go["prefork"], go["device"])
+        fork, why = local.start_method(target, go["prefork"], go["device"])
     else:
         fork, why = False, "one process a rank: there is nothing to share an import with"
     plan = LaunchPlan(target, shared, places, go["device"], fork, {"start": why})

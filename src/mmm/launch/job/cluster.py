@@ -120,7 +120,7 @@ def plan(
         notes.append(f"{len(used)} of {len(listed)} hosts are used")
     bind, words, binding_words, why["cpu binding"] = _binding(options, site, launcher, per_host)
     settings = variables.of_site(site, options, environ, why)
-    ordered = site.orders_devices(options.by, launcher, device) and site.device_variable not in options.env
+    ordered = site.shows_devices(options.by, launcher, device) and site.device_variable not in options.env
     order = site.device_order if ordered else []
     shared = variables.of_cluster(options, site, job, used, ranks, device, environ, build, why) | settings
     if site.name:

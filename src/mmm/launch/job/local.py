@@ -82,7 +82,7 @@ def plan(
         shared[DEVICE_VARIABLE] = device
     shared |= variables.torch_variables(build, environ)
     why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
-    fork, why["start"] = start_how(target, prefork, device, build)
+    fork, why["start"] = start_method(target, prefork, device, build)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return LaunchPlan(target, shared, ranks, device, fork, why, tuple(notes))
 
@@ -150,7 +150,7 @@ def describe(plan: LaunchPlan, preloads: list[str]) -> str:
     return "\n".join(lines)
 
 
-def start_how(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
+def start_method(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
     """Whether this host's ranks can be forked from one process, and why, or why not."""
     build = accelerators.torch_build() if build is None else build
     if not target.is_python:

@@ -71,7 +71,7 @@ class Site:
         """The site's name, and the page that field or variable `what` is from."""
         return f"{self.name}: {self.sources.get(what, self.source)}".removesuffix(": ")
 
-    def orders_devices(self, by: str, launcher: str, device: str | None) -> bool:
+    def shows_devices(self, by: str, launcher: str, device: str | None) -> bool:
         """Whether launch shows each rank its device, because the launcher backend does not."""
         by_srun = launcher == "srun" and by == "rank" and any(word.startswith("--gpu-bind") for word in self.srun)
         return bool(self.device_variable) and device == self.device and not by_srun

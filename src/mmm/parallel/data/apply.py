@@ -104,7 +104,7 @@ def dp_mesh(mesh: Mesh) -> DeviceMesh:
         return mesh.device_mesh["dp_replicate", shard]
 
 
-def only_copies(layout: Layout, mixed: bool, techniques: Techniques) -> bool:
+def needs_no_fsdp(layout: Layout, mixed: bool, techniques: Techniques) -> bool:
     """Whether FSDP would only copy parameters and gradients through its buffers: on a single rank, where it does not
     cast them or move them to the host either. The trainers then leave the model as it is (`Mesh.one_device`).
 
