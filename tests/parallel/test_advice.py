@@ -154,7 +154,8 @@ def test_of_a_data_parallel_technique(technique, layout):
 def test_of_the_number_of_ranks(layout, ranks):
     with pytest.raises(LayoutError) as refused:
         layout.fit(ranks)
-    layout.fit(int(re.search(r"launch -n (\d+)", str(refused.value))[1]))
+    assert f"start {refused.value.ranks} ranks" in str(refused.value)
+    layout.fit(refused.value.ranks)
 
 
 def test_nearest_and_smaller():

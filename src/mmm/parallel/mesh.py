@@ -145,7 +145,8 @@ class Mesh:
             experts are sharded as all other parameters are.
         one_device: nothing is data parallel, and the model stays as it is. On MPS, where PyTorch makes no groups and
             FSDP does not run: there is one rank. And where FSDP would only copy: in a trainer on one rank
-            (`mmm.parallel.data.apply.needs_no_fsdp`), and around a model without replicas or shards that is not trained.
+            (`mmm.parallel.data.apply.needs_no_fsdp`), and around a model without replicas or shards that is not
+            trained.
         p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
             receiver) on pp; those of this rank (`mmm.parallel.pipeline.p2p` says why). Gloo needs none.
     """
