@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 from importlib import resources
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,10 +170,15 @@ assert hasattr(torch.ops.torchvision, "nms") == torchvision.extension._has_ops()
     assert done.returncode == 0, done.stderr
 
 
-def test_a_torchvision_that_imports_is_left_alone(monkeypatch):
+@pytest.mark.parametrize("name", ["_C.so", "_C.cpython-311-darwin.so", "_C_stable.so", "_C.pyd"])
+def test_a_torchvision_that_imports_is_left_alone(monkeypatch, tmp_path, name):
+    """Its compiled part is called by another name since 0.29. Operators declared twice would end the process."""
     from mmm.data import torchvision_shim
 
     declared: list[str] = []
+    (tmp_path / name).touch()
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(torchvision_shim.importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(torch.library, "Library", lambda *_: declared.append("library"))
     torchvision_shim._declare_missing_operators()

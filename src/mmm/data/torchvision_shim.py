@@ -53,7 +53,7 @@ def _declare_missing_operators() -> torch.library.Library | None:
     """Declare the operators that the import looks for; None where the real ones load, as in ``extension.py``."""
     spec = importlib.util.find_spec("torchvision")
     for folder in map(Path, spec.submodule_search_locations or [] if spec else []):
-        for compiled in sorted([*folder.glob("_C.*so"), *folder.glob("_C.so"), *folder.glob("_C*.pyd")]):
+        for compiled in sorted([*folder.glob("_C*.so"), *folder.glob("_C*.pyd")]):  # _C_stable from 0.29 on
             try:
                 torch.ops.load_library(os.fspath(compiled))  # a second time it does nothing
                 return None
