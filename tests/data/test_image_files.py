@@ -1,7 +1,6 @@
 """Images from files: IDX, CIFAR-10's pickles, folders. Broken files are named, and a folder given is only read."""
 
 import gzip
-import hashlib
 import io
 import pickle
 import shutil
@@ -16,6 +15,7 @@ from mmm.data.datasets import cifar, idx, load_images
 from mmm.data.image_batches import ImageBatches
 from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DataError
+from support.cifar import expected_of, write_cifar
 
 # --- IDX ------------------------------------------------------------------------------------------------------------
 
@@ -121,15 +121,9 @@ def cifar_folder(tmp_path, monkeypatch):
     """A folder in CIFAR-10's layout of 4 images a batch, whose md5 torchvision is made to expect."""
     dataset = import_torchvision("datasets").CIFAR10
     folder = tmp_path / "given" / dataset.base_folder
-    folder.mkdir(parents=True)
-    listed = {}
-    for number, (name, _) in enumerate([*dataset.train_list, *dataset.test_list]):
-        pixels = np.random.RandomState(number).randint(0, 256, (4, 3072)).astype(np.uint8)
-        content = pickle.dumps({"data": pixels, "labels": [number, 1, 2, 3]}, protocol=2)
-        (folder / name).write_bytes(content)
-        listed[name] = hashlib.md5(content).hexdigest()
-    monkeypatch.setattr(dataset, "train_list", [[name, listed[name]] for name, _ in dataset.train_list])
-    monkeypatch.setattr(dataset, "test_list", [[name, listed[name]] for name, _ in dataset.test_list])
+    write_cifar(folder, 4)
+    for name, files in expected_of(folder).items():
+        monkeypatch.setattr(dataset, name, files)
     return folder
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from mmm.data.prepare import Preparation, prepare
+from support.cifar import write_cifar
 from support.llamas import CONFIG, write_hugging_face
 
 LLAMA = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 264}
 TRAIN, TEST = 72, 20  # images
-DONE = "done-2"  # to be counted up where something else is written
+DONE = "done-3"  # to be counted up where something else is written
 
 
 def make(folder: Path) -> Path:
@@ -37,6 +38,7 @@ def make(folder: Path) -> Path:
         labels = numbers.randint(0, 10, count).astype(np.uint8)
         _idx(folder / "idx" / f"{part}-images-idx3-ubyte", _pictures(numbers, labels, 28))
         _idx(folder / "idx" / f"{part}-labels-idx1-ubyte", labels)
+    write_cifar(folder / "cifar-10-batches-py", 15)
     _files(folder / "flat", numbers, 3, 20)
     _files(folder / "split" / "train", numbers, 4, 12)
     _files(folder / "split" / "val", numbers, 4, 3)

@@ -325,7 +325,7 @@ def _vit(rng: random.Random, data: Path) -> dict[str, Value]:
     }
     if flags["attention"] == "sdpa" and rng.random() < 0.3:
         flags["sdpa_backend"] = rng.choice(("math", "math", "flash", "efficient", "cudnn"))
-    _images(rng, data, flags, ("mnist", "fashion_mnist", "digits", "digits", "fake", "folder"))
+    _images(rng, data, flags, ("mnist", "fashion_mnist", "cifar10", "digits", "digits", "fake", "folder"))
     if flags["dataset"] == "fake" and rng.random() < 0.4:
         flags["classes"] = rng.choice(("2", "5", "10"))
     return flags
@@ -335,7 +335,7 @@ def _cnn(rng: random.Random, data: Path) -> dict[str, Value]:
     flags = _common(rng, "cnn")
     flags["dropout"] = rng.choice(("on", "off"))
     # Files of 224 × 224 pixels would make it a net of 99 million parameters; 2,000 test images of fake take seconds.
-    _images(rng, data, flags, ("mnist",) * 9 + ("fashion_mnist",) * 6 + ("digits",) * 3 + ("fake",))
+    _images(rng, data, flags, ("mnist",) * 9 + ("fashion_mnist",) * 6 + ("cifar10", "digits") * 3 + ("fake",))
     if rng.random() < 0.3:
         flags["gamma"] = rng.choice(("0.5", "1"))
     if rng.random() < 0.3:
@@ -349,6 +349,8 @@ def _images(rng: random.Random, data: Path, flags: dict[str, Value], names: tupl
     flags["dataset"] = name
     if name in ("mnist", "fashion_mnist"):
         flags["data_dir"] = str(data / "idx")
+    elif name == "cifar10":
+        flags["data_dir"] = str(data)
     elif name == "folder":
         flags["data_dir"] = str(data / rng.choice(("split", "flat")))
 

@@ -34,12 +34,14 @@ import xarray  # noqa: F401
 
 from fuzz.draw import Case
 from fuzz.flags import PROGRAMS, arguments
+from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DivergedError, UserError
 from mmm.history.record import TRACE
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer import loop
 from mmm.trainer.options import parse
+from support.cifar import expected_of
 
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
 COMPILE_TIMEOUT = 400.0
@@ -149,6 +151,9 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
             scales.append(scaler.get_scale())
 
     torch.amp.GradScaler.update = updated  # type: ignore[method-assign]
+    if case.flags.get("dataset") == "cifar10":
+        for name, files in expected_of(case.data / "cifar-10-batches-py").items():
+            setattr(import_torchvision("datasets").CIFAR10, name, files)
     if plant is not None:
         plant(rank)
     if case.ends_at is not None:
