@@ -50,7 +50,7 @@ def test_the_main_examples_configuration_is_followed_in_few_files(monkeypatch, t
 
     monkeypatch.setattr(StepClock, "start", stop)
     monkeypatch.setattr(sys, "argv", ["fsdp_tp", "--preset", "debug", "--device", "cpu", "--outdir", str(tmp_path)])
-    entered, given = files_entered(lambda: fsdp_tp.train(fsdp_tp.parse(fsdp_tp.Config, fsdp_tp.__doc__)))
+    entered, given = files_entered(lambda: fsdp_tp.train(fsdp_tp.example.parse(fsdp_tp.Config, fsdp_tp.__doc__)))
     torch.distributed.destroy_process_group()  # a run that does not end leaves it
     assert "examples/fsdp_tp.py" in given
     assert len(given) <= 14, sorted(given)

@@ -34,26 +34,20 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer.flags import run_main
+from mmm.trainer import example
 from mmm.trainer.mistakes import TOLERANCE
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Unused, parse
-from mmm.trainer.report import print_once
-from mmm.trainer.start import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve_own
 
 SHOWN = "output.weight"  # whose rows the log follows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions):
+class Config(example.TextProgramOptions):
     """A small Transformer, saved in the middle, which goes on there and on another mesh."""
 
     SEVERAL_MODELS = True
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "fp64"] = "auto"
-    compile: Unused[bool] = False
+    compile: example.Unused[bool] = False
     default_batch_size, default_max_iters = 8, 20
 
 
@@ -85,23 +79,23 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(config: Config) -> None:
-    resolved = resolve_own(config)
+    resolved = example.resolve_own(config)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("checkpoint", config, resolved) as run:
+    with example.start_run("checkpoint", config, resolved) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
             with torch.device("meta"):
                 model = Transformer(resolved.sizes).to(run.precision.storage)
             shard(model, init_device_mesh(run.device.type, sizes, mesh_dim_names=("replica", "shard")[-len(sizes) :]))
             materialize(model, run.device, seed)
-            return model, make_optimizer(config.optimizer, model.parameters(), config.lr)
+            return model, example.make_optimizer(config.optimizer, model.parameters(), config.lr)
 
         ranks, others, apart = run.rank.world_size, list[Transformer](), 0.0
         model, optimizer = build((ranks,), config.seed)
-        for step in text_steps(run, resolved, model, optimizer):
+        for step in example.text_steps(run, resolved, model, optimizer):
             if step.number == resolved.steps // 2:
                 folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
                 dist.broadcast_object_list(folder)  # rank 0 has made the run's folder
@@ -143,8 +137,8 @@ def where(folder: str) -> str:
 
 
 def main() -> None:
-    train(parse(Config, __doc__))
+    train(example.parse(Config, __doc__))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    example.run_main(main)

@@ -38,17 +38,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.errors import ConfigError
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer.flags import run_main
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, Unused, parse
-from mmm.trainer.report import print_once
-from mmm.trainer.start import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve_own
+from mmm.trainer import example
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, BreakOptions):
+class Config(example.TextProgramOptions, example.BreakOptions):
     """DDP on a small Transformer."""
 
     BREAKS: ClassVar = {
@@ -58,7 +52,7 @@ class Config(TextProgramOptions, BreakOptions):
         "compute the same gradient: N ranks learn from the samples of one.",
     }
     preset: Literal["debug", "small", "medium"] = "debug"
-    compile: Unused[bool] = False
+    compile: example.Unused[bool] = False
     parallel = "ddp"
     default_batch_size = 8
     accumulate: int = 1
@@ -66,7 +60,7 @@ class Config(TextProgramOptions, BreakOptions):
 
 
 def train(config: Config) -> None:
-    resolved = resolve_own(config)
+    resolved = example.resolve_own(config)
     layout = resolved.layout
     if config.accumulate < 1 or resolved.local_batch_size % config.accumulate:
         raise ConfigError(
@@ -74,14 +68,14 @@ def train(config: Config) -> None:
             f"equal micro-batches: use a divisor of {resolved.local_batch_size}"
         )
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("ddp", config, resolved) as run:
+    with example.start_run("ddp", config, resolved) as run:
         model = resolved.model.to(run.precision.storage)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
 
         def local_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
             with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
@@ -93,7 +87,7 @@ def train(config: Config) -> None:
         run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", apart)
         run.describe(by_hand_difference=apart)
         coordinate = 0 if config.break_ == "same_samples" else run.rank.rank
-        for step in text_steps(run, resolved, ddp, optimizer, coordinate=coordinate):
+        for step in example.text_steps(run, resolved, ddp, optimizer, coordinate=coordinate):
             micro = (tensor.chunk(config.accumulate) for tensor in (step.batch.inputs, step.batch.targets))
             for i, (inputs, targets) in enumerate(zip(*micro, strict=True)):
                 last = i == config.accumulate - 1
@@ -134,4 +128,4 @@ def parameter_spread(model: nn.Module) -> float:
 
 
 if __name__ == "__main__":
-    run_main(lambda: train(parse(Config, __doc__)))
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

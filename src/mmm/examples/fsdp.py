@@ -31,19 +31,13 @@ from mmm.analysis.local_elements import local_elements
 from mmm.models.cnn import CNN
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer.flags import run_main
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, parse
-from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.run import Run
+from mmm.trainer import example
 from mmm.trainer.save import save_model
-from mmm.trainer.start import start_run
-from mmm.trainer.steps import image_steps
 from mmm.trainer.vision import CNNOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, BreakOptions):
+class Config(CNNOptions, example.BreakOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says."""
 
     BREAKS: ClassVar = {
@@ -58,7 +52,7 @@ class Config(CNNOptions, BreakOptions):
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
 
 
-def parallelize(run: Run, model: CNN, config: Config) -> nn.Module:
+def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
     """The model to train, with its initial weights, which are the same on every mesh."""
     if config.parallel == "hsdp":  # sharded over dp_shard, and gradients all-reduced over dp_replicate
         sizes, axes = (run.layout.dp_replicate, run.layout.dp_shard), ("dp_replicate", "dp_shard")
@@ -87,19 +81,19 @@ def parallelize(run: Run, model: CNN, config: Config) -> nn.Module:
 def train(config: Config) -> None:
     resolved = resolve(config)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
     elements = parameter_count(resolved.model)
-    with start_run("fsdp", config, resolved) as run:
+    with example.start_run("fsdp", config, resolved) as run:
         model = parallelize(run, resolved.model.to(run.precision.storage), config)
-        run.log.info("%s", sharded_model(model))
+        run.log.info("%s", example.sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
-        optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), resolved.lr)
         # Each local loss is a sum divided by the *global* count: ranks with fewer labels count for less, and gradients
         # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
         factor = run.layout.dp if config.parallel == "ddp" else 1
-        for step in image_steps(run, resolved, model, optimizer, config.workers):
+        for step in example.image_steps(run, resolved, model, optimizer, config.workers):
             images, labels, count = step.batch.inputs, step.batch.targets, step.batch.count
             if config.break_ == "averaged":  # the mean over the own labels, and over the ranks
                 count = int((labels >= 0).sum()) * run.layout.dp
@@ -122,4 +116,4 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_main(lambda: train(parse(Config, __doc__)))
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

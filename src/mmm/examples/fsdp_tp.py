@@ -42,18 +42,11 @@ from mmm.data import Batch
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import TensorParallelOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, Unused, parse
-from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.start import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve_own
+from mmm.trainer import example
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
+class Config(example.TextExampleOptions):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
 
     BREAKS: ClassVar = {
@@ -62,7 +55,6 @@ class Config(TensorParallelOptions, TextProgramOptions, ValidationOptions, Break
         "norms": "ffn_norm is left out of the tensor-parallel plan. Each rank of tp then has the gradient of its own "
         "part of the sequence only: nothing adds the parts up, and the ranks' norms drift apart.",
     }
-    compile: Unused[bool] = False
 
 
 def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: str | None = None) -> None:
@@ -111,25 +103,25 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    resolved = resolve_own(config)
+    resolved = example.resolve_own(config)
     layout, model = resolved.layout, resolved.model
-    check_own_kv_heads(resolved)
+    example.check_own_kv_heads(resolved)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("fsdp_tp", config, resolved) as run:
+    with example.start_run("fsdp_tp", config, resolved) as run:
         # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
         materialize(model, run.device, config.seed)
-        run.log.info("%s\n%s", mesh, sharded_model(model))
+        run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
         def local_loss(batch: Batch) -> Tensor:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        for step in text_steps(run, resolved, model, optimizer, local_loss):
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        for step in example.text_steps(run, resolved, model, optimizer, local_loss):
             with loss_parallel():  # the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)
@@ -139,4 +131,4 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_main(lambda: train(parse(Config, __doc__)))
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

@@ -42,17 +42,11 @@ from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.trainer.flags import run_main
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, Unused, parse
-from mmm.trainer.report import print_once, sharded_model
-from mmm.trainer.start import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve_own
+from mmm.trainer import example
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, BreakOptions):
+class Config(example.TextProgramOptions, example.BreakOptions):
     """HSDP on a small Transformer. Each replica is sharded over the ranks that --replicas leaves."""
 
     BREAKS: ClassVar = {
@@ -62,7 +56,7 @@ class Config(TextProgramOptions, BreakOptions):
         "equal: sums of gradients of different models train none of them.",
     }
     preset: Literal["debug", "small", "medium"] = "debug"
-    compile: Unused[bool] = False
+    compile: example.Unused[bool] = False
     parallel = "hsdp"
     default_batch_size = 8
     replicas: int = 2
@@ -88,12 +82,12 @@ def train(config: Config) -> None:
     if config.replicas < 2:
         one = f"--replicas {config.replicas}: with one replica HSDP is FSDP"
         raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
-    resolved = resolve_own(config)
+    resolved = example.resolve_own(config)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return
 
-    with start_run("hsdp", config, resolved) as run:
+    with example.start_run("hsdp", config, resolved) as run:
         sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
         rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis
@@ -108,9 +102,9 @@ def train(config: Config) -> None:
             torch.manual_seed(run.rank.rank)
             for matrix in (p.data for p in model.parameters() if p.ndim > 1):
                 nn.init.normal_(matrix.to_local() if isinstance(matrix, DTensor) else matrix, std=0.02)
-        run.log.info("%s", sharded_model(model))
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
-        for step in text_steps(run, resolved, model, optimizer):
+        run.log.info("%s", example.sharded_model(model))
+        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        for step in example.text_steps(run, resolved, model, optimizer):
             loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
             step.log(loss)
             loss.backward()
@@ -142,4 +136,4 @@ def largest_difference(model: nn.Module, mesh: DeviceMesh) -> float:
 
 
 if __name__ == "__main__":
-    run_main(lambda: train(parse(Config, __doc__)))
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

@@ -34,33 +34,24 @@ from mmm.analysis.peak import Peak
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, apply, build_mesh, loss_of, materialize
 from mmm.runtime.process_group import gather_floats
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Unused, parse
-from mmm.trainer.report import print_once
-from mmm.trainer.resolve import ResolvedPlan
-from mmm.trainer.run import Run
-from mmm.trainer.start import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import Preset, TextProgramOptions, resolve
+from mmm.trainer import example
 
 WAYS = ("full", "loss in chunks", "MLP in tiles", "both")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions):
+class Config(example.TensorParallelOptions, example.TextProgramOptions, example.MemoryOptions):
     """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
     given) by each way."""
 
     SEVERAL_MODELS = True
     loss_chunks: int = 8
     tile: int = 8
-    offload: Unused[bool] = False
-    compile: Unused[bool] = False
+    offload: example.Unused[bool] = False
+    compile: example.Unused[bool] = False
     default_batch_size = 1
-    preset: Preset = "debug"
+    preset: example.Preset = "debug"
     ffn_dim: int | None = 1024
     vocab_size: int | None = 8192
     seq_length: int = 1024
@@ -72,12 +63,12 @@ class Config(TensorParallelOptions, TextProgramOptions, MemoryOptions):
 
 def train(config: Config) -> bool:
     """Every way, and the table. Whether the losses are the same."""
-    resolved = resolve(config)
+    resolved = example.resolve(config)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return True
 
-    with start_run("tiling", config, resolved) as run:
+    with example.start_run("tiling", config, resolved) as run:
         mesh = build_mesh(resolved.layout, run.device.type, config.timeout)
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
         apart = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
@@ -91,7 +82,7 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[int, list[float]]:
+def train_way(run: example.Run, mesh: Mesh, resolved: example.ResolvedPlan, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.options
     assert isinstance(config, Config)
@@ -101,9 +92,9 @@ def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[i
     model = apply(model, mesh, resolved.plan, run.precision, loss_chunks=loss_chunks, tile=tile)
     materialize(model, run.device, config.seed)
     loss_fn = loss_of(model)
-    optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr)
+    optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
     losses = []
-    for step in text_steps(run, resolved, model, optimizer, at={"way": way}):
+    for step in example.text_steps(run, resolved, model, optimizer, at={"way": way}):
         with Peak(run.device, model) as peak, loss_parallel():
             loss = loss_fn(model(step.batch.inputs), step.batch.targets, step.batch.count)
             step.log(loss)
@@ -116,4 +107,4 @@ def train_way(run: Run, mesh: Mesh, resolved: ResolvedPlan, way: int) -> tuple[i
 
 
 if __name__ == "__main__":
-    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))
+    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))

@@ -34,20 +34,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer.flags import run_main
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import BreakOptions, Unused, parse
-from mmm.trainer.report import print_once
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.run import Run
-from mmm.trainer.start import start_run
-from mmm.trainer.steps import text_steps
-from mmm.trainer.text import TextProgramOptions, resolve_own
+from mmm.trainer import example
 from mmm.trainer.zero_stages import most_elements, report_stages
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextProgramOptions, BreakOptions):
+class Config(example.TextProgramOptions, example.BreakOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     SEVERAL_MODELS = True
@@ -57,7 +49,7 @@ class Config(TextProgramOptions, BreakOptions):
     }
     preset: Literal["debug", "small", "medium"] = "debug"
     default_max_iters = 5
-    compile: Unused[bool] = False
+    compile: example.Unused[bool] = False
     parallel = "ddp"  # stage 0, which holds most
     default_batch_size = 2
     optimizer: Literal["adamw"] = "adamw"  # SGD has no state: stage 1 would save nothing
@@ -102,7 +94,9 @@ class Slices(nn.Module):
         yield from self.slices.items()
 
 
-def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> tuple[dict[str, int], list[float]]:
+def train_stage(
+    run: example.Run, mesh: DeviceMesh, resolved: example.Resolved, stage: int
+) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
         full = Transformer(resolved.sizes).to(run.precision.storage)
@@ -116,8 +110,8 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
     for p in full.parameters() if stage == 0 else ():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
     model, losses = Slices(full, mesh, stage) if stage in (1, 2) else full, []
-    optimizer = make_optimizer("adamw", model.parameters(), run.options.lr)
-    for step in text_steps(run, resolved, model, optimizer, at={"stage": stage}):
+    optimizer = example.make_optimizer("adamw", model.parameters(), run.options.lr)
+    for step in example.text_steps(run, resolved, model, optimizer, at={"stage": stage}):
         with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
             logits = model(step.batch.inputs)
         step.log(loss := cross_entropy(logits, step.batch.targets, step.batch.count))
@@ -133,15 +127,15 @@ def train_stage(run: Run, mesh: DeviceMesh, resolved: Resolved, stage: int) -> t
 
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
-    resolved = resolve_own(config)
+    resolved = example.resolve_own(config)
     if config.summary:
-        print_once(resolved.summary())
+        example.print_once(resolved.summary())
         return True
 
-    with start_run("zero", config, resolved) as run:
+    with example.start_run("zero", config, resolved) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
         return report_stages(run, [train_stage(run, mesh, resolved, stage) for stage in range(4)], resolved.model)
 
 
 if __name__ == "__main__":
-    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))
+    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))

@@ -1,4 +1,4 @@
-"""What an example on text takes from the package besides its technique: flags, and a run around its steps."""
+"""What an example takes from the package besides its technique: flags, and a run around its steps."""
 
 # ruff: noqa: F401
 
@@ -12,15 +12,23 @@ import tyro
 from mmm.errors import ConfigError
 from mmm.parallel import Mesh
 from mmm.trainer.flags import run_main
-from mmm.trainer.layout import TensorParallelOptions
+from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, Unused, parse
 from mmm.trainer.report import print_once, sharded_model, stage_table
-from mmm.trainer.resolve import ResolvedPlan
+from mmm.trainer.resolve import Resolved, ResolvedPlan
 from mmm.trainer.run import Run
 from mmm.trainer.start import start_run
-from mmm.trainer.steps import on_mesh, text_steps
-from mmm.trainer.text import ExpertOptions, Preset, TextProgramOptions, ValidationOptions, check_own_kv_heads, resolve
+from mmm.trainer.steps import image_steps, on_mesh, text_steps
+from mmm.trainer.text import (
+    ExpertOptions,
+    Preset,
+    TextProgramOptions,
+    ValidationOptions,
+    check_own_kv_heads,
+    resolve,
+    resolve_own,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
