@@ -204,7 +204,7 @@ if os.environ["MMM_ATTEMPT"] == "0":
 else:
     sys.argv += ["--outdir", "again"]
 sys.argv[1:1] = sys.argv.pop(1).split()
-fsdp_tp.train(fsdp_tp.parse(fsdp_tp.Config))
+fsdp_tp.train(fsdp_tp.example.parse(fsdp_tp.Config))
 """,
     )
     flags = " ".join([*EXAMPLE[3:], "--flush_every", "1"])
