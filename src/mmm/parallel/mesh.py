@@ -219,8 +219,12 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
         for group in groups:  # an axis of all ranks is the default group, which has been there before
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            _set_timeout(limit, group)
     return mesh
+
+
+# PyTorch 2.14 has a public name for it, and warns of the old one.
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 @contextmanager
