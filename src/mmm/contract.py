@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,6 +81,11 @@ NUMBERINGS = {
     ),
     "slurm": Numbering(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
 }
+
+
+def port_of(identity: str) -> int:
+    """One of `PORTS`, the same for all who know `identity`."""
+    return PORTS[zlib.crc32(identity.encode()) % len(PORTS)]
 
 
 def read_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:

@@ -52,6 +52,12 @@ def pristine(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_other_source(monkeypatch):
+    """Ranks import from the environment that they run in."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
 class Hosts:
     """Hosts h0, h1, …: folders of those names under the launcher's."""
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmm.contract import DRY_RUN_VARIABLE, MARKER_VARIABLE, NUMBERINGS, PORTS, read_number
+from mmm.contract import DRY_RUN_VARIABLE, MARKER_VARIABLE, NUMBERINGS, port_of, read_number
 from mmm.errors import LaunchError
 
 DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm.plan.dry_run`)
@@ -69,7 +68,7 @@ def _master_address(env: Mapping[str, str], one_host: bool | None) -> tuple[str,
         port = int(read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
     else:
         identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
-        port = PORTS[zlib.crc32(identity.encode()) % len(PORTS)]
+        port = port_of(identity)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_host else None)
     if address is None or ("MASTER_PORT" not in env and not one_host):
         raise LaunchError(

@@ -28,7 +28,8 @@ def check_sdpa(
     there = [other for other, kernel in kernels.items() if _works(kernel, device, dtype, shape)]
     raise DeviceError(
         f"sdpa_backend {name!r}: PyTorch {torch.__version__} has no such kernel on {device.type} for {dtype} and heads "
-        f"of {shape[1]} numbers; use auto{', ' * bool(there)}{', '.join(there)}"
+        f"of {shape[1]} elements; use auto{', ' * bool(there)}{', '.join(there)}",
+        fields=("sdpa_backend",),
     )
 
 

@@ -2,10 +2,9 @@
 
 import getpass
 import os
-import zlib
 from collections.abc import Mapping
 
-from mmm.contract import DEVICE_VARIABLE, PORTS
+from mmm.contract import DEVICE_VARIABLE, port_of
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts
 from mmm.launch.job.options import LaunchOptions
@@ -101,7 +100,7 @@ def _port(environ: Mapping[str, str], job: Job, site: Site, used: list[str], att
     else:
         identity = f"{getpass.getuser()} {','.join(used)} {os.getpid()} {attempt}"
         why = "from user, hosts and launch's pid"
-    return str(PORTS[zlib.crc32(identity.encode()) % len(PORTS)]), why
+    return str(port_of(identity)), why
 
 
 def threads(options: LaunchOptions, job: Job, environ: Mapping[str, str]) -> tuple[int | None, str]:
