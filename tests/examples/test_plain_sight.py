@@ -38,7 +38,7 @@ TECHNIQUE = {
         *("silu", "index_add", "moe_layer", "balance_experts", "loss_parallel", "text_steps"),
     },
     "parallel_4d": {
-        *("init_device_mesh", "build", "parallelize_module", "columns", "prepare", "RowwiseParallel"),
+        *("init_device_mesh", "build", "parallelize_module", "ColwiseParallel", "prepare", "RowwiseParallel"),
         *("SequenceParallel", "fully_shard", "PipelineStage", "kind", "loss_parallel", "text_steps"),
         *SUMMED,
     },
@@ -46,7 +46,7 @@ TECHNIQUE = {
 NAMED = {  # taken by another name, or handed to a function
     "tensor_parallel": {"matmul"},
     "context_parallel": {"isend", "irecv", "ring_attention"},
-    "parallel_4d": {"ring_attention", "ColwiseParallel", "PrepareModuleInput", "Schedule1F1B", "ScheduleGPipe"},
+    "parallel_4d": {"ring_attention", "PrepareModuleInput", "Schedule1F1B", "ScheduleGPipe"},
 }
 OTHER_LOOP = {"tensor_parallel": set(), "pipeline": LOOP - {"backward"}, "parallel_4d": LOOP - {"backward"}}
 TAKEN = {"Layout", "cross_entropy", "materialize"}  # of mmm.parallel: the mesh's sizes, the loss, the weights

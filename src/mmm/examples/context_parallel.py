@@ -11,12 +11,13 @@ tail, because later tokens have more to look back at; cp = 4, 512 tokens::
                    │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank has the chunk of 64 tokens
                    └────┴────┴────┴────┴────┴────┴────┴────┘
     all but attention      each rank its own 128 tokens, nothing to send
-    attention, ring        hop 1, 2, 3: send the keys and values held to the next rank, take those of the rank before
+    attention, ring        hop 1, 2, 3: send the keys and values to the next rank, receive those of the rank before
                            rank 1 has keys of    hop 0: rank 1    hop 1: rank 0    hop 2: rank 3    hop 3: rank 2
     attention, ulysses     all-to-all: each rank gets the full sequence of heads / cp heads; and back
 
-`ring_attention` is compared with attention to the full sequence; the model trains with the package's, which sends while
-it computes, and FSDP over dp × cp. Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023.
+`ring_attention` below is compared with attention to the full sequence on one rank. The training uses the package's,
+which sends while it computes, and FSDP over dp × cp. Source: Liu et al., "Ring Attention with Blockwise Transformers",
+2023.
 """
 
 from __future__ import annotations

@@ -69,17 +69,17 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
     for name in {"tok_embeddings", "norm", "output"}.difference(names):
         setattr(model, name, None)
     # 2. Tensor parallel: columns, then rows; between them the sequence, dim 1, is sharded (mmm.examples.fsdp_tp).
-    columns, rows, prepare = tp.ColwiseParallel, tp.RowwiseParallel(output_layouts=Shard(1)), tp.PrepareModuleInput
+    columns, rows, prepare = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=Shard(1)), tp.PrepareModuleInput
     split, full = Shard(1), Replicate()
     plan = {
         "tok_embeddings": tp.RowwiseParallel(input_layouts=full, output_layouts=split),
         **{name: tp.SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")},
         "layers.*.attention": prepare(input_layouts=(split, None, None), desired_input_layouts=(full, None, None)),
-        **{f"layers.*.{name}": columns() for name in ("attention.wq", "attention.wk", "attention.wv")},
+        **{f"layers.*.{name}": columns for name in ("attention.wq", "attention.wk", "attention.wv")},
         **{f"layers.*.{name}": rows for name in ("attention.wo", "feed_forward.w2")},
         "layers.*.feed_forward": prepare(input_layouts=split, desired_input_layouts=full),
-        **{f"layers.*.{name}": columns() for name in ("feed_forward.w1", "feed_forward.w3")},
-        "output": columns(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+        **{f"layers.*.{name}": columns for name in ("feed_forward.w1", "feed_forward.w3")},
+        "output": tp.ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
     }
     if mesh["tp"].size() > 1:
         stage_plan = {name: style for name, style in plan.items() if name.startswith("layers.") or name in names}
@@ -126,18 +126,18 @@ def train(config: Config) -> None:
         times = PipelineTimes(run.clock, [stage])  # dtf, dtb, dtw
         schedule = kind(times.stages[0], microbatches, loss_fn=times.timed_loss(loss_fn), scale_grads=False)
 
-        def through(go: Callable[..., Any], batch: Batch) -> Tensor:
+        def run_schedule(step: Callable[..., Any], batch: Batch) -> Tensor:
             losses: list[Tensor] = []
             inputs = [batch.inputs[:, positions]] if stage.is_first else []
             targets = batch.targets[:, positions] if stage.is_last else None
-            go(*inputs, target=targets, losses=losses, return_outputs=False)
+            step(*inputs, target=targets, losses=losses, return_outputs=False)
             return times.local_loss(losses)
 
         optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
-        evaluate, samples_of = partial(through, schedule.eval), 0 if config.break_ == "samples" else at["dp_shard"]
+        evaluate, samples_of = partial(run_schedule, schedule.eval), 0 if config.break_ == "samples" else at["dp_shard"]
         for step in example.text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
             with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary
-                step.log(through(schedule.step, step.batch))
+                step.log(run_schedule(schedule.step, step.batch))
             if config.break_ is None:
                 clip_grad_norm(model.parameters(), 1.0, stages=mesh["pp"])
             optimizer.step()

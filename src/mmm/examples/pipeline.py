@@ -94,10 +94,8 @@ def train(config: Config) -> None:
     with example.start_run("pipeline", config, resolved) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
-        mesh, tokens = (
-            build_mesh(layout, run.device.type, config.timeout),
-            resolved.global_batch_size * config.seq_length,
-        )
+        mesh = build_mesh(layout, run.device.type, config.timeout)
+        tokens = resolved.global_batch_size * config.seq_length
         at, there_and_back = mesh["pp"].get_local_rank(), SCHEDULES[config.schedule].v
         numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
         every = {"positions": torch.arange(config.seq_length, device=run.device)}  # not split into micro-batches
@@ -122,20 +120,20 @@ def train(config: Config) -> None:
             scale_grads=config.break_ == "scale",
         )
 
-        def through(go: Callable[..., Any], batch: Batch) -> Tensor:
+        def run_schedule(step: Callable[..., Any], batch: Batch) -> Tensor:
             losses: list[Tensor] = []  # of the micro-batches, on the last stage
             inputs = [batch.inputs] if 0 in numbers else []  # other stages take what the stage before sends
-            go(*inputs, target=batch.targets if len(names) - 1 in numbers else None, losses=losses)
+            step(*inputs, target=batch.targets if len(names) - 1 in numbers else None, losses=losses)
             return times.local_loss(losses)
 
         modules = [stage.submod for stage in stages]
         optimizer = example.make_optimizer(config.optimizer, [p for m in modules for p in m.parameters()], config.lr)
-        evaluate = lambda batch: through(schedule.eval, batch)  # noqa: E731
+        evaluate = lambda batch: run_schedule(schedule.eval, batch)  # noqa: E731
         for step in example.text_steps(run, resolved, modules, optimizer, evaluate):
             if config.timeline and step.number > 0:
                 times.record()
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
-                step.log(through(schedule.step, step.batch))  # forward, loss and backward of all micro-batches
+                step.log(run_schedule(schedule.step, step.batch))  # forward, loss and backward of all micro-batches
             optimizer.step()
             optimizer.zero_grad()
         if config.timeline:
