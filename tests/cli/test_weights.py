@@ -104,6 +104,7 @@ def test_an_error_of_all_ranks_is_said_once(imported, tmp_path):
         (["sample", "OWN", "--prompt", "x", "--max-new-tokens", "0"], "--max_new_tokens 0: it must be at least 1"),
         (["sample", "OWN", "--prompt", "x", "--timeout", "-1"], "--timeout -1.0: it must be greater than 0"),
         (["sample", "OWN", "--prompt", "x", "--timeout", "nan"], "--timeout nan: it must be greater than 0"),
+        (["sample", "OWN", "--prompt", "x", "--seed", str(2**63)], "it must fit in 64 bits"),
         (["sample", "GGUF", "--prompt", "x"], "--prompt: no tokenizer is known"),
         (["sample", "GONE", "--prompt", "x"], "No such file or directory"),
         (["import", "GONE", "-o", "OUT"], "No such file or directory"),

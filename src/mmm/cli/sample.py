@@ -63,14 +63,14 @@ def _sample(args: Any) -> None:
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami
-    from mmm.trainer.options import check_timeout
+    from mmm.trainer.options import BatchOptions
     from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
     from mmm.trainer.samples import checked, encode_prompt, sample_text
 
     for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name} {value}: it must be at least {least}")
-    check_timeout(args.timeout)
+    BatchOptions(timeout=args.timeout, seed=args.seed).check()
     sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
     rank = whoami()
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)

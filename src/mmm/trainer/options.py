@@ -136,7 +136,8 @@ class BaseOptions:
         """
         if self.flush_every < 1:
             raise ConfigError(f"--flush_every {self.flush_every}: it must be at least 1")
-        check_timeout(self.timeout)
+        if not 0 < self.timeout <= LONGEST:
+            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: it must fit in 64 bits")
 
@@ -344,9 +345,3 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
     if whoami().source != DRY_RUN:
         raise DryRunAsked(options)
     return for_a_few_steps(options)
-
-
-def check_timeout(timeout: float) -> None:
-    """Raises ConfigError where no collective may take so many seconds."""
-    if not 0 < timeout <= LONGEST:
-        raise ConfigError(f"--timeout {timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
