@@ -108,6 +108,7 @@ def test_a_users_error_of_a_rank_that_then_hangs(fail):
 
 def test_what_others_say_in_consequence_is_left_out(fail):
     others = """
+    while not os.path.exists("failed"): time.sleep(0.01)
     try: time.sleep(90) if rank == 0 else time.sleep(0.02)
     finally: raise RuntimeError('[../gloo/transport/tcp/pair.cc:534] Connection closed by peer')
 """.strip()
