@@ -217,6 +217,13 @@ def test_what_is_refused_of_a_gguf(tmp_path, keys, words):
     assert words in str(refused.value)
 
 
+def test_a_scaling_said_twice_by_two_names(tmp_path):
+    linear = {"factor": 2.0}
+    both = {"rope_scaling": {"type": "linear", **linear}, "rope_parameters": {"rope_type": "linear", **linear}}
+    path = write_hugging_face(tmp_path / "hf", {**CONFIG, **both})
+    assert config_of(open_weights(path)).rope_scaling == RopeScaling("linear", 2.0)
+
+
 @pytest.mark.parametrize("kind", [{}, {"llama__rope__scaling__type": "linear"}], ids=["", "linear"])
 def test_a_gguf_whose_positions_are_scaled(tmp_path, kind):
     path = write_gguf(tmp_path / "a.gguf", llama__rope__scaling__factor=4.0, **kind)

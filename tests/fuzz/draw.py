@@ -180,7 +180,7 @@ def _resumed(rng: random.Random, case: Case, problem: dict[str, Value]) -> Case:
     """The case, where it can, as the end of a run that began on another layout."""
     flags = case.flags
     alike = "global_batch_size" in flags and "scale_lr" not in flags and "compile" not in flags  # on any layout
-    if "resume" not in flags_of(case.program) or not alike or "profile" in flags or "summary" in flags:
+    if "resume" not in flags_of(case.program) or not alike or flags.keys() & {"profile", "summary", "epochs"}:
         return case
     every = rng.choice(("1", "2"))
     saves = {name: flags[name] for name in ("log_every",) if name in flags}

@@ -60,6 +60,7 @@ class Outcome:
         reason: of what is no run, one line. details: a traceback, or the end of what the ranks printed.
         series: numbers of the record by name, a row each (NaN where a row lacks it). weights: a digest of the saved
             model, by tensor. facts: of config.json. scales: of the loss under fp16, after each step.
+        resumed_at: steps at which the record went on.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Outcome:
     weights: dict[str, tuple[float, float]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
+    resumed_at: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -86,8 +88,12 @@ def run_case(case: Case, scratch: Path, plant: Plant | None = None) -> Outcome:
         outcome = _run(case, folder, plant)
     else:
         first = _run(case.before, folder, plant)
-        outcome = _run(case, folder, plant) if first.kind == "ended" else first
-        outcome.scales = first.scales[: case.before.saved] + outcome.scales if first.kind == "ended" else first.scales
+        outcome = first
+        if first.kind == "ended":
+            outcome = _run(case, folder, plant)
+            outcome.scales = first.scales[: case.before.saved] + outcome.scales
+        if outcome.kind == "ran" and outcome.resumed_at != [case.before.saved]:
+            outcome = Outcome("crashed", f"it went on from {outcome.resumed_at}, not from step {case.before.saved}")
     shutil.rmtree(folder, ignore_errors=True)
     outcome.seconds = time.monotonic() - began
     return outcome
@@ -235,6 +241,7 @@ def _read(outcome: Outcome, outdir: Path) -> Outcome:
     if outcome.kind == "ran" and (strange := names - RECORD):
         return Outcome("crashed", f"the run has left {', '.join(sorted(strange))}")
     with h5py.File(outdir / "train_dataset.h5") as data:  # a tenth of the time that xarray takes
+        outcome.resumed_at = [mark["step"] for mark in json.loads(data.attrs.get("resumed", "[]"))]
         outcome.series = {name: data[name][:].astype(float).tolist() for name in SERIES if name in data}
     outcome.facts = json.loads((outdir / "config.json").read_text())
     if "model.pt" in names:

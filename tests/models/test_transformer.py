@@ -140,6 +140,7 @@ def test_scaling_as_a_config_has_it():
         ({"rope_type": "default", "factor": 2.0}, "has the unknown key factor: default takes none"),
         ({"rope_type": "llama3", "factor": 8.0}, "lacks low_freq_factor, high_freq_factor, original_max"),
         ({"factor": 8.0}, "rope_type None is not one of"),
+        ({"rope_type": ["linear"], "factor": 8.0}, r"rope_type \['linear'\] is not one of"),
         ({"rope_type": "default", "type": "linear", "factor": 8.0}, "rope_type 'default' is not type 'linear'"),
         ({"rope_type": "linear", "factor": "2"}, "factor is '2', which is no number"),
     ],

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import DeviceError, LaunchError
+from mmm.launch.job.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 from mmm.runtime import agreement
 from mmm.runtime import process_group as groups
@@ -63,6 +64,7 @@ def test_groups_of_the_mesh_wait_as_long_as_the_default_group(run_on_ranks):
 RECORDS = """
 import sys, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from mmm.launch.job.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 seen = []
 def make(common, options):
@@ -94,6 +96,7 @@ BOUND = """
 import sys, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.distributed.device_mesh import init_device_mesh
+from mmm.launch.job.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 from mmm.runtime import process_group as groups
 from mmm.runtime.ranks import Rank
@@ -235,6 +238,52 @@ def leave_with_ddp(rank):
 def test_a_program_with_ddp_ends_whatever_gloo_still_does(run_on_ranks):
     """DDP's reducer would wait for a thread of gloo that waits for Python's lock."""
     assert run_on_ranks(leave_with_ddp, 2, timeout=PATIENCE, fresh=True) == [2, 2]
+
+
+def test_a_fork_after_a_run_has_a_group_of_its_own():
+    """Not the threads of the run's, for which it would wait."""
+    with process_group(Rank(0, 1, 0, 1, "alone"), CPU):
+        pass
+    assert fork_ranks(located, 2, "ab", timeout=PATIENCE) == [(0, 1), (0, 1)]
+
+
+def again(rank):
+    """Two runs of one process by the same port, rank 1 late for the second."""
+    for _ in range(2):
+        told = locate(replace(rank, local_rank=None, local_world_size=None), 20.0)
+        with process_group(told, CPU, 20.0):
+            assert gather_floats([1.0], CPU) == [[1.0]] * rank.world_size
+        time.sleep(rank.rank)
+    return True
+
+
+def test_the_next_run_of_a_process_does_not_meet_by_the_last_ones_store():
+    assert fork_ranks(again, 2, timeout=PATIENCE) == [True, True]
+
+
+END = """
+import sys, time, torch, torch.distributed as dist
+from mmm.runtime.process_group import process_group
+from mmm.runtime.ranks import Rank
+
+torch.set_num_threads(1)
+number, port = map(int, sys.argv[1:])
+
+def program():
+    with process_group(Rank(number, 2, number, 2, "test", "127.0.0.1", port), torch.device("cpu"), 60.0):
+        group = dist.new_group([0, 1])
+        time.sleep(2 * number)
+        dist.all_reduce(torch.ones(1000), group=group, async_op=True)
+
+program()
+"""
+
+
+def test_a_process_ends_whatever_gloo_still_does():
+    """A thread of gloo that frees a tensor while Python ends would end the process by SIGABRT."""
+    port = free_port()
+    processes = [subprocess.Popen([sys.executable, "-c", END, str(rank), str(port)]) for rank in range(2)]
+    assert [process.wait(PATIENCE) for process in processes] == [0, 0]
 
 
 def test_alone():

@@ -343,6 +343,18 @@ def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, pr
     assert after.attrs["state"] == "finished"
 
 
+def test_a_run_that_was_to_go_further_is_not_ended_by_a_shorter_limit(run_on_ranks, tmp_path):
+    """The row under way, and the last evaluation, would be missing in a record that says finished."""
+    flags = {**TEXT, "dataset": "random", "max_iters": 8, "checkpoint_every": 3, "outdir": tmp_path}
+    assert run_on_ranks(train, 2, LM, flags, 4) == ["ended"] * 2
+    (tmp_path / "config.json").write_text(
+        json.dumps({**json.loads((tmp_path / "config.json").read_text()), "state": "killed"})
+    )
+    again = {**flags, "resume": Path("auto"), "max_iters": 3}
+    assert "step 3, and the run has 3: no step is left" in run_on_ranks(train, 2, LM, again)[0]
+    assert run_on_ranks(train, 2, LM, {**again, "max_iters": 8}) == ["", ""]
+
+
 def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun):
     flags, _, path = begun
     given = {**flags, "outdir": path.parent.parent, "overwrite": True}

@@ -142,15 +142,14 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     """``rope_theta``, and ``rope_scaling`` where a config says one: by keys of their own, or in ``rope_parameters``."""
     rope, scaling = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
     thetas = {theta for theta in (rope.pop("rope_theta", None), config.get("rope_theta")) if theta}
+    for each in (rope, scaling):
+        if "type" in each and each.setdefault("rope_type", each["type"]) == each["type"]:  # its name in older configs
+            del each["type"]
     if rope.get("partial_rotary_factor", 1) in NEUTRAL["partial_rotary_factor"]:
         rope.pop("partial_rotary_factor", None)
     if len(thetas) > 1 or (rope and scaling and rope != scaling):
         raise CheckpointError(f"{where}: rope_parameters says something else than rope_theta and rope_scaling")
     scaling = rope or scaling
-    if "type" in scaling:  # its name in older configs
-        scaling.setdefault("rope_type", scaling["type"])
-        if scaling["type"] == scaling["rope_type"]:
-            del scaling["type"]
     return float(max(thetas, default=10_000.0)), None if scaling in ({}, {"rope_type": "default"}) else scaling
 
 

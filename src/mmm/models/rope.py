@@ -46,7 +46,7 @@ class RopeScaling:
             )
         kind = given["rope_type"] if given != {"rope_type": None} else "default"
         known = {"default": (), "linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {', '.join(known)}")
         if wrong := given.keys() - {"rope_type", *known[kind]}:
             takes = ", ".join(known[kind]) or "none"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import signal
 import warnings
@@ -24,9 +26,10 @@ from mmm.runtime.ranks import DRY_RUN, Rank
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
 
-# The groups of the last `process_group` that ended, until the next one begins. DDP's reducer must not be the last to
-# let a group go: it waits for gloo's threads with Python's lock held, which a thread needs to free a tensor. Python's
-# own reference, which goes last, waits without the lock.
+# The groups of the last `process_group` that ended, until ranks meet again, the process forks (a fork has none of their
+# threads), or it ends (while Python does, a thread that needs its lock ends the process). DDP's reducer must not be the
+# last to let a group go: it waits for gloo's threads with Python's lock held, which a thread needs to free a tensor.
+# Python's own reference, which goes last, waits without the lock.
 _ended: list[dist.ProcessGroup] = []
 
 
@@ -48,7 +51,7 @@ def process_group(
     Raises:
         LaunchError: rank 0 cannot listen on MASTER_PORT. DeviceError: two ranks have one device; on every rank.
     """
-    free_ended_groups()
+    _free_in_time()
     limit = timedelta(seconds=timeout) + (MARGIN if device.type in ("cuda", "xpu") else timedelta())
     # Gloo connects each rank with every other, once a group: more sockets than 1,024, which many systems begin with.
     # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
@@ -73,8 +76,14 @@ def process_group(
 
 
 def free_ended_groups() -> None:
-    """End the threads of groups that are over, for a process that goes on. A model that has a group keeps it."""
+    """End the threads of groups that are over. A model that has a group keeps it."""
     _ended.clear()
+
+
+@functools.cache
+def _free_in_time() -> None:
+    os.register_at_fork(before=free_ended_groups)
+    atexit.register(free_ended_groups)
 
 
 def locate(rank: Rank, timeout: float = 600.0) -> Rank:
@@ -101,6 +110,7 @@ def _meeting(rank: Rank, limit: timedelta) -> Iterator[dist.Store]:
 
     Until they have met, a signal would make PyTorch print C++ frames and go on. launch kills who does not heed it.
     """
+    free_ended_groups()  # with them goes the store that they met by
     meets = rank.source != "alone" and MARKER_VARIABLE in os.environ
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if meets else ())
     try:

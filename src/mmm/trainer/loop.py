@@ -143,6 +143,7 @@ def _fit(
     if first == options.steps:  # the run was interrupted after its last step
         run.note("no step is left to make; the model is evaluated once more")
         model.train(False)
+        clock.step = first - 1
         evaluated = task.evaluate(model)
     return evaluated
 

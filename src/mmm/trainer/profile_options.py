@@ -63,7 +63,7 @@ def profile_of(run: Run, model: ParallelModel, first: int, end: int) -> Callable
         first, end: of the steps that this process makes.
     """
     options = run.options
-    if not isinstance(options, ProfileOptions) or options.profile is None or run.rank.source == DRY_RUN:
+    if not isinstance(options, ProfileOptions) or options.profile is None or run.rank.source == DRY_RUN or first >= end:
         return lambda step: None
     from mmm.trainer.profile import Profile  # a run with --profile only
 

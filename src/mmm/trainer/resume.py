@@ -111,14 +111,26 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
         )
     elif given is not None:
         note = make_room(given, this)
-    ending = config_ending(read_config(given)) if auto and given is not None else None
-    interrupted = auto and (again or (ending is not None and ending.state != FINISHED))
+    interrupted = auto and given is not None and _was_interrupted(given, options, this)
     mfu = _measured(given, this) if goes_on and given is not None else None
     outdir = history.prepare(options.outdir, module, options.overwrite, goes_on)
     if saves:
         writable(outdir / CHECKPOINTS)
         remove_partial(outdir / CHECKPOINTS)
     return RunFolder(outdir, tuple(found), auto, goes_on, interrupted, note, mfu)
+
+
+def _was_interrupted(outdir: Path, options: Any, this: Attempt | None) -> bool:
+    """Whether a folder's run was to end where this one does, and has not finished, or is of this launch."""
+    config = read_config(outdir)
+    ending, earlier = config_ending(config), attempt_of(config)
+    try:
+        there = dict(json.loads(config)["options"])
+    except (ValueError, KeyError, TypeError):  # a user may edit it
+        return False
+    alike = all(name in there and there[name] == getattr(options, name) for name in ("max_iters", "epochs"))
+    own = this is not None and earlier is not None and earlier.of == this.of
+    return alike and (own or (ending is not None and ending.state != FINISHED))
 
 
 def _measured(outdir: Path, this: Attempt | None) -> dict[str, Any] | None:
