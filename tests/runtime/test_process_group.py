@@ -243,7 +243,8 @@ def test_a_program_with_ddp_ends_whatever_gloo_still_does(run_on_ranks):
 def test_a_fork_after_a_run_has_a_group_of_its_own():
     """Not the threads of the run's, for which it would wait."""
     with process_group(Rank(0, 1, 0, 1, "alone"), CPU):
-        pass
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    del model
     assert fork_ranks(located, 2, "ab", timeout=PATIENCE) == [(0, 1), (0, 1)]
 
 
@@ -272,6 +273,7 @@ number, port = map(int, sys.argv[1:])
 def program():
     with process_group(Rank(number, 2, number, 2, "test", "127.0.0.1", port), torch.device("cpu"), 60.0):
         group = dist.new_group([0, 1])
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
         time.sleep(2 * number)
         dist.all_reduce(torch.ones(1000), group=group, async_op=True)
 

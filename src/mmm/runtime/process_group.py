@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import signal
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mmm.contract import ENDING, MARKER_VARIABLE, open_files
 from mmm.errors import LaunchError
@@ -26,10 +28,10 @@ from mmm.runtime.ranks import DRY_RUN, Rank
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
 
-# The groups of the last `process_group` that ended, until ranks meet again, the process forks (a fork has none of their
-# threads), or it ends (while Python does, a thread that needs its lock ends the process). DDP's reducer must not be the
-# last to let a group go: it waits for gloo's threads with Python's lock held, which a thread needs to free a tensor.
-# Python's own reference, which goes last, waits without the lock.
+# The groups of the last `process_group` that ended with a model of DDP, until ranks meet again, the process forks (a
+# fork has none of their threads), or it ends (while Python does, a thread that needs its lock ends the process). DDP's
+# reducer must not be the last to let a group go: it waits for gloo's threads with Python's lock held, which a thread
+# needs to free a tensor. Python's own reference, which goes last, waits without the lock.
 _ended: list[dist.ProcessGroup] = []
 
 
@@ -71,7 +73,9 @@ def process_group(
         dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
     with default_timeout(limit), bound_if_it_splits():
         yield
-    _ended.extend(dist.distributed_c10d._world.pg_map)
+    # Without one nothing is kept: the store that they met by is to close before another rank meets by its port again.
+    if any(issubclass(type(each), DistributedDataParallel) for each in gc.get_objects()):
+        _ended.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
 
