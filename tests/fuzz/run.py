@@ -42,6 +42,7 @@ from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer import loop
 from mmm.trainer.options import parse
 from support.cifar import expected_of
+from support.resuming import Ended, ending_before
 
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
 COMPILE_TIMEOUT = 400.0
@@ -124,10 +125,6 @@ def _run(case: Case, folder: Path, plant: Plant | None) -> Outcome:
     return outcome
 
 
-class Ended(Exception):
-    """What ends a run in the middle."""
-
-
 def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, plant: Plant | None) -> Outcome:
     """The life of a rank."""
     program = case.program
@@ -163,7 +160,7 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
     if plant is not None:
         plant(rank)
     if case.ends_at is not None:
-        loop.seed_step = _ending(case, folder, loop.seed_step)  # type: ignore[assignment]
+        loop.seed_step = ending_before(case.ends_at, folder / f"out/checkpoints/step-{case.saved}", loop.seed_step)  # type: ignore[assignment]
     outcome = Outcome("ran")
     try:
         PROGRAMS[program].train(config)
@@ -187,20 +184,6 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
         if outcome.kind == "ran":
             return Outcome("crashed", f"{len(left)} processes are left after the run: {left}")
     return outcome
-
-
-def _ending(case: Case, folder: Path, seed_step: Callable[..., None]) -> Callable[..., None]:
-    """What the loop calls before each step, and ends by where the case says, once its last checkpoint is complete."""
-
-    def before_step(seed: int, step: int, coordinate: int) -> None:
-        if step == case.ends_at:
-            path, deadline = folder / f"out/checkpoints/step-{case.saved}", time.monotonic() + TIMEOUT
-            while not path.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            raise Ended
-        seed_step(seed, step, coordinate)
-
-    return before_step
 
 
 def _together(answers: list[Outcome], outdir: Path, goes_on: bool) -> Outcome:

@@ -15,6 +15,7 @@ from mmm.errors import RecordError
 from mmm.history import History, finalize, load
 from mmm.history import reader as reading
 from mmm.history.journal import Journal
+from support.disk import CAN_MOUNT, small_disk
 
 RANKS = [{"rank": r, "host": "a"} for r in range(2)]
 WRITER = """
@@ -197,14 +198,9 @@ def test_a_full_device(tmp_path, monkeypatch):
     assert load(tmp_path)["iter"].values.tolist() == [0, 1]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
+@CAN_MOUNT
 def test_a_really_full_file_system(tmp_path):
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk(tmp_path, "size=64k"):
         history = History(tmp_path, ranks=RANKS, flush_every=1)
         kept = 0
         with pytest.raises(RecordError, match=r"journal\.jsonl: No space left on device"):  # noqa: PT012
@@ -217,8 +213,6 @@ def test_a_really_full_file_system(tmp_path):
         assert load(tmp_path).sizes["draw"] == kept
         assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
         history._journal.close()
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_failed_finalize_keeps_the_journal(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
@@ -31,6 +32,21 @@ def before_step(seed: int, step: int, coordinate: int) -> None:
     """For a test to patch."""
 
 
+def ending_before(ends_at: int, checkpoint: Path, seed_step: Callable[..., None]) -> Callable[..., None]:
+    """What the loop calls before each step, in place of its `seed_step`: it raises `Ended` before one, once the
+    checkpoint is complete."""
+
+    def ending(seed: int, step: int, coordinate: int) -> None:
+        if step == ends_at:
+            deadline = time.monotonic() + PATIENCE
+            while not checkpoint.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise Ended
+        seed_step(seed, step, coordinate)
+
+    return ending
+
+
 def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: Path | None = None) -> str:
     """Run a trainer; what a user's error says, or nothing.
 
@@ -41,16 +57,14 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: P
     module = importlib.import_module(program)
     seed_step = module.fit.__globals__["seed_step"]
 
-    def ending(seed, step, coordinate):
-        if step == ends_at:
-            every = flags["checkpoint_every"]
-            path, deadline = flags["outdir"] / f"checkpoints/step-{step // every * every}", time.monotonic() + PATIENCE
-            while not path.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            raise Ended
+    def announced(seed, step, coordinate):
         before_step(seed, step, coordinate)
         seed_step(seed, step, coordinate)
 
+    ending = announced
+    if ends_at is not None:
+        every = flags["checkpoint_every"]
+        ending = ending_before(ends_at, flags["outdir"] / f"checkpoints/step-{ends_at // every * every}", announced)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {MEMORY_VARIABLE: str(memory)} if memory is not None else {}))
         stack.enter_context(program_on(rank))

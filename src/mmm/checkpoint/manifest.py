@@ -157,6 +157,12 @@ def remove(folders: Sequence[Path]) -> None:
             shutil.rmtree(going, ignore_errors=True)
 
 
+def discard(partial: Path) -> None:
+    """Remove what a save that failed has left, where the disk lets it."""
+    with contextlib.suppress(OSError):
+        remove([partial])
+
+
 def remove_partial(checkpoints: Path) -> None:
     """Remove what a kill has left of checkpoints that were being written or removed."""
     for path in checkpoints.glob(f"step-*{PARTIAL}"):

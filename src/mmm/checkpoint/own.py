@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import warnings
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, broken_file, read_manifest, remove
+from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
 from mmm.checkpoint.state import MODEL, one_line, shapes_of
 from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.checkpoint.weights import Origins, TensorEntry, Weights, about_of, attach
@@ -175,7 +174,6 @@ def write_own(weights: Weights, folder: Path) -> None:
             dcp.save({}, storage_writer=_SlabWriter(partial, finished), planner=_Slabs(weights), no_dist=True)
     except (CheckpointException, OSError) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        with contextlib.suppress(OSError):
-            remove([partial])
+        discard(partial)
         text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not written: {one_line(first)}"
         raise CheckpointError(text) from None

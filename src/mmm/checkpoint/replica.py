@@ -14,7 +14,6 @@ A new copy is complete on all hosts before the one before it is removed.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +36,7 @@ from mmm.checkpoint.manifest import (
     Manifest,
     broken_file,
     complete,
+    discard,
     read_manifest,
     remove,
     remove_partial,
@@ -261,8 +261,7 @@ class ReplicaSaver(Saver):
             self._write(self.memory, state, manifest)
         except BaseException:
             if self.memory.is_first:
-                with contextlib.suppress(OSError):
-                    remove([self.partial(manifest.step)])
+                discard(self.partial(manifest.step))
             raise
 
     def _write(self, memory: HostMemory, state: dict[str, Any], manifest: Manifest) -> None:

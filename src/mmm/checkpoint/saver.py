@@ -7,7 +7,6 @@ alone, and for a save that has not ended when the next begins.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mmm.checkpoint.host_copy import HostCopy
-from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, complete, remove
+from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, complete, discard
 from mmm.checkpoint.state import one_line
 from mmm.checkpoint.storage import Writer
 from mmm.checkpoint.weights import Origins, about_of, attach
@@ -94,8 +93,7 @@ class Saver:
             failures = error.failures if isinstance(error, CheckpointException) else {}
             first = next((each for each, _ in failures.values()), error)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                with contextlib.suppress(OSError):
-                    remove([self.partial(step)])  # the disk may be full
+                discard(self.partial(step))  # the disk may be full
             self.failed(f"no {self.what} of step {step}: {one_line(first)}")
         else:
             self._complete = True

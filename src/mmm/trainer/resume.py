@@ -123,21 +123,24 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
 def _was_interrupted(outdir: Path, options: Any, this: Attempt | None) -> bool:
     """Whether a folder's run was to end where this one does, and has not finished, or is of this launch."""
     config = read_config(outdir)
-    ending, earlier = config_ending(config), attempt_of(config)
+    ending = config_ending(config)
     try:
         there = dict(json.loads(config)["options"])
     except (ValueError, KeyError, TypeError):  # a user may edit it
         return False
     alike = all(name in there and there[name] == getattr(options, name) for name in ("max_iters", "epochs"))
-    own = this is not None and earlier is not None and earlier.of == this.of
-    return alike and (own or (ending is not None and ending.state != FINISHED))
+    return alike and (_of_this_launch(config, this) or (ending is not None and ending.state != FINISHED))
+
+
+def _of_this_launch(config: str, this: Attempt | None) -> bool:
+    earlier = attempt_of(config)
+    return this is not None and earlier is not None and earlier.of == this.of
 
 
 def _measured(outdir: Path, this: Attempt | None) -> dict[str, Any] | None:
     """What an earlier attempt of the same launch has measured of its devices; None where there is none."""
     config = read_config(outdir)
-    earlier = attempt_of(config)
-    return json.loads(config).get("mfu") if this is not None and earlier is not None and earlier.of == this.of else None
+    return json.loads(config).get("mfu") if _of_this_launch(config, this) else None
 
 
 def _at(path: Path) -> list[Path]:
