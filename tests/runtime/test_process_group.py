@@ -248,18 +248,21 @@ def test_a_fork_after_a_run_has_a_group_of_its_own():
     assert fork_ranks(located, 2, "ab", timeout=PATIENCE) == [(0, 1), (0, 1)]
 
 
-def again(rank):
-    """Two runs of one process by the same port, rank 1 late for the second."""
-    for _ in range(2):
-        told = locate(replace(rank, local_rank=None, local_world_size=None), 20.0)
+def again(rank, keeps, late):
+    """Two runs of one process, rank `late` late for the second. keeps: the store that they meet by outlives a run."""
+    told = locate(replace(rank, local_rank=None, local_world_size=None), 20.0) if keeps else rank
+    for run in range(2):
+        time.sleep(run * (rank.rank == late))
         with process_group(told, CPU, 20.0):
             assert gather_floats([1.0], CPU) == [[1.0]] * rank.world_size
-        time.sleep(rank.rank)
     return True
 
 
-def test_the_next_run_of_a_process_does_not_meet_by_the_last_ones_store():
-    assert fork_ranks(again, 2, timeout=PATIENCE) == [True, True]
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_next_run_of_a_process_does_not_meet_where_the_last_one_did(keeps, late):
+    """Where the store outlives a run, as torchrun's does, a rank would read where the others listened before."""
+    assert fork_ranks(again, 2, keeps, late, timeout=PATIENCE) == [True, True]
 
 
 END = """

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import os
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,21 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from mmm.contract import ENDING, MARKER_VARIABLE, open_files
-from mmm.errors import LaunchError
+from mmm.contract import open_files
 from mmm.runtime.agreement import check_devices, find_hosts
 from mmm.runtime.device import backend_for, identity
+from mmm.runtime.meeting import meeting
 from mmm.runtime.ranks import DRY_RUN, Rank
 
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
 
-# The groups of the last `process_group` that ended with a model of DDP, until ranks meet again, the process forks (a
-# fork has none of their threads), or it ends (while Python does, a thread that needs its lock ends the process). DDP's
-# reducer must not be the last to let a group go: it waits for gloo's threads with Python's lock held, which a thread
-# needs to free a tensor. Python's own reference, which goes last, waits without the lock.
+# The groups of the last `process_group` that ended, until ranks meet again, the process forks (a fork has none of their
+# threads), or it ends (while Python does, a thread that needs its lock ends the process). DDP's reducer must not be the
+# last to let a group go: it waits for gloo's threads with Python's lock held, which a thread needs to free a tensor.
+# Python's own reference, which goes last, waits without the lock.
 _ended: list[dist.ProcessGroup] = []
 
 
@@ -54,6 +51,7 @@ def process_group(
         LaunchError: rank 0 cannot listen on MASTER_PORT. DeviceError: two ranks have one device; on every rank.
     """
     _free_in_time()
+    free_ended_groups()
     limit = timedelta(seconds=timeout) + (MARGIN if device.type in ("cuda", "xpu") else timedelta())
     # Gloo connects each rank with every other, once a group: more sockets than 1,024, which many systems begin with.
     # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
@@ -64,18 +62,19 @@ def process_group(
         options["device_id"] = device
         # Of sends that wait for each other: a pipeline's have groups of their own, but for shapes in its first step.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    with _meeting(rank, limit) as store:
+    with meeting(rank, limit) as store:
         if meet is not None:
             meet(store)
         if "device_id" in options and rank.world_size > 1:
             check_devices(store, rank, identity(device))
-        prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch does with a store that it makes
+        # A process's second group has the first one's store: by the same keys, ranks would connect where the others
+        # listened before.
+        number = store.add(f"mmm/groups/of/{rank.rank}", 1)
+        prefixed = dist.PrefixStore(f"mmm/groups/{number}", store)
         dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
     with default_timeout(limit), bound_if_it_splits():
         yield
-    # Without one nothing is kept: the store that they met by is to close before another rank meets by its port again.
-    if any(issubclass(type(each), DistributedDataParallel) for each in gc.get_objects()):
-        _ended.extend(dist.distributed_c10d._world.pg_map)
+    _ended.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
 
@@ -101,43 +100,11 @@ def locate(rank: Rank, timeout: float = 600.0) -> Rank:
     """
     if rank.local_rank is not None and rank.local_world_size is not None:
         return rank
-    with _meeting(rank, timedelta(seconds=timeout)) as store:
+    with meeting(rank, timedelta(seconds=timeout)) as store:
         hosts = find_hosts(store, rank)
     mates = [other for other, host in enumerate(hosts) if host == hosts[rank.rank]]
     local_rank = mates.index(rank.rank) if rank.local_rank is None else rank.local_rank
     return replace(rank, local_rank=local_rank, local_world_size=len(mates), store=store)
-
-
-@contextlib.contextmanager
-def _meeting(rank: Rank, limit: timedelta) -> Iterator[dist.Store]:
-    """The store that all ranks share, while they meet.
-
-    Until they have met, a signal would make PyTorch print C++ frames and go on. launch kills who does not heed it.
-    """
-    free_ended_groups()  # with them goes the store that they met by
-    meets = rank.source != "alone" and MARKER_VARIABLE in os.environ
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if meets else ())
-    try:
-        yield rank.store or _make_store(rank, limit)
-    except dist.DistNetworkError as error:
-        if rank.is_main and "EADDRINUSE" in str(error):
-            raise LaunchError(
-                f"MASTER_PORT {rank.port} is already in use on {rank.address}: choose another port "
-                f"(MASTER_PORT=…), or unset it and let `launch` find a free one"
-            ) from None
-        raise LaunchError(
-            f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} (MASTER_ADDR, MASTER_PORT): {error}"
-        ) from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _make_store(rank: Rank, limit: timedelta) -> dist.Store:
-    if rank.source == "alone":
-        return dist.HashStore()
-    store, *_ = next(dist.rendezvous(f"tcp://{rank.address}:{rank.port}", rank.rank, rank.world_size, timeout=limit))
-    store.set_timeout(limit)
-    return store
 
 
 @contextlib.contextmanager

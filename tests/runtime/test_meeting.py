@@ -1,0 +1,156 @@
+"""How ranks find each other in a store that has outlived others: torchrun's, when it starts the ranks again."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from threading import Event
+
+import pytest
+import torch.distributed as dist
+
+from mmm.runtime.meeting import find_meeting
+from mmm.runtime.ranks import Rank
+from support.clock import PATIENCE
+
+
+class Died(Exception):
+    pass
+
+
+class Dying:
+    """A store whose user dies at its n-th call."""
+
+    def __init__(self, store, calls):
+        self.store, self.left = store, calls
+
+    def __getattr__(self, name):
+        self.left -= 1
+        if self.left < 0:
+            raise Died
+        return getattr(self.store, name)
+
+
+class Late:
+    """A store whose user comes to its n-th call only when told to, and says when it is there."""
+
+    def __init__(self, store, calls):
+        self.store, self.left = store, calls
+        self.there, self.goes_on = Event(), Event()
+
+    def __getattr__(self, name):
+        if self.left == 0:
+            self.there.set()
+            assert self.goes_on.wait(PATIENCE)
+        self.left -= 1
+        return getattr(self.store, name)
+
+
+def ranks(count):
+    return [Rank(number, count, number, count, "torchrun", "nowhere", 1) for number in range(count)]
+
+
+def store_with(seconds):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=seconds))
+    return store
+
+
+def attempt(store, deaths):
+    """An attempt in which rank r dies at its deaths[r]-th call of the store; the others wait for it until they end."""
+    store.set_timeout(timedelta(seconds=0.2))
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(find_meeting, Dying(store, deaths.get(rank.rank, 99)), rank) for rank in ranks(3)]
+        errors = [call.exception() for call in calls]
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    return errors
+
+
+def meet(store):
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(find_meeting, [store] * 3, ranks(3)))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("calls", range(6))
+def test_ranks_that_start_again_meet_whatever_the_dead_have_left(victim, calls):
+    store = store_with(PATIENCE)
+    for _ in range(2):
+        attempt(store, {victim: calls})
+    assert len(set(meet(store))) == 1
+    assert len(set(meet(store))) == 1
+
+
+@pytest.mark.parametrize("before", ["nothing", "one was held", "one was begun", "all but one came"])
+def test_ranks_that_come_before_rank_0_wait_for_it(before):
+    """Nor do they take the dead for those that live."""
+    store = store_with(PATIENCE)
+    if before == "one was held":
+        assert meet(store) == [1] * 3
+    elif before == "one was begun":
+        assert isinstance(attempt(store, {0: 2, 1: 0, 2: 0})[0], Died)
+    elif before == "all but one came":
+        assert isinstance(attempt(store, {1: 0})[1], Died)
+    first, *others = ranks(3)
+    with ThreadPoolExecutor() as pool:
+        early = [pool.submit(find_meeting, store, other) for other in others]
+        assert not wait(early, 0.3).done
+        main = pool.submit(find_meeting, store, first)
+        assert {each.result(10) for each in [*early, main]} == {1 if before == "nothing" else 2}
+
+
+@pytest.mark.parametrize("calls", range(5))
+def test_a_rank_may_be_slow_at_any_moment(calls):
+    """Also while the others are at the next meeting already."""
+    store = store_with(PATIENCE)
+    first, second = ranks(2)
+    slow = Late(store, calls)
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(find_meeting, slow, second)
+        mains = pool.submit(lambda: [find_meeting(store, first), find_meeting(store, first)])
+        slow.there.wait(0.2)
+        slow.goes_on.set()
+        assert late.result() == 1
+        assert find_meeting(store, second) == 2
+        assert mains.result() == [1, 2]
+
+
+RESTARTED = """
+import os, sys, time
+import torch
+from mmm.runtime.agreement import find_hosts
+from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.ranks import whoami
+
+rank, attempt = whoami(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def meet(store):
+    if (attempt, rank.rank) == (1, 1):
+        time.sleep(1)  # by now rank 0 waits, and has left where it listens
+        sys.exit(3)
+    find_hosts(store, rank)
+
+if (attempt, rank.rank) == (0, 1):
+    time.sleep(1)
+    sys.exit(3)
+for run in range(2):
+    if run:
+        time.sleep(rank.rank)
+    with process_group(rank, torch.device("cpu"), 30.0, meet):
+        print(f"{attempt} {rank.rank} {run} {gather_floats([1.0], torch.device('cpu'))}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [[], ["--standalone"]])
+def test_torchrun_may_start_the_ranks_again(tmp_path, flags):
+    """Two attempts that fail while ranks meet, then two groups: PyTorch alone would connect where the dead listened."""
+    program = tmp_path / "program.py"
+    program.write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags, "--max-restarts=2", "--monitor-interval=0.2"]
+    command = [*torchrun, "--nproc-per-node=2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"2 {rank} {run} [[1.0], [1.0]]" for rank in range(2) for run in range(2)
+    ]
