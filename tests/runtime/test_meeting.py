@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 import torch.distributed as dist
 
-from mmm.runtime.meeting import find_meeting
+from mmm.runtime.agreement import find_meeting
 from mmm.runtime.ranks import Rank
 from support.clock import PATIENCE
 
@@ -58,7 +58,7 @@ def store_with(seconds):
 
 def attempt(store, deaths):
     """An attempt in which rank r dies at its deaths[r]-th call of the store; the others wait for it until they end."""
-    store.set_timeout(timedelta(seconds=0.2))
+    store.set_timeout(timedelta(seconds=0.1))
     with ThreadPoolExecutor() as pool:
         calls = [pool.submit(find_meeting, Dying(store, deaths.get(rank.rank, 99)), rank) for rank in ranks(3)]
         errors = [call.exception() for call in calls]

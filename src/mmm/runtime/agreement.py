@@ -3,7 +3,7 @@
 Each rank leaves what it knows in the store by which the ranks have found each other. Rank 0 reads it, and tells all
 what follows: either every rank goes on, or every rank raises the same error. `agree` compares what has to be equal, and
 does what only rank 0 does (such as to prepare the run's folder); `check_devices` finds ranks on one device;
-`find_hosts` says who is on which host.
+`find_hosts` says who is on which host; `find_meeting` finds the others where dead ranks have left their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmm import errors
 from mmm.errors import ConfigError, DeviceError, UserError
 from mmm.runtime.ranks import Rank
 
-CHUNK = 256  # ranks whose facts are read at once
+CHUNK = 256  # ranks that are waited for, and whose facts are read, at once
 HEARD = 10.0  # s that rank 0, which holds the store, waits for the others to hear of an error
 FIRST_WORD = 1.0  # s by which rank 0, which says the error, is ahead: Open MPI kills all when the first rank has ended
 SHOWN = 4  # values of a fact, groups of ranks, and hosts, that are named each
@@ -32,6 +32,40 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], /) -> None: ...
+
+
+def find_meeting(store: Store, rank: Rank) -> int:
+    """The number of the meeting that all ranks are at now, from 1 on. A collective.
+
+    torchrun's store stays when it starts the ranks again, with all that the dead have left in it: how far each had
+    come, and where it listened. Rank 0 begins a meeting that is new; the others come once it has begun. One at which
+    not all have come is over when the next begins; one that has been held is not waited for again.
+    """
+
+    def key(number: int, what: str) -> str:
+        return f"mmm/meetings/{number}/{what}"
+
+    if rank.is_main:
+        number = store.add("mmm/meetings", 1)
+        if number > 1 and not store.check([key(number - 1, "end")]):
+            store.set(key(number - 1, "end"), "over")
+        store.set(key(number, "begin"), "")
+        came = [key(number, str(other)) for other in range(1, rank.world_size)]
+        for start in range(0, len(came), CHUNK):
+            store.wait(came[start : start + CHUNK])
+        store.set(key(number, "end"), "held")
+        return number
+    number = store.add("mmm/meetings", 0)
+    if number == 0 or store.check([key(number, "end")]):
+        number += 1
+    while True:
+        store.get(key(number, "begin"))
+        store.set(key(number, str(rank.rank)), "")
+        if store.get(key(number, "end")) == b"held":
+            return number
+        number += 1
 
 
 def agree(

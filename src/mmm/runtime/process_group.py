@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmm.contract import open_files
-from mmm.runtime.agreement import check_devices, find_hosts
+from mmm.contract import ENDING, MARKER_VARIABLE, open_files
+from mmm.errors import LaunchError
+from mmm.runtime.agreement import check_devices, find_hosts, find_meeting
 from mmm.runtime.device import backend_for, identity
-from mmm.runtime.meeting import meeting
 from mmm.runtime.ranks import DRY_RUN, Rank
 
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
@@ -30,6 +31,10 @@ MARGIN = timedelta(seconds=20)
 # last to let a group go: it waits for gloo's threads with Python's lock held, which a thread needs to free a tensor.
 # Python's own reference, which goes last, waits without the lock.
 _ended: list[dist.ProcessGroup] = []
+
+# The store of this process's last meeting, by where it is and who meets there. It stays for the next: closed and opened
+# again, a rank that is early would find the old one, which closes under it.
+_store: dict[tuple, dist.Store] = {}
 
 
 @contextlib.contextmanager
@@ -62,7 +67,7 @@ def process_group(
         options["device_id"] = device
         # Of sends that wait for each other: a pipeline's have groups of their own, but for shapes in its first step.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    with meeting(rank, limit) as store:
+    with _meeting(rank, limit) as store:
         if meet is not None:
             meet(store)
         if "device_id" in options and rank.world_size > 1:
@@ -85,8 +90,13 @@ def free_ended_groups() -> None:
 
 @functools.cache
 def _free_in_time() -> None:
-    os.register_at_fork(before=free_ended_groups)
-    atexit.register(free_ended_groups)
+    def free() -> None:
+        free_ended_groups()
+        if not dist.is_initialized():
+            _store.clear()
+
+    os.register_at_fork(before=free)
+    atexit.register(free)
 
 
 def locate(rank: Rank, timeout: float = 600.0) -> Rank:
@@ -100,11 +110,49 @@ def locate(rank: Rank, timeout: float = 600.0) -> Rank:
     """
     if rank.local_rank is not None and rank.local_world_size is not None:
         return rank
-    with meeting(rank, timedelta(seconds=timeout)) as store:
+    with _meeting(rank, timedelta(seconds=timeout)) as store:
         hosts = find_hosts(store, rank)
     mates = [other for other, host in enumerate(hosts) if host == hosts[rank.rank]]
     local_rank = mates.index(rank.rank) if rank.local_rank is None else rank.local_rank
     return replace(rank, local_rank=local_rank, local_world_size=len(mates), store=store)
+
+
+@contextlib.contextmanager
+def _meeting(rank: Rank, limit: timedelta) -> Iterator[dist.Store]:
+    """The store that all ranks share, while they meet.
+
+    Until they have met, a signal would make PyTorch print C++ frames and go on. launch kills who does not heed it.
+    """
+    meets = rank.source != "alone" and MARKER_VARIABLE in os.environ
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if meets else ())
+    try:
+        yield rank.store or _find_store(rank, limit)
+    except dist.DistNetworkError as error:
+        if rank.is_main and "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"MASTER_PORT {rank.port} is already in use on {rank.address}: choose another port "
+                f"(MASTER_PORT=…), or unset it and let `launch` find a free one"
+            ) from None
+        raise LaunchError(
+            f"rank {rank.rank} cannot reach rank 0 at {rank.address}:{rank.port} (MASTER_ADDR, MASTER_PORT): {error}"
+        ) from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _find_store(rank: Rank, limit: timedelta) -> dist.Store:
+    if rank.source == "alone":
+        return dist.HashStore()
+    where = (rank.address, rank.port, rank.rank, rank.world_size)
+    if where not in _store:
+        _store.clear()
+        url = f"tcp://{rank.address}:{rank.port}"
+        _store[where], *_ = next(dist.rendezvous(url, rank.rank, rank.world_size, timeout=limit))
+    store = _store[where]
+    store.set_timeout(limit)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return dist.PrefixStore(f"mmm/meeting/{find_meeting(store, rank)}", store)
+    return store
 
 
 @contextlib.contextmanager
