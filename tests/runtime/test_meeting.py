@@ -81,12 +81,14 @@ def test_ranks_that_start_again_meet_whatever_the_dead_have_left(victim, calls):
     assert len(set(meet(store))) == 1
 
 
-@pytest.mark.parametrize("before", ["nothing", "one was held", "one was begun", "all but one came"])
+@pytest.mark.parametrize("before", ["nothing", "one was held", "one was counted", "one was begun", "all but one came"])
 def test_ranks_that_come_before_rank_0_wait_for_it(before):
     """Nor do they take the dead for those that live."""
     store = store_with(PATIENCE)
     if before == "one was held":
         assert meet(store) == [1] * 3
+    elif before == "one was counted":
+        assert isinstance(attempt(store, {0: 1, 1: 0, 2: 0})[0], Died)
     elif before == "one was begun":
         assert isinstance(attempt(store, {0: 2, 1: 0, 2: 0})[0], Died)
     elif before == "all but one came":

@@ -51,6 +51,7 @@ def find_meeting(store: Store, rank: Rank) -> int:
         number = store.add("mmm/meetings", 1)
         if number > 1 and not store.check([key(number - 1, "end")]):
             store.set(key(number - 1, "end"), "over")
+            store.set(key(number - 1, "begin"), "")  # its rank 0 may have died before
         store.set(key(number, "begin"), "")
         came = [key(number, str(other)) for other in range(1, rank.world_size)]
         for start in range(0, len(came), CHUNK):
