@@ -56,7 +56,7 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False, goe
             (``-2``, ``-3``, … is added when two runs start in the same second).
         module: what is being run, e.g. ``fsdp_tp``. Only used when `outdir` is None.
         overwrite: a folder that already holds a record loses the record's own files (config.json, the dataset, the
-            journal, log.txt, the plots drawn here). Checkpoints and every other file stay.
+            journal, log.txt, the plots drawn here, traces, profiles, metrics.csv). Checkpoints and other files stay.
         goes_on: a record that is there stays, for `History` to go on with.
 
     Raises:
