@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import time
 
 import pytest
 
@@ -11,6 +12,7 @@ from mmm.launch.control.run import Limits
 from mmm.launch.job import cluster
 from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.target import Target
+from support.clock import PATIENCE
 
 LAUNCHER = """
 import json, os, socket, sys, time
@@ -64,7 +66,7 @@ def lead(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MMM_LAUNCH_ADDRESS", "127.0.0.1")
     (tmp_path / "launcher.py").write_text(LAUNCHER)
 
-    def run(kind, start_timeout=20.0, limits=None):
+    def run(kind, start_timeout=PATIENCE, limits=None):
         plan = cluster.plan(
             Target("module", "x"),
             LaunchOptions(hosts="h0,h1", per_host=2, scheduler="none"),
@@ -114,10 +116,21 @@ def test_what_can_go_wrong(lead, kind, code, says):
     assert said.err.count("launch: ") + said.err.count("error: ") == 1
 
 
-def test_a_rendezvous_that_is_never_complete(lead):
-    code, said, _ = lead("absent", start_timeout=1.0)
+def test_a_rendezvous_that_is_never_complete(lead, monkeypatch):
+    join = controller.Controller.join
+
+    def its_time_is_up_once_three_are_there(self, agent):
+        join(self, agent)
+        if len(self.agents) == 3:
+            self.rendezvous_ends = time.monotonic() + 0.2
+
+    monkeypatch.setattr(controller.Controller, "join", its_time_is_up_once_three_are_there)
+    code, said, _ = lead("absent", start_timeout=PATIENCE)
     assert code == 1
-    assert "launch: after 1 s 1 of 4 processes that hydra was to start have not connected to launch\n" in said.err
+    assert (
+        f"launch: after {PATIENCE:g} s 1 of 4 processes that hydra was to start have not connected to launch\n"
+        in said.err
+    )
 
 
 @pytest.mark.long
