@@ -13,6 +13,7 @@ from mmm.cli.doctor import checks, compute, network, python, storage
 from mmm.cli.doctor.checks import examine
 from mmm.cli.doctor.finding import Finding, Place, as_json, lines, summary
 from mmm.cli.doctor.isolated import isolated
+from support.clock import stretched
 
 
 def one(findings):
@@ -72,7 +73,7 @@ def test_one_check_does_not_keep_the_others():
         time.sleep(60)
 
     made = [checks.Check("a", hangs, "fix a"), checks.Check("b", lambda place: [Finding("b", "ok", "fine")])]
-    assert statuses(examine(Place(timeout=0.3), made)) == {"a": "fail", "b": "ok"}
+    assert statuses(examine(Place(timeout=stretched(0.3)), made)) == {"a": "fail", "b": "ok"}
 
 
 def test_what_a_check_prints_is_not_seen(capfd):
