@@ -50,9 +50,9 @@ def ranks(count):
     return [Rank(number, count, number, count, "torchrun", "nowhere", 1) for number in range(count)]
 
 
-def store_with(seconds):
+def new_store():
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=seconds))
+    store.set_timeout(timedelta(seconds=PATIENCE))
     return store
 
 
@@ -74,7 +74,7 @@ def meet(store):
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("calls", range(6))
 def test_ranks_that_start_again_meet_whatever_the_dead_have_left(victim, calls):
-    store = store_with(PATIENCE)
+    store = new_store()
     for _ in range(2):
         attempt(store, {victim: calls})
     assert len(set(meet(store))) == 1
@@ -84,7 +84,7 @@ def test_ranks_that_start_again_meet_whatever_the_dead_have_left(victim, calls):
 @pytest.mark.parametrize("before", ["nothing", "one was held", "one was counted", "one was begun", "all but one came"])
 def test_ranks_that_come_before_rank_0_wait_for_it(before):
     """Nor do they take the dead for those that live."""
-    store = store_with(PATIENCE)
+    store = new_store()
     if before == "one was held":
         assert meet(store) == [1] * 3
     elif before == "one was counted":
@@ -104,7 +104,7 @@ def test_ranks_that_come_before_rank_0_wait_for_it(before):
 @pytest.mark.parametrize("calls", range(5))
 def test_a_rank_may_be_slow_at_any_moment(calls):
     """Also while the others are at the next meeting already."""
-    store = store_with(PATIENCE)
+    store = new_store()
     first, second = ranks(2)
     slow = Late(store, calls)
     with ThreadPoolExecutor() as pool:

@@ -18,7 +18,7 @@ from mmm import errors
 from mmm.errors import ConfigError, DeviceError, UserError
 from mmm.runtime.ranks import Rank
 
-CHUNK = 256  # ranks that are waited for, and whose facts are read, at once
+CHUNK = 256  # ranks whose facts are read at once
 HEARD = 10.0  # s that rank 0, which holds the store, waits for the others to hear of an error
 FIRST_WORD = 1.0  # s by which rank 0, which says the error, is ahead: Open MPI kills all when the first rank has ended
 SHOWN = 4  # values of a fact, groups of ranks, and hosts, that are named each
@@ -33,7 +33,6 @@ class Store(Protocol):
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], /) -> None: ...
 
 
 def find_meeting(store: Store, rank: Rank) -> int:
@@ -53,9 +52,7 @@ def find_meeting(store: Store, rank: Rank) -> int:
             store.set(key(number - 1, "end"), "over")
             store.set(key(number - 1, "begin"), "")  # its rank 0 may have died before
         store.set(key(number, "begin"), "")
-        came = [key(number, str(other)) for other in range(1, rank.world_size)]
-        for start in range(0, len(came), CHUNK):
-            store.wait(came[start : start + CHUNK])
+        _others(store, f"mmm/meetings/{number}", rank.world_size)
         store.set(key(number, "end"), "held")
         return number
     number = store.add("mmm/meetings", 0)
@@ -63,10 +60,18 @@ def find_meeting(store: Store, rank: Rank) -> int:
         number += 1
     while True:
         store.get(key(number, "begin"))
-        store.set(key(number, str(rank.rank)), "")
+        store.set(key(number, str(rank.rank)), json.dumps(None))
         if store.get(key(number, "end")) == b"held":
             return number
         number += 1
+
+
+def next_place(store: Store, rank: Rank, what: str) -> str:
+    """Where in the store the ranks leave what belongs to their next `what`: no key there has been used before.
+
+    Every rank counts its own. They agree, because what is counted is a collective.
+    """
+    return f"mmm/{what}/{store.add(f'mmm/{what}/of/{rank.rank}', 1)}"
 
 
 def agree(
@@ -139,7 +144,7 @@ def decide_together(store: Store, rank: Rank, own: Any, decide: Callable[[list[A
     Raises:
         UserError: `decide` has raised it.
     """
-    where = f"mmm/agreement/{store.add(f'mmm/agreement/of/{rank.rank}', 1)}"  # torchrun's own store outlives a run
+    where = next_place(store, rank, "agreement")
     if not rank.is_main:
         store.set(f"{where}/{rank.rank}", json.dumps(own))
         kind, text = json.loads(store.get(f"{where}/verdict"))

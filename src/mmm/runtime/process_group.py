@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmm.contract import ENDING, MARKER_VARIABLE, open_files
 from mmm.errors import LaunchError
-from mmm.runtime.agreement import check_devices, find_hosts, find_meeting
+from mmm.runtime.agreement import check_devices, find_hosts, find_meeting, next_place
 from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import DRY_RUN, Rank
 
@@ -74,8 +74,7 @@ def process_group(
             check_devices(store, rank, identity(device))
         # A process's second group has the first one's store: by the same keys, ranks would connect where the others
         # listened before.
-        number = store.add(f"mmm/groups/of/{rank.rank}", 1)
-        prefixed = dist.PrefixStore(f"mmm/groups/{number}", store)
+        prefixed = dist.PrefixStore(next_place(store, rank, "groups"), store)
         dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
     with default_timeout(limit), bound_if_it_splits():
         yield
