@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=800)
     given = parser.parse_args()
-    outputs = Path("outputs")  # on this disk: a /tmp may be in memory
+    outputs = Path("outputs").absolute()  # on this disk: a /tmp may be in memory
     outputs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=outputs) as folder:
         torch.multiprocessing.spawn(measure, args=(given, folder), nprocs=given.ranks)
