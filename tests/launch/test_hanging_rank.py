@@ -11,6 +11,7 @@ from mmm.testing import free_port
 
 PROGRAM = """
 import os, signal, sys, time
+from datetime import timedelta
 import torch, torch.distributed as dist
 from mmm.runtime.clock import StepClock
 from mmm.runtime.hang import HangWatch
@@ -21,8 +22,10 @@ clock = StepClock(cpu, ("dtf", "dto"))
 def all_batches(step):
     if step == 3 and rank.rank == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGSTOP) if sys.argv[2] == "stops" else time.sleep(1000)
-with process_group(rank, cpu, limit), HangWatch(rank, limit, clock):
+with process_group(rank, cpu, 100), HangWatch(rank, limit, clock):
     for step in range(5):
+        if step == 3:  # once all have come to step 2: also on a busy machine, they are at most a moment apart
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
         clock.start()
         clock.step = step
         all_batches(step)
