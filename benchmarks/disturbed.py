@@ -80,7 +80,7 @@ def difference(found: Path, whole: Path, most: float) -> tuple[float, list[str]]
         return float("inf"), [f"the record has {len(one['iter'])} rows, and the run has {len(two['iter'])} steps"]
     losses = two["loss"].values
     far = float(np.max(np.abs(one["loss"].values - losses) / np.abs(losses)))
-    return far, [f"the curves differ by {far:.1e}"] if far > most else []
+    return far, [f"the curves differ by {far:.1e}"] if not far <= most else []
 
 
 def end(result: dict[str, Any], path: Path | None) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 from unittest.mock import patch
 
@@ -14,13 +15,19 @@ from support.pool import program_on
 FLAGS = {"dtype": "fp64", "max_iters": 6, "global_batch_size": 4, "seq_length": 16, "plots": False, "device": "cpu"}
 
 
-def run(rank, outdir, optimizer, lacks=None):
+def run(rank, outdir, optimizer, lacks=None, spoilt=None):
     def some(model, optimizer):
         part = lacks if next(calls) else None  # of what is loaded
         return {name: tensors for name, tensors in state_of(model, optimizer).items() if name != part}
 
-    state_of, calls = checkpoint.state_of, itertools.count()
-    with program_on(rank), patch.object(checkpoint, "state_of", some):
+    def load_spoilt(state, checkpoint_id):
+        load_checkpoint(state, checkpoint_id=checkpoint_id)
+        if spoilt is not None:
+            state["model"][checkpoint.SHOWN].to_local().fill_(spoilt)
+
+    state_of, calls, load_checkpoint = checkpoint.state_of, itertools.count(), checkpoint.dcp.load
+    loads = patch.object(checkpoint.dcp, "load", load_spoilt)
+    with program_on(rank), patch.object(checkpoint, "state_of", some), loads:
         try:
             checkpoint.train(checkpoint.Config(**FLAGS, optimizer=optimizer, outdir=outdir))
         except RuntimeError as error:
@@ -43,3 +50,8 @@ def test_the_same_losses(run_on_ranks, tmp_path, ranks, optimizer):
 def test_each_part_is_needed(run_on_ranks, tmp_path, lacks):
     for text in run_on_ranks(run, 2, tmp_path, "adamw", lacks):
         assert text.startswith("on the other mesh the losses differ by")
+
+
+def test_a_reloaded_model_whose_loss_is_nan_differs(run_on_ranks, tmp_path):
+    (text,) = run_on_ranks(run, 1, tmp_path, "sgd", None, math.nan)
+    assert text.startswith("on the other mesh the losses differ by nan")

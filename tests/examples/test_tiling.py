@@ -1,6 +1,7 @@
 """The example of loss in chunks and MLP in tiles: less memory, the same losses, and it says when they are not."""
 
 import json
+import math
 
 import pytest
 
@@ -29,3 +30,8 @@ def test_the_table_is_true(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tiling, "TOLERANCE", {"fp64": -1.0})
     monkeypatch.setattr(tiling, "train_way", lambda *_: (1, [1.0, 1.0]))
     assert not tiling.train(config)
+
+
+def test_a_loss_that_is_nan_is_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "train_way", lambda run, mesh, resolved, way: (1, [1.0, math.nan if way == 2 else 1.0]))
+    assert not tiling.train(tiling.Config(**SMALL, outdir=tmp_path, overwrite=True))

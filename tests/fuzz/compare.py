@@ -124,8 +124,10 @@ def _compare(case: Case, many: Outcome, one: Outcome) -> Verdict:
                 _signature(case, "names"),
             )
         for name, (value, size) in one.weights.items():
-            if abs(many.weights[name][0] - value) > WEIGHTS[dtype] * max(size, 1e-3):
-                about = f"model.pt: {name} sums up to {many.weights[name][0]!r}, on one rank to {value!r}"
+            own = many.weights[name][0]
+            both_nan = math.isnan(own) and math.isnan(value)
+            if not (both_nan or abs(own - value) <= WEIGHTS[dtype] * max(size, 1e-3)):
+                about = f"model.pt: {name} sums up to {own!r}, on one rank to {value!r}"
                 return Verdict("different", about, _signature(case, "model.pt"))
     return Verdict("equal")
 

@@ -72,6 +72,9 @@ def test_what_is_missing_differs():
     assert verdict(ran(weights=good), ran(weights={"w": (1.1, 9.0)})).kind == "different"
     assert verdict(ran(weights=good), ran(weights={"v": (1.0, 9.0)})).kind == "different"
     assert verdict(ran(weights=good), ran(weights=good)).kind == "equal"
+    nan = {"w": (float("nan"), 9.0)}
+    assert verdict(ran(weights=nan), ran(weights=good)).kind == "different"
+    assert verdict(ran(weights=nan), ran(weights=nan)).kind == "equal"
 
 
 def test_half_precision_is_compared_until_one_of_two_runs_skips_a_step():

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.comparison import relative_error, worst
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import (
@@ -127,8 +128,8 @@ def assert_same(ranks: list, expected: tuple[list, dict], losses_within=1e-9, gr
     assert set().union(*(first for _, first, _ in ranks)) == gradients.keys()
     whole_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     for losses, first, norm in ranks:
-        worst = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
-        assert worst <= losses_within, f"losses differ by {worst:.2e}: {losses} instead of {wanted}"
+        off = worst(relative_error(*pair) for pair in zip(losses, wanted, strict=True))
+        assert off <= losses_within, f"losses differ by {off:.2e}: {losses} instead of {wanted}"
         for name, gradient in first.items():
             off = ((gradient - gradients[name]).abs().max() / gradients[name].abs().max()).item()
             assert off <= gradients_within, f"gradient of {name} differs by {off:.2e} of its largest element"

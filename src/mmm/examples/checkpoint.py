@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from mmm.comparison import relative_error, worst
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
 from mmm.trainer import example
@@ -119,7 +120,7 @@ def train(config: Config) -> None:
                 its_optimizer.step()
                 its_optimizer.zero_grad()
                 step.row["loss_elsewhere"] = elsewhere = run.global_sum(its_loss)
-                apart = max(apart, abs(elsewhere / run.global_sum(loss) - 1))
+                apart = worst((apart, relative_error(elsewhere, run.global_sum(loss))))
 
         run.log.info("from there on the losses of the two differ by %.1e at most", apart)
         run.describe(losses_differ=apart)

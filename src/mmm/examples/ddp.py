@@ -27,6 +27,7 @@ Source: Li et al., "PyTorch Distributed: experiences on accelerating data parall
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -36,9 +37,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mmm.comparison import worst
 from mmm.errors import ConfigError
 from mmm.parallel import cross_entropy, materialize
 from mmm.trainer import example
+from mmm.trainer.by_hand import check_difference, replica_spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,7 @@ def train(config: Config) -> None:
         apart = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))
         run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", apart)
         run.describe(by_hand_difference=apart)
+        check_difference(run, apart, "DDP's gradients and those summed by hand differ")
         coordinate = 0 if config.break_ == "same_samples" else run.rank.rank
         for step in example.text_steps(run, resolved, ddp, optimizer, coordinate=coordinate):
             micro = (tensor.chunk(config.accumulate) for tensor in (step.batch.inputs, step.batch.targets))
@@ -98,9 +102,11 @@ def train(config: Config) -> None:
                 run.clock.lap("dtb")
             optimizer.step()
             optimizer.zero_grad()
-        spread = parameter_spread(model)
+        spread = replica_spread(torch.cat([p.flatten() for p in model.parameters()]), mesh=None)
         run.log.info("parameters of all ranks, after %d steps: differ by %.1e at most", step.number + 1, spread)
         run.describe(parameter_spread=spread)
+        if config.break_ is None:
+            check_difference(run, spread, "the ranks' parameters differ")
 
 
 def compare_by_hand(ddp: DDP, local_loss: Callable[[nn.Module], Tensor]) -> float:
@@ -110,21 +116,12 @@ def compare_by_hand(ddp: DDP, local_loss: Callable[[nn.Module], Tensor]) -> floa
     for gradient in by_hand:
         dist.all_reduce(gradient)  # in place: the sum over the ranks
     (local_loss(ddp) * dist.get_world_size()).backward()
-    apart = max(
-        float((p.grad - hand).abs().max()) for p, hand in zip(parameters, by_hand, strict=True) if p.grad is not None
+    apart = worst(
+        math.inf if p.grad is None else float((p.grad - hand).abs().max())
+        for p, hand in zip(parameters, by_hand, strict=True)
     )
     ddp.zero_grad()
-    return apart / max(float(gradient.abs().max()) for gradient in by_hand)
-
-
-@torch.no_grad()
-def parameter_spread(model: nn.Module) -> float:
-    """The largest difference of a parameter between two ranks. A collective."""
-    numbers = torch.cat([p.flatten() for p in model.parameters()])
-    highest, lowest = numbers.clone(), numbers.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    return float((highest - lowest).max())
+    return apart / worst(float(gradient.abs().max()) for gradient in by_hand)
 
 
 if __name__ == "__main__":

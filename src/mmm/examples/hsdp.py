@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -43,6 +42,7 @@ from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
 from mmm.trainer import example
+from mmm.trainer.by_hand import check_difference, replica_spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,21 +118,12 @@ def train(config: Config) -> None:
         run.log.info("%s", text)
         sent = (3 * (s - 1) / s * full, 2 * (r - 1) / r * full / s)
         run.log.info("a rank sends in a step, in theory: in its row %.0f elements, in its column %.0f", *sent)
-        apart = largest_difference(model, mesh)
+        shards = [p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)]
+        apart = replica_spread(torch.cat(shards), mesh["dp_replicate"])
         run.log.info("the %d replicas, after %d steps: differ by %.1e at most", r, step.number + 1, apart)
         run.describe(local=elements, parameters=full, replicas_differ=apart)
-
-
-@torch.no_grad()
-def largest_difference(model: nn.Module, mesh: DeviceMesh) -> float:
-    """Of a parameter between two replicas. A collective."""
-    elements = torch.cat([p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)])
-    highest, lowest = elements.clone(), elements.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group("dp_replicate"))
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group("dp_replicate"))
-    apart = (highest - lowest).max() if len(elements) else elements.new_zeros(())
-    dist.all_reduce(apart, dist.ReduceOp.MAX)
-    return float(apart)
+        if config.break_ is None:
+            check_difference(run, apart, "the replicas differ")
 
 
 if __name__ == "__main__":

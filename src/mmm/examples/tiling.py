@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.analysis.peak import Peak
+from mmm.comparison import relative_error, worst
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, apply, build_mesh, loss_of, materialize
 from mmm.runtime.process_group import gather_floats
@@ -71,7 +72,7 @@ def train(config: Config) -> bool:
     with example.start_run("tiling", config, resolved) as run:
         mesh = build_mesh(resolved.layout, run.device.type, config.timeout)
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
-        apart = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
+        apart = worst(relative_error(*pair) for curve in curves for pair in zip(curve, curves[0], strict=True))
         limit = TOLERANCE[run.precision.name]
         lines = [f"{'':16}{'peak, MB':>10}{'of full':>10}{'loss at the end':>18}"]
         for way, peak, curve in zip(WAYS, peaks, curves, strict=True):

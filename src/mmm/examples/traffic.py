@@ -138,7 +138,7 @@ def train(config: Config) -> bool:
         head = f"bytes of a step, on the rank that sends most; {size} samples of {config.seq_length} tokens in all"
         run.log.info("%s\n%s", head, text)
         run.describe(traffic={case.name: [step._asdict() for step in by_rank] for case, by_rank in found.items()})
-        wrong = [case.name for case in found if worst[case] > LIMIT]
+        wrong = [case.name for case in found if not worst[case] <= LIMIT]
         most = f"counted and formula differ by {max(worst.values()):.2%} at most, of any layout, axis and rank"
         run.log.info("%s (allowed: %.0f %%)%s", most, 100 * LIMIT, f": {', '.join(wrong)}" if wrong else "")
     return not wrong

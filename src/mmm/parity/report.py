@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from mmm.comparison import relative_error, worst
 from mmm.history import figures
 from mmm.history.dataset import Columns, plain_attrs, write_dataset
 from mmm.history.record import cannot_write, write_atomically
@@ -67,24 +69,28 @@ def evaluate(
     """What every rank found, against the limits of the dtype. A number that is not finite does not pass."""
     loss_limit, gradient_limit = LOSS_LIMIT[training.dtype], GRADIENT_LIMIT[training.dtype]
     wrong = []
-    loss_diff, step = max(
-        (_relative(got, wanted), step)
-        for curve in curves
-        for step, (got, wanted) in enumerate(zip(curve.losses, expected.losses, strict=True))
+    loss_diff, step = worst(
+        (
+            (relative_error(got, wanted), step)
+            for curve in curves
+            for step, (got, wanted) in enumerate(zip(curve.losses, expected.losses, strict=True))
+        ),
+        key=itemgetter(0),
     )
     if not loss_diff <= loss_limit:
         wrong.append(f"the loss of step {step + 1} differs by {loss_diff:.1e}, more than {loss_limit:.0e}")
     compared = set().union(*(curve.differences for curve in curves))
     if missing := sorted(expected.gradients.keys() - compared):
         wrong.append(f"no rank has {len(missing)} of the parameters ({missing[0]} first)")
-    grad_diff, rank, name = max(
-        (off, rank, name) for rank, curve in enumerate(curves) for name, off in curve.differences.items()
+    grad_diff, rank, name = worst(
+        ((off, rank, name) for rank, curve in enumerate(curves) for name, off in curve.differences.items()),
+        key=itemgetter(0),
     )
     if not grad_diff <= gradient_limit:
         off_limit = {name for curve in curves for name, off in curve.differences.items() if not off <= gradient_limit}
-        worst = f"worst of {len(off_limit)} wrong: " if len(off_limit) > 1 else ""
+        among = f"worst of {len(off_limit)} wrong: " if len(off_limit) > 1 else ""
         by = f"differs by {grad_diff:.1e}, more than {gradient_limit:.0e}"
-        wrong.append(f"{worst}the gradient of {name} on rank {rank} {by}")
+        wrong.append(f"{among}the gradient of {name} on rank {rank} {by}")
     busiest = max(curves, key=lambda curve: curve.sent or 0)
     return Comparison(
         **_about(case, optimizer, training),
@@ -117,12 +123,6 @@ def _about(case: ParityCase, optimizer: str, training: Training) -> dict[str, An
         "steps": training.steps,
         "axes": case.sizes,
     }
-
-
-def _relative(got: float, wanted: float) -> float:
-    """Infinite, so that `max` finds it, where a number is none."""
-    off = abs(got - wanted) / abs(wanted) if wanted else abs(got - wanted)
-    return off if math.isfinite(off) else math.inf
 
 
 def table(rows: Sequence[Comparison], width: int = 150) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.analysis.traffic import count_traffic
 from mmm.analysis.traffic_formulas import expected_traffic
+from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
@@ -211,8 +212,8 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     # It warns that two collectives gather what FSDP shards over tp's shards: they do, once.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
-    largest = max(sizes.values())
-    found = {}
+    largest = worst(sizes.values())
+    found: dict[str, float] = {}
     for full_name, parameter in parallel_model.named_parameters():
         name, gradient = canonical_name(full_name), parameter.grad
         if isinstance(gradient, DTensor):
@@ -224,5 +225,5 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
         if size <= ROUNDING * torch.finfo(gradient.dtype).eps * largest:
             size = largest
         difference = off / size if size else (0.0 if off == 0 else math.inf)
-        found[name] = max(difference, found.get(name, 0.0))  # of a tied weight that is in two stages of this rank
+        found[name] = worst((difference, found.get(name, 0.0)))  # of a tied weight that is in two stages of this rank
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.comparison import worst
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import DRY_RUN
 from mmm.trainer.run import Run
@@ -91,11 +93,38 @@ def compare(run: Run, found: Iterable[Tensor], expected: Iterable[Tensor]) -> No
     """
     if run.rank.source == DRY_RUN:
         return  # there is nothing to compare
-    worst = float(differences(found, expected, run.device).max())
-    run.log.info("by hand, output and gradients differ from one device's by %.1e", worst, stacklevel=2)
-    run.describe(by_hand_difference=worst)
-    if not worst <= (limit := ALLOWED[run.precision.storage]):
-        raise RuntimeError(f"what is computed by hand differs from one device's by {worst:.1e}, more than {limit:.0e}")
+    difference = float(differences(found, expected, run.device).max())
+    run.log.info("by hand, output and gradients differ from one device's by %.1e", difference, stacklevel=2)
+    run.describe(by_hand_difference=difference)
+    check_difference(run, difference, "what is computed by hand differs from one device's")
+
+
+def check_difference(run: Run, difference: float, what: str) -> None:
+    """
+    Args:
+        what: the beginning of the message: who differs.
+
+    Raises:
+        RuntimeError: by more than rounding.
+    """
+    limit = ALLOWED[run.precision.storage]
+    if run.rank.source != DRY_RUN and not difference <= limit:
+        raise RuntimeError(f"{what} by {difference:.1e}, more than {limit:.0e}")
+
+
+@torch.no_grad()
+def replica_spread(elements: Tensor, mesh: DeviceMesh | None) -> float:
+    """The largest difference of an element between replicas, on the worst rank: NaN or inf where any has a NaN. A
+    collective of all ranks.
+
+    Args:
+        elements: of this rank's replica, (n,). mesh: of one axis, along which the replicas are; None: all ranks.
+    """
+    extremes = torch.stack((elements, -elements))  # the largest, and the least with its sign changed
+    extremes.masked_fill_(extremes.isnan(), math.inf)  # a reduction by MAX may drop a NaN
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=None if mesh is None else mesh.get_group())
+    spread = float(extremes.sum(0).max()) if len(elements) else 0.0
+    return worst(row[0] for row in gather_floats([spread], elements.device))
 
 
 def compare_attention(run: Run, attention_fn: Callable[..., Tensor], own_positions: Tensor) -> None:

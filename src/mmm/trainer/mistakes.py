@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mmm.comparison import worst
 from mmm.data import Batch
 from mmm.data.tokens import PADDING
 from mmm.models.weights import canonical_name, convert
@@ -94,7 +95,7 @@ class OneDevice:
         differences = {name: _apart(p.grad, expected[name]) for name, p in parameters.items()}
         everyone: list[Any] = [differences] * dist.get_world_size()
         dist.all_gather_object(everyone, differences)
-        largest = {name: max(found[name] for found in everyone if name in found) for name in expected}
+        largest = {name: worst(found[name] for found in everyone if name in found) for name in expected}
         self.steps.append(Difference(loss.item(), largest))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -115,7 +116,7 @@ class OneDevice:
         for number, step in enumerate(self.steps):
             wrong = step.wrong(limit)
             where = f" in {wrong[0]}, and wrong in {len(wrong)} of {len(step.gradients)} parameters" if wrong else ""
-            apart = f"{step.gradients[wrong[0]] if wrong else max(step.gradients.values()):.1e} apart{where}"
+            apart = f"{step.gradients[wrong[0]] if wrong else worst(step.gradients.values()):.1e} apart{where}"
             lines.append(f"{number:<4}{step.loss:>12.6f}{step.expected:>14.6f}{step.loss_apart:>10.1e}   {apart}")
         lines.append(self._first(limit))
         run.log.info("%s", "\n".join(lines), stacklevel=3)  # of the program
@@ -137,11 +138,10 @@ class OneDevice:
 @torch.no_grad()
 def _apart(gradient: Tensor | None, expected: Tensor | None) -> float:
     """The largest difference, over the largest element of `expected`. A collective of the ranks that share it."""
-    if expected is None:
-        return 0.0
     if gradient is None:
-        return math.inf
+        return 0.0 if expected is None else math.inf
     full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    if expected is None:  # one device did not use the parameter
+        return math.inf if full.count_nonzero() else 0.0
     full = full.flatten()[: expected.numel()].view_as(expected)  # flat, and padded, where an example shards it by hand
-    apart = float((full - expected).abs().max() / expected.abs().max())
-    return math.inf if math.isnan(apart) else apart
+    return float((full - expected).abs().max() / expected.abs().max())

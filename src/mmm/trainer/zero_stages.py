@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mmm.analysis.local_elements import local_elements
+from mmm.comparison import relative_error, worst
 from mmm.models.weights import parameter_count
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.mistakes import TOLERANCE
@@ -55,7 +56,7 @@ def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]]
     full, limit = parameter_count(model), TOLERANCE[run.precision.name]
     text = table(elements, full, run.layout.dp, run.precision.storage.itemsize)
     run.log.info("numbers kept, on the rank that keeps most\n%s", text, stacklevel=2)
-    apart = max(abs(loss / first - 1) for curve in losses for loss, first in zip(curve, losses[0], strict=True))
+    apart = worst(relative_error(*pair) for curve in losses for pair in zip(curve, losses[0], strict=True))
     run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=2)
     run.describe(parameters=full, local=elements, losses_differ=apart)
     return apart <= limit
