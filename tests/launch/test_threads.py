@@ -45,7 +45,6 @@ def test_not_bound(look, options):
     assert look(*options) == [(each, each, len(CPUS))] * 2
 
 
-
 def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
     launcher.write("site-packages/maker.py", "from support.thread_pool import make\nmake()\n")
     launcher.write("t.py", "import maker\nfrom support.thread_pool import ask_at_once\nask_at_once()\n")
