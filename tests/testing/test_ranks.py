@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import mmm
 from mmm.errors import LayoutError
@@ -15,6 +16,7 @@ from mmm.testing import RanksFailed, fork_ranks
 from support.clock import PATIENCE
 from support.processes import running, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
+from support.thread_pool import ask_at_once, make
 
 
 def place(rank, word):
@@ -23,6 +25,20 @@ def place(rank, word):
 
 def test_what_each_rank_returns():
     assert fork_ranks(place, 3, "word", timeout=PATIENCE) == [(rank, 3, "word", os.getpid()) for rank in range(3)]
+
+
+def ask_for_the_thread_pool(rank):
+    ask_at_once()
+    return torch.get_num_threads()
+
+
+def test_a_rank_has_the_thread_pool_that_the_fork_lost():
+    before = torch.get_num_threads()
+    make()
+    try:
+        assert fork_ranks(ask_for_the_thread_pool, 8, timeout=PATIENCE) == [1] * 8
+    finally:
+        torch.set_num_threads(before)
 
 
 def fail(rank, do):

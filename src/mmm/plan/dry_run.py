@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
-import torch
-
 from mmm.errors import ConfigError, UserError
 from mmm.parallel.mesh import Layout
 from mmm.plan.program import Rehearsal, rehearsing
@@ -152,7 +150,6 @@ def _in_processes(
 
 def _child(program: Callable[[], object], world_size: int, traced: bool, rank: int, end: Connection) -> None:
     """One rank: send its report, or why there is none."""
-    torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     began = time.perf_counter()
     try:

@@ -156,7 +156,6 @@ def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -
 
 
 def _run(rank: Rank, program: Callable[[], object], observer: Observer) -> Observer:
-    torch.set_num_threads(1)
     numbers = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
     numbers |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_PORT": rank.port or 0}
     os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": str(rank.address)}

@@ -81,7 +81,7 @@ def _serve(caches: list[Any], end: Connection) -> None:
             count, timeout, fresh, job = request
             try:
                 if fresh:
-                    results = fork_ranks(_call_fresh, count, job, timeout=timeout, interrupt=end)
+                    results = fork_ranks(_call, count, job, timeout=timeout, interrupt=end)
                 else:
                     while len(ranks.all) < count:
                         ranks.fork(partial(_serve_rank, len(ranks.all), caches))
@@ -98,17 +98,11 @@ def _serve(caches: list[Any], end: Connection) -> None:
 
 def _serve_rank(number: int, caches: list[Any], end: Connection) -> None:
     """The life of a rank that stays."""
-    torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:
             count, port, timeout, job = end.recv()
             rank = Rank(number, count, number, count, "pool", "127.0.0.1", port)
             answer(end, _call_in_group, rank, timeout, job, caches)
-
-
-def _call_fresh(rank: Rank, job: bytes) -> Any:
-    torch.set_num_threads(1)  # the parent's OpenMP threads, of which the fork has none, are waited for otherwise
-    return _call(rank, job)
 
 
 def _call(rank: Rank, job: bytes) -> Any:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
 from mmm.launch.host import lifeline
+from mmm.launch.host.threads import renew_thread_pools
 
 REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
 LEAVE = 0.2  # s for a process that has closed its pipe to end by itself
@@ -91,7 +92,7 @@ class Children(contextlib.AbstractContextManager):
         self.all: list[Child] = []
 
     def fork(self, main: Callable[[Connection], object]) -> Child:
-        """A new process, which calls `main` with its end of a pipe, and exits.
+        """A new process, which calls `main` with its end of a pipe, and exits. Torch has one thread there.
 
         The terminal's Ctrl-C reaches this process alone.
         """
@@ -145,6 +146,7 @@ def _live(
         if parent is not None:
             lifeline.die_with_parent(parent)
         lifeline.tie_forks()
+        renew_thread_pools(1)  # the parent's OpenMP threads, of which the fork has none, are waited for otherwise
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         main(end)
         code = 0

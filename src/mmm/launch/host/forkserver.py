@@ -35,6 +35,7 @@ from mmm.launch.control.wire import (
 )
 from mmm.launch.host import child, lifeline, memory
 from mmm.launch.host.import_timer import ImportTimer
+from mmm.launch.host.threads import renew_thread_pools
 from mmm.launch.job import binding
 from mmm.launch.job.preloads import OURS, preloads
 from mmm.launch.job.target import Target
@@ -226,11 +227,8 @@ class ForkServer:
         if forked:
             contract.attach(self.todo.failure)
             child.prepare()
-            torch = sys.modules.get("torch")
-            if (
-                torch is not None and "OMP_NUM_THREADS" in variables
-            ):  # torch has read the fork server's when it was loaded
-                torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+            threads = variables.get("OMP_NUM_THREADS")  # torch has read the fork server's when it was loaded
+            renew_thread_pools(int(threads) if threads else None)
             numpy = sys.modules.get("numpy.random")
             if numpy is not None:  # or all ranks would draw the same "random" numbers
                 numpy.seed()
