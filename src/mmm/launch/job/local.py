@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmm.contract import DEVICE_VARIABLE
+from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, numbering, read_number
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts, staging, variables
 from mmm.launch.job.target import Target
@@ -106,18 +106,19 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
             f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
             f"  Start CMD itself here, or outside of another launcher: unset {' '.join(own)}"
         )
-    for rank, size, unsaid in (
-        ("PMI_RANK", "PMI_SIZE", "1"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "1"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "1"),
-        ("PALS_RANKID", "PMI_SIZE", "more than 1"),
-    ):  # PALS does not always say
-        count = environ.get(size, unsaid)
-        if rank in environ and count not in ("0", "1"):
-            raise LaunchError(
-                f"already a rank ({rank}={environ[rank]}, {size}={count} in the environment): "
-                "each rank would start ranks of its own.\n  Start one launch, not one a rank."
-            )
+    source = numbering(environ)
+    if source is None:
+        return
+    rank, size = read_number(environ, NUMBERINGS[source].rank), read_number(environ, NUMBERINGS[source].world)
+    assert rank is not None
+    if source == "pals" and size is None:  # Aurora's
+        size = "PMI_SIZE", 2
+    if size is not None and size[1] > 1:
+        given = f"{rank[0]}={rank[1]}, {size[0]}={environ.get(size[0], 'more than 1')}"
+        raise LaunchError(
+            f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
+            "  Start one launch, not one a rank."
+        )
 
 
 def available_cores() -> int:
