@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmm.contract import DRY_RUN_VARIABLE, MARKER_VARIABLE, NUMBERINGS, numbering, port_of, read_number
+from mmm.contract import DRY_RUN_VARIABLE, LOOPBACK, MARKER_VARIABLE, NUMBERINGS, numbering, port_of, read_number
 from mmm.errors import LaunchError
 
 DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm.plan.dry_run`)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
 
 
@@ -69,7 +68,7 @@ def _master_address(env: Mapping[str, str], one_host: bool | None) -> tuple[str,
     else:
         identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
         port = port_of(identity)
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_host else None)
+    address = env.get("MASTER_ADDR", "").strip("[]") or ("127.0.0.1" if one_host else None)
     if address is None or ("MASTER_PORT" not in env and not one_host):
         raise LaunchError(
             f"{'nothing says that the ranks are on one host' if one_host is None else 'the ranks are on several hosts'}"

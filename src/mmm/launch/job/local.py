@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, numbering, read_number
+from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, check_loopback, numbering, read_number
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts, staging, variables
 from mmm.launch.job.target import Target
@@ -70,6 +70,7 @@ def plan(
         notes.append(f"no {device} device found ({found.why}): 1 rank (choose with -n)")
 
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    check_loopback()
     shared["MASTER_ADDR"], why["MASTER_ADDR"] = "127.0.0.1", "all ranks are on this host"
     shared["MASTER_PORT"], why["MASTER_PORT"] = _port(environ)
     if environ.get("OMP_NUM_THREADS"):
