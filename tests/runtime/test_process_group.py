@@ -192,11 +192,11 @@ def with_few_files(rank):
 
 def test_a_rank_may_open_as_many_sockets_as_the_system_allows():
     """Gloo connects every rank with every other, once a group: 1,024 files, as systems begin with, end near there."""
-    assert fork_ranks(with_few_files, 6, timeout=PATIENCE) == [True] * 6
+    assert fork_ranks(with_few_files, 6, timeout=PATIENCE, threads=1) == [True] * 6
 
 
 def test_local_numbers_that_nobody_says_come_from_the_hosts():
-    found = fork_ranks(located, 4, "abab", timeout=PATIENCE)
+    found = fork_ranks(located, 4, "abab", timeout=PATIENCE, threads=1)
     assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
@@ -219,7 +219,7 @@ def on_one_device(rank):
 
 
 def test_two_ranks_on_one_device_are_refused_before_its_backend_starts():
-    assert fork_ranks(on_one_device, 2, timeout=PATIENCE) == [False, False]
+    assert fork_ranks(on_one_device, 2, timeout=PATIENCE, threads=1) == [False, False]
 
 
 def leave_with_ddp(rank):
@@ -245,7 +245,7 @@ def test_a_fork_after_a_run_has_a_group_of_its_own():
     with process_group(Rank(0, 1, 0, 1, "alone"), CPU):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     del model
-    assert fork_ranks(located, 2, "ab", timeout=PATIENCE) == [(0, 1), (0, 1)]
+    assert fork_ranks(located, 2, "ab", timeout=PATIENCE, threads=1) == [(0, 1), (0, 1)]
 
 
 def again(rank, keeps, late):
@@ -262,7 +262,7 @@ def again(rank, keeps, late):
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_next_run_of_a_process_does_not_meet_where_the_last_one_did(keeps, late):
     """Where the store outlives a run, as torchrun's does, a rank would read where the others listened before."""
-    assert fork_ranks(again, 2, keeps, late, timeout=PATIENCE) == [True, True]
+    assert fork_ranks(again, 2, keeps, late, timeout=PATIENCE, threads=1) == [True, True]
 
 
 END = """
@@ -320,4 +320,4 @@ def on_ipv6(rank):
 
 
 def test_a_master_address_may_be_ipv6():
-    assert fork_ranks(on_ipv6, 2, timeout=PATIENCE) == [2.0, 2.0]
+    assert fork_ranks(on_ipv6, 2, timeout=PATIENCE, threads=1) == [2.0, 2.0]

@@ -1,6 +1,7 @@
 """Forked ranks: what they return, and what is said of those that do not. They compute nothing here."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -8,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import mmm
 from mmm.errors import LayoutError
 from mmm.testing import RanksFailed, fork_ranks
+from mmm.testing.ranks import dumps
 from support.clock import PATIENCE
 from support.processes import running, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
@@ -22,7 +25,9 @@ def place(rank, word):
 
 
 def test_what_each_rank_returns():
-    assert fork_ranks(place, 3, "word", timeout=PATIENCE) == [(rank, 3, "word", os.getpid()) for rank in range(3)]
+    assert fork_ranks(place, 3, "word", timeout=PATIENCE, threads=1) == [
+        (rank, 3, "word", os.getpid()) for rank in range(3)
+    ]
 
 
 def fail(rank, do):
@@ -67,7 +72,7 @@ def test_the_cause_is_named(do, reason, monkeypatch):
         monkeypatch.setattr("mmm.testing.ranks.GRACE_DOUBTFUL", 50.0)
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        fork_ranks(fail, 3, do, timeout=PATIENCE)
+        fork_ranks(fail, 3, do, timeout=PATIENCE, threads=1)
     assert str(caught.value) == reason
     assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
     if "Zero" in reason:
@@ -84,7 +89,7 @@ def hang(rank, folder):
 
 def test_ranks_that_hang_say_where_and_are_ended(tmp_path):
     with pytest.raises(RanksFailed, match=r"no answer in 1 s from ranks 1, 2 of 3") as caught:
-        fork_ranks(hang, 3, tmp_path, timeout=1)
+        fork_ranks(hang, 3, tmp_path, timeout=1, threads=1)
     assert caught.value.details.count("in hang\n") == 2
     assert not running(tmp_path)
 
@@ -99,7 +104,7 @@ def hang(rank):
     Path(f"{rank.rank}{'' if pid else ' forked'}").write_text(str(os.getpid()))
     time.sleep(1000)
 
-fork_ranks(hang, 2, timeout=1000)
+fork_ranks(hang, 2, timeout=1000, threads=1)
 """
 
 
@@ -123,3 +128,50 @@ def test_nothing_outlives_the_program(tmp_path, number):
         wait_for_ends(tmp_path)
     finally:
         process.kill()
+
+
+COMPUTED = """
+import sys, time, torch
+from mmm.testing import RanksFailed, fork_ranks
+
+def work(rank):
+    return (torch.randn(500, 500) @ torch.randn(500, 500)).sum().item() + torch.ones(1 << 18).sum().item()
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[1]))
+    print(len(fork_ranks(work, 2, timeout=300)), flush=True)
+    (torch.ones(1 << 20) - torch.ones(1 << 20)).abs().max()
+    torch.ones(1 << 18, requires_grad=True).sum().backward()
+    try:
+        print(len(fork_ranks(work, 2, timeout=300)))
+    except RanksFailed as error:
+        print(error)
+    print(len(fork_ranks(work, 2, timeout=300, threads=1)))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("threads", "says"), [("1", "2"), ("2", "this process has computed on several threads")])
+def test_a_process_that_has_computed(tmp_path, threads, says):
+    """Its forks would wait for threads that they have not, until the time-out."""
+    (tmp_path / "t.py").write_text(COMPUTED)
+    words = [sys.executable, str(tmp_path / "t.py"), threads]
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environ)
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert (first, third) == ("2", "2")
+    assert second.startswith(says)
+
+
+def test_a_view_goes_with_its_own_elements_alone():
+    large = torch.arange(1 << 20, dtype=torch.float64)
+    views = {"row": large[5:55], "step": large[::1000], "parameter": torch.nn.Parameter(large[:3], False)}
+    views |= {"graph": large[:4].clone().requires_grad_()[1:3], "spread": large[:1].expand(3, 4)}
+    data = dumps(views)
+    assert len(data) < 20_000  # the memory is 8 MiB
+    for name, found in pickle.loads(data).items():
+        assert type(found) is type(views[name])
+        assert torch.equal(found, views[name])
+        assert found.requires_grad == views[name].requires_grad
+    assert views["row"].untyped_storage().nbytes() == 8 << 20  # ours is as it was

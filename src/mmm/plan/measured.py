@@ -137,7 +137,7 @@ def step_times(program: Callable[[], object], ranks: int, timeout: float = 300.0
     Args:
         timeout: seconds until all are through.
     """
-    watches = fork_ranks(_run, ranks, program, Stopwatch(), timeout=timeout)
+    watches = fork_ranks(_run, ranks, program, Stopwatch(), timeout=timeout, threads=1)
     cores = len(os.sched_getaffinity(0))
     seconds = [max(each) for each in zip(*(watch.seconds for watch in watches), strict=True)]
     busy = [max(*each, sum(each) / cores) for each in zip(*(watch.busy for watch in watches), strict=True)]
@@ -150,7 +150,7 @@ def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -
     Args:
         timeout: seconds until all are through.
     """
-    found = fork_ranks(_run, ranks, program, Measurement(), timeout=timeout)
+    found = fork_ranks(_run, ranks, program, Measurement(), timeout=timeout, threads=1)
     assert all(each.measured is not None for each in found), "the program has started no run"
     return [each.measured for each in found]
 

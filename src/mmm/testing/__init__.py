@@ -20,7 +20,7 @@ theirs, and returns what each rank returned::
             assert numbers.tolist() == [60.0] * 3
 
 `fork_ranks` does the same without pytest, on new processes each time. It suits a process that has imported everything
-and computed nothing: a rank then costs about 0.1 s.
+and computed nothing: a rank then costs about 0.1 s. One that has computed on several threads is refused.
 """
 
 from mmm.launch.job.hosts import free_port

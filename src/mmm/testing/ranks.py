@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import signal
 import sys
@@ -17,6 +19,8 @@ from mmm.launch.job.hosts import free_port
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import LEAVE, Child, Children, ended
 
+ON_THREADS = 1 << 17  # elements: four times as many as PyTorch gives one thread
+PROBE, PROBE_STEP = 20.0, 0.05  # s that a fork that computes may take; between two looks at whether it sleeps
 GRACE = 0.1  # s to wait, after a first failure, for one that came before it
 GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
 
@@ -30,32 +34,118 @@ class RanksFailed(Exception):
 
 
 def fork_ranks(
-    function: Callable[..., Any], ranks: int, *args: Any, timeout: float, interrupt: Connection | None = None
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float,
+    interrupt: Connection | None = None,
+    threads: int | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in `ranks` new processes, which have no process group yet.
 
     Args:
-        function: any; it is not pickled. What it returns has to be. timeout: seconds until all have answered.
-        interrupt: where a message ends the ranks before their time.
+        function: any; it is not pickled. What it returns has to be, tensors in it by their own elements alone: a view
+            does not take the whole tensor along. timeout: seconds until all have answered.
+        interrupt: where a message ends the ranks before their time. threads: 1: each rank computes on one thread, which
+            it can whatever this process has computed; None: on as many as this process does.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
-        RanksFailed: not all did; by then none is left.
+        RanksFailed: not all did; by then none is left. Or this process has computed on several threads: see
+            `check_threads`.
     """
+    if threads != 1:
+        check_threads()
     port = free_port()
     with Children() as children:
         for number in range(ranks):
             rank = Rank(number, ranks, number, ranks, "forked", "127.0.0.1", port)
-            children.fork(lambda end, rank=rank: answer(end, function, rank, *args))  # type: ignore[misc]
+            children.fork(lambda end, rank=rank: _on_threads(threads, end, function, rank, *args))  # type: ignore[misc]
         return collect(children.all, timeout, interrupt)
+
+
+def _on_threads(threads: int | None, end: Connection, function: Callable[..., Any], *args: Any) -> None:
+    if threads is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    answer(end, function, *args)
+
+
+def check_threads() -> None:
+    """Raises `RanksFailed` where this process has computed on threads that a fork does not have.
+
+    OpenMP in a rank would wait for them for good. Only a fork knows: it is tried on one that computes a little.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.get_num_threads() == 1 or not os.path.isdir("/proc/self/task"):
+        return
+    with Children() as children:
+        child = children.fork(_compute)
+        before, deadline = -1, time.monotonic() + PROBE
+        while not child.end.poll(PROBE_STEP) and time.monotonic() < deadline:
+            used = _asleep(child.pid)
+            if used is not None and used == before:  # nobody is left to wake it
+                raise RanksFailed(
+                    "this process has computed on several threads, which its forks do not have and would wait for: "
+                    "give fork_ranks threads=1, or call it, or torch.set_num_threads(1), before anything is computed "
+                    "(the fixture run_on_ranks keeps a process that has computed nothing)"
+                )
+            before = -1 if used is None else used
+
+
+def _compute(end: Connection) -> None:
+    torch = sys.modules["torch"]
+    numbers = torch.ones(ON_THREADS, requires_grad=True)
+    (numbers * 2).sum().backward()
+    end.send(True)
+
+
+def _asleep(pid: int) -> int | None:
+    """CPU time of a process all of whose threads sleep, in ticks; None if one does not, or it has ended."""
+    used = 0
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            if fields[0] != "S":
+                return None
+            used += int(fields[11]) + int(fields[12])
+    except OSError:
+        return None
+    return used
+
+
+class _Pickler(pickle.Pickler):
+    """Takes of a tensor that is a view its own elements: PyTorch would take all of the memory that it looks into."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            return NotImplemented
+        if value.is_quantized or value.device.type == "meta":
+            return NotImplemented
+        if value.untyped_storage().nbytes() <= value.numel() * value.element_size():
+            return NotImplemented
+        own = value.detach().clone()
+        if isinstance(value, torch.nn.Parameter):
+            return torch.nn.Parameter(own, value.requires_grad).__reduce_ex__(self.proto)
+        return own.requires_grad_(value.requires_grad).__reduce_ex__(self.proto)
+
+    proto = pickle.DEFAULT_PROTOCOL
+
+
+def dumps(value: Any) -> bytes:
+    """`pickle.dumps`, of views without what they look into."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
     """On a rank: send what ``function(*args)`` returns, or how it failed, to `collect`."""
     try:
-        message = pickle.dumps((True, function(*args)))
+        message = dumps((True, function(*args)))
     except BaseException as error:
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         message = pickle.dumps((False, (reason, traceback.format_exc())))

@@ -152,7 +152,7 @@ def check_all_reduce(place: Place) -> Iterator[Finding]:
 
 def _two_ranks(kind: str, name: str, timeout: float) -> Iterator[Finding]:
     """Two forked ranks add up 1 and 2."""
-    (total, backend, seconds), _ = fork_ranks(_all_reduce, 2, kind, timeout, timeout=timeout)
+    (total, backend, seconds), _ = fork_ranks(_all_reduce, 2, kind, timeout, timeout=timeout, threads=1)
     if total == 3:
         yield Finding(name, "ok", f"{backend}: right, 2 ranks, {seconds:.2f} s from start to result")
     else:
