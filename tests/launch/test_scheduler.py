@@ -155,6 +155,7 @@ def test_a_host_file_in_its_dialects(tmp_path):
         ("a slots=none", "'none' is not a number of slots"),
         ("a slots=0", "'0' is not a number of slots"),
         ("a ppn", "'ppn' is not understood"),
+        ("[fe80::1]:4", "an IPv6 address cannot name a host here"),
         ("-a", "'-a' is not a host name"),
         ("a;rm", "'a;rm' is not a host name"),
     ],

@@ -131,6 +131,8 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def _slots(text: str, where: str) -> int:
+    if ":" in text:
+        raise LaunchError(f"{where}: an IPv6 address cannot name a host here. Write its name, or its IPv4 address.")
     if not text.isdigit() or int(text) < 1:
         raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 on is.")
     return int(text)
