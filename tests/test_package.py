@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mmm"
 # From the top down; a room may name what stands below it. Rooms that are still to come stand here too.
 ROOMS = (
     *("examples", "trainer", "plan", "parity", "analysis", "parallel", "models", "data", "checkpoint", "history"),
-    *("testing", "runtime", "launch", "contract", "comparison", "errors"),
+    *("testing", "runtime", "launch", "contract", "comparison", "streams", "errors"),
 )
 LAUNCH_ROOMS = ("__main__", "main", "host", "control", "job")
 APART = {("runtime", "launch")}  # both know `contract`, and neither the other

@@ -7,6 +7,7 @@ open; a rank's report on the failure socket; when a start-up began, and what was
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -35,6 +36,7 @@ STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script say
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
 PORTS = range(20_000, 32_000)  # for rank 0: below those that systems give to outgoing connections
 USER_ERROR_EXIT = 2
+LOOPBACK, LOOPBACK_TIMEOUT = ("127.0.0.1", "localhost", "::1"), 5.0  # s
 SAVED_EXIT = 75  # a rank whose run a signal has stopped, once it was saved; as EX_TEMPFAIL of sysexits.h: try again
 
 # What a rank's traceback says when it failed because another had gone.
@@ -79,8 +81,52 @@ NUMBERINGS = {
     "mpich": Numbering(
         ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     ),
+    "mvapich": Numbering(
+        ("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),
+        ("MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE"),
+        ("MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK"),
+        ("MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    "jsrun": Numbering(
+        ("JSM_NAMESPACE_RANK",),
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    "flux": Numbering(("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), ()),
     "slurm": Numbering(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
 }
+
+# Ranks of launchers that do not say of how many, and names that no launcher known here uses.
+UNSIZED = ("PMIX_RANK", "ALPS_APP_PE", "PMI_ID", "MPI_RANKID", "MPIRUN_RANK", "MP_CHILD", "HOROVOD_RANK")
+RANK_LIKE = re.compile(r"\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(RANK|RANKID|PROCID|PE)")
+
+
+def numbering(environ: Mapping[str, str]) -> str | None:
+    """The name in `NUMBERINGS` of the launcher that has made this process a rank; None where it is none.
+
+    A batch script of Slurm's has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
+
+    Raises:
+        LaunchError: some variable says that it is a rank, of a launcher that is not known or does not say of how many.
+    """
+    for source, names in NUMBERINGS.items():
+        rank = read_number(environ, names.rank)
+        # PRRTE starts its daemons by srun, so that their places are in the environment of its ranks.
+        if rank is not None and (
+            source != "slurm"
+            or ("SLURM_STEP_ID" in environ and environ.get("PMIX_RANK", environ[rank[0]]) == environ[rank[0]])
+        ):
+            return source
+    foreign = [name for name in environ if environ[name].isdigit() and (name in UNSIZED or RANK_LIKE.fullmatch(name))]
+    if foreign:
+        name = min(foreign)
+        raise LaunchError(
+            f"{name}={environ[name]} says that some launcher has started this process as a rank, and nothing that is "
+            f"known here says of how many: each would be a run of its own. Set RANK, WORLD_SIZE, LOCAL_RANK and "
+            f"LOCAL_WORLD_SIZE, start with `launch`, or, if this is no rank, unset {name}"
+        )
+    return None
 
 
 def port_of(identity: str) -> int:
@@ -97,6 +143,29 @@ def read_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str
             except ValueError:
                 raise LaunchError(f"{name}={environ[name]!r} in the environment is not a whole number") from None
     return None
+
+
+def check_folder() -> None:
+    """Raises `LaunchError` where the working folder is gone: paths mean nothing, and libraries abort."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"the working folder is gone ({error.strerror}): it was removed or renamed. Change to one that is there."
+        ) from None
+
+
+def check_loopback(address: str = "127.0.0.1") -> None:
+    """Raises `LaunchError` where this host cannot reach itself: some containers have no loopback interface."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=LOOPBACK_TIMEOUT).close()
+    except OSError as error:
+        raise LaunchError(
+            f"this host cannot reach itself at {address} ({error.strerror or error}), where its ranks are to meet: it "
+            "has no loopback interface, or that is down.\n  As root: ip link set lo up. Or give the container one."
+        ) from None
 
 
 def open_files() -> int:

@@ -14,6 +14,7 @@ import pytest
 
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare, versions, write_config
+from mmm.history.dataset import plain_attrs
 
 
 def test_default_folder_is_module_and_time(tmp_path, monkeypatch):
@@ -184,3 +185,13 @@ def test_import_is_light():
         assert heavy.strip() == "[]"
         seconds.append(float(took))
     assert min(seconds) < 0.6, seconds
+
+
+def test_a_path_whose_bytes_are_no_text(tmp_path):
+    """Such as Latin-1's on an old file server: the record has them as escapes, which JSON reads back."""
+    name = os.fsdecode(b"Gr\xfc\xdfe")
+    folder = tmp_path / name
+    folder.mkdir()
+    config = json.loads(write_config(folder, {"outdir": folder}).read_text(encoding="utf-8"))
+    assert config["outdir"] == str(folder)
+    assert plain_attrs({"outdir": str(folder), "n": 1}) == {"outdir": f"{tmp_path}/Gr\\udcfc\\udcdfe", "n": 1}

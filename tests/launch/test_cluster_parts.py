@@ -19,7 +19,7 @@ from mmm.launch.control.commands import RemoteAgent
 from mmm.launch.control.failures import Failure
 from mmm.launch.control.link import Link, Lost
 from mmm.launch.host.agent import numbers
-from mmm.launch.job import binding, hosts, scheduler, walltime
+from mmm.launch.job import binding, hosts, walltime
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 from support.clock import PATIENCE
@@ -220,8 +220,8 @@ def agent(index, host, cpus="0-7", local_rank=None):
 
 
 class Plan:
-    by, device, bind, prefork, threads, per_host, ranks, site = "rank", "cpu", None, True, None, 2, 3, Site("")
-    device_order = ()
+    by, device, bind, prefork, threads, site = "rank", "cpu", None, True, None, Site("")
+    hosts, counts, device_order = ("a", "b"), (2, 1), ()
 
     def __init__(self):
         self.shared = {"WORLD_SIZE": "3"}
@@ -239,11 +239,28 @@ def test_ranks_that_are_bound_keep_their_cores():
     assert [m["cores"] for m in told] == [2, 2, 2]
 
 
-def test_ranks_of_a_host_follow_each_other():
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("ab", [["0", "1"], ["2"]]),
+        ("ba", [["0"], ["1", "2"]]),  # the launcher backend has an order of its own
+        ("xy", [["0", "1"], ["2"]]),  # hosts were named by their addresses
+    ],
+)
+def test_ranks_of_a_host_follow_each_other(names, expected):
     made = Plan()
     made.by = "host"
-    told = [[r["RANK"] for r in m["ranks"]] for m in commands.start_commands(made, [agent(0, "a"), agent(1, "b")])]
-    assert told == [["0", "1"], ["2"]]
+    told = commands.start_commands(made, [agent(index, name) for index, name in enumerate(names)])
+    assert [[rank["RANK"] for rank in message["ranks"]] for message in told] == expected
+    for message, ranks in zip(told, expected, strict=True):
+        assert [rank["LOCAL_RANK"] for rank in message["ranks"]] == ["0", "1"][: len(ranks)]
+        assert message["shared"]["LOCAL_WORLD_SIZE"] == str(len(ranks))
+
+
+def test_a_host_of_two_names_counts_its_ranks_once():
+    """MPICH numbers the processes of localhost and of 127.0.0.1 from 0 each: two ranks would have one device."""
+    told = commands.start_commands(Plan(), [agent(0, "a", local_rank=0), agent(1, "a", local_rank=0)])
+    assert [(m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"]) for m in told] == [("0", "2"), ("1", "2")]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +351,8 @@ def test_a_script_has_its_whole_path_and_pythons_builtins(launcher, tmp_path):
     [
         (">&-", 0, ""),
         ("--timeout 9 >&-", 0, ""),
-        ("--timeout 9 > /dev/full", 141, "launch: what ranks print cannot be written: No space left on device\n"),
+        ("> /dev/full", 0, "what is printed cannot be written from here on: No space left on device\n"),
+        ("--timeout 9 > /dev/full", 0, "what is printed cannot be written from here on: No space left on device\n"),
     ],
 )
 def test_stdout_that_takes_nothing(launcher, redirected, code, says):
@@ -369,18 +387,6 @@ def test_stdin_that_is_closed(launcher, kind):
     )
     assert done.returncode == 0, done.stderr
     assert {(launcher.folder / f"stdin-{rank}").read_text() for rank in (0, 1)} == {"/dev/null"}
-
-
-def test_slurm_with_uneven_tasks():
-    environ = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[1-3]",
-        "SLURM_NTASKS": "7",
-        "SLURM_TASKS_PER_NODE": "3,2(x2)",
-        "SLURM_GPUS_PER_NODE": "a100:4",
-    }
-    found = scheduler.detect(environ, None)
-    assert (found.tasks_per_host, found.gpus_per_host) == (2, 4)
 
 
 def test_a_value_that_begins_with_a_dash():

@@ -28,7 +28,7 @@ def test_none():
 
 def test_pbs_hosts_once_in_their_order(pbs):
     job = detect(pbs("x2", "x1.hsn.cm.example.gov", "x3"))
-    assert (job.scheduler, job.job_id, job.tasks_per_host) == ("pbs", "123.polaris", None)
+    assert (job.scheduler, job.job_id, job.tasks) == ("pbs", "123.polaris", ())
     assert job.hosts == ("x2", "x1.hsn.cm.example.gov", "x3")
     assert job.hostfile
     assert job.hostfile in job.why["hosts"]
@@ -38,7 +38,9 @@ def test_pbs_repeated_hosts(pbs):
     """`select=2:mpiprocs=2`: each host twice, and in a Torque file not even side by side."""
     for lines in (["a", "a", "b", "b"], ["a", "b", "a", "b"]):
         job = detect(pbs(*lines))
-        assert (job.hosts, job.tasks_per_host, job.hostfile) == (("a", "b"), 2, None)
+        assert (job.hosts, job.tasks, job.hostfile) == (("a", "b"), (2, 2), None)
+    uneven = detect(pbs("a", "b", "a", "a"))
+    assert (uneven.hosts, uneven.tasks, uneven.hostfile) == (("a", "b"), (3, 1), None)
 
 
 def test_pbs_node_file_that_is_gone_or_empty(pbs, tmp_path):
@@ -52,7 +54,7 @@ def test_pbs_node_file_that_is_gone_or_empty(pbs, tmp_path):
 def test_slurm():
     job = detect(SLURM | {"SLURM_CPUS_ON_NODE": "64", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_END_TIME": "1700000000"})
     assert (job.scheduler, job.job_id, job.hosts) == ("slurm", "77", ("n1", "n2"))
-    assert (job.tasks_per_host, job.gpus_per_host) == (None, 4)
+    assert (job.tasks, job.gpus_per_host) == ((), 4)
     assert job.end_time == 1700000000
     assert job.why["gpus_per_host"] == "SLURM_GPUS_ON_NODE=4"
 
@@ -60,15 +62,31 @@ def test_slurm():
 @pytest.mark.parametrize(
     ("variables", "tasks", "why"),
     [
-        ({}, None, None),  # SLURM_TASKS_PER_NODE alone is set in every job
-        ({"SLURM_NTASKS_PER_NODE": "4"}, 4, "SLURM_NTASKS_PER_NODE=4"),
-        ({"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}, 3, "SLURM_TASKS_PER_NODE=4,3: the least, on each"),
-        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4, "SLURM_TASKS_PER_NODE=4(x2)"),
+        ({}, (), None),  # SLURM_TASKS_PER_NODE alone is set in every job
+        ({"SLURM_NTASKS_PER_NODE": "4"}, (4, 4), "SLURM_NTASKS_PER_NODE=4"),
+        ({"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}, (4, 3), "SLURM_NTASKS=7, SLURM_TASKS_PER_NODE=4,3"),
+        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, (4, 4), "SLURM_NTASKS=8, SLURM_TASKS_PER_NODE=4(x2)"),
+        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "1,7"}, (1, 7), "SLURM_NTASKS=8, SLURM_TASKS_PER_NODE=1,7"),
+        (
+            {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "2"},
+            (2, 1),
+            "SLURM_NTASKS=3, SLURM_NTASKS_PER_NODE=2, SLURM_TASKS_PER_NODE=1(x2)",
+        ),
+        (
+            {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"},
+            (1, 0),
+            "SLURM_NTASKS=1, SLURM_NTASKS_PER_NODE=2, SLURM_TASKS_PER_NODE=1(x2)",
+        ),
+        (
+            {"SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "2"},
+            (3, 3),
+            "SLURM_NTASKS=6, SLURM_NTASKS_PER_NODE=2, SLURM_TASKS_PER_NODE=1(x2)",
+        ),
     ],
 )
 def test_slurm_tasks(variables, tasks, why):
     job = detect(SLURM | variables)
-    assert (job.tasks_per_host, job.why.get("tasks_per_host")) == (tasks, why)
+    assert (job.tasks, job.why.get("tasks")) == (tasks, why)
 
 
 def test_an_sbatch_script_is_no_rank_but_a_job():
@@ -117,11 +135,18 @@ def test_host_lists_that_are_wrong(text):
         hosts.expand(text)
 
 
+@pytest.mark.parametrize("text", ["4,x", "4(x2", "(x2)"])
+def test_tasks_of_nodes_that_cannot_be_read(text):
+    with pytest.raises(LaunchError, match="is no list of numbers such as"):
+        detect(SLURM | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": text})
+
+
 def test_a_host_file_in_its_dialects(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text("# mine\na\n\nb slots=4 max_slots=8\nc:2   # MPICH\na\n")
-    assert hosts.parse_file(path) == {"a": 2, "b": 4, "c": 2}
-    assert hosts.parse_list("a,b:3") == {"a": 1, "b": 3}
+    path.write_text("\ufeff# mine\na\n\nb slots=4 max_slots=8\nc:2   # MPICH\na\nd\n", encoding="utf-8")
+    assert hosts.parse_file(path) == {"a": 2, "b": 4, "c": 2, "d": 0}
+    assert hosts.parse_list("a,b:3,c:1") == {"a": 0, "b": 3, "c": 1}
+    assert hosts.merged({"localhost": 2, "b": 0, "127.0.0.1": 2}) == {"localhost": 4, "b": 0}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +155,7 @@ def test_a_host_file_in_its_dialects(tmp_path):
         ("a slots=none", "'none' is not a number of slots"),
         ("a slots=0", "'0' is not a number of slots"),
         ("a ppn", "'ppn' is not understood"),
+        ("[fe80::1]:4", "an IPv6 address cannot name a host here"),
         ("-a", "'-a' is not a host name"),
         ("a;rm", "'a;rm' is not a host name"),
     ],

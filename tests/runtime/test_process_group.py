@@ -310,3 +310,14 @@ def test_parts_of_a_step_add_up():
     assert seconds["dtf"] >= 0.02
     assert seconds["dtd"] == seconds["dto"] == 0
     assert seconds["dt"] == sum(value for part, value in seconds.items() if part != "dt")
+
+
+def on_ipv6(rank):
+    with process_group(replace(rank, address="::1"), CPU, 20.0):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+
+def test_a_master_address_may_be_ipv6():
+    assert fork_ranks(on_ipv6, 2, timeout=PATIENCE) == [2.0, 2.0]

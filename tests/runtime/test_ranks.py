@@ -3,6 +3,7 @@
 import pytest
 
 from mmm.errors import LaunchError
+from mmm.launch.job.local import refuse_inside_a_rank
 from mmm.runtime.ranks import whoami
 
 TORCHRUN = {
@@ -28,6 +29,13 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_JOB_ID": "7",
 }
+MVAPICH = {
+    f"MV2_COMM_WORLD_{k}": v for k, v in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
+}
+JSRUN = {f"JSM_NAMESPACE_{k}": v for k, v in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()}
+JSRUN |= {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1"}
+IN_STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
 PALS = {"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "1", "PMI_SIZE": "24", "PMI_LOCAL_SIZE": "12"}
 MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
 
@@ -45,6 +53,22 @@ MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
         ({**MPICH, "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}, (1, 4, 1, 4, "mpich")),
         ({**PALS, **MEET}, (13, 24, 1, 12, "pals")),
         ({**SLURM, **MEET, **TORCHRUN}, (5, 8, 1, 4, "torchrun")),
+        (MVAPICH, (1, 2, 1, 2, "mvapich")),
+        ({name.replace("MV2", "MVP"): value for name, value in MVAPICH.items()}, (1, 2, 1, 2, "mvapich")),
+        ({**MVAPICH, **IN_STEP, "SLURM_NTASKS": "1"}, (1, 2, 1, 2, "mvapich")),  # mpirun_rsh inside a step of Slurm's
+        (JSRUN, (3, 4, 1, 2, "jsrun")),
+        ({**JSRUN, "PMIX_RANK": "3"}, (3, 4, 1, 2, "jsrun")),
+        ({**FLUX, "FLUX_JOB_NNODES": "1"}, (1, 2, 1, 2, "flux")),
+        ({**FLUX, **MEET, "FLUX_JOB_NNODES": "2"}, (1, 2, 1, None, "flux")),
+        ({**FLUX, "FLUX_JOB_NNODES": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, "mpich")),
+        ({**MPICH, **FLUX, "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, (1, 4, 1, 4, "mpich")),  # mpiexec in one task
+        ({**MEET, **FLUX, "FLUX_TASK_RANK": "0", "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, None, None, "mpich")),
+        ({**SLURM, **MEET, "PMIX_RANK": "3"}, (3, 4, 1, 2, "slurm")),  # srun --mpi=pmix
+        ({**IN_STEP, "SLURM_NTASKS": "1", "PMIX_RANK": "0"}, (0, 1, 0, 1, "slurm")),  # srun --pty bash
+        ({**OPENMPI, "PMIX_RANK": "3"}, (3, 4, 3, 4, "openmpi")),
+        ({**TORCHRUN, "PMIX_RANK": "3", "ALPS_APP_PE": "2", "FLUX_TASK_RANK": "1"}, (5, 8, 1, 4, "torchrun")),
+        ({"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}, (0, 1, 0, 1, "alone")),  # flux batch
+        ({"NODE_RANK": "1", "GROUP_RANK": "1", "LOCAL_RANK": "1", "X_TASK_RANK": ""}, (0, 1, 0, 1, "alone")),
         (UNSAID, (5, 8, 1, None, "torchrun")),
         ({**UNSAID, "MASTER_ADDR": "127.0.0.1"}, (5, 8, 1, 8, "torchrun")),
         ({**UNSAID, "RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 1, 1, "torchrun")),
@@ -59,6 +83,35 @@ def test_place(env, place):
 def test_a_batch_script_is_no_rank():
     script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
     assert whoami(script).source == "alone"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-x@1"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-x@1"},
+        {"ALPS_APP_PE": "1"},
+        {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+        {"NEW_COMM_WORLD_RANK": "1", "NEW_COMM_WORLD_SIZE": "2"},  # of some launcher to come
+        {"PMIX_RANK": "5", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},  # of its daemons
+    ],
+    ids=lambda env: " ".join(env),
+)
+def test_a_rank_of_a_launcher_that_is_not_known(env):
+    """Alone it would be one of several runs with one folder, each with a world of one."""
+    name = next(iter(env))
+    with pytest.raises(LaunchError, match=f"{name}={env[name]} says that some launcher .* unset {name}"):
+        whoami(env)
+    with pytest.raises(LaunchError, match=f"{name}={env[name]} says that some launcher"):
+        refuse_inside_a_rank(env)
+
+
+@pytest.mark.parametrize("env", [MVAPICH, JSRUN, FLUX], ids=["mvapich", "jsrun", "flux"])
+def test_launch_starts_no_ranks_in_one(env):
+    with pytest.raises(LaunchError, match=f"already a rank \\({next(iter(env))}="):
+        refuse_inside_a_rank(env)
+    alone = {name: "1" if name.endswith("SIZE") else "0" for name in env}
+    refuse_inside_a_rank(alone)
 
 
 def test_ranks_of_one_mpiexec_agree_on_a_port():

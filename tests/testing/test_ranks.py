@@ -1,6 +1,7 @@
 """Forked ranks: what they return, and what is said of those that do not. They compute nothing here."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import mmm
 from mmm.errors import LayoutError
 from mmm.testing import RanksFailed, fork_ranks
+from mmm.testing.ranks import dumps
 from support.clock import PATIENCE
 from support.processes import running, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
@@ -139,3 +141,39 @@ def test_nothing_outlives_the_program(tmp_path, number):
         wait_for_ends(tmp_path)
     finally:
         process.kill()
+
+
+COMPUTED = """
+import torch
+from mmm.testing import fork_ranks
+
+def work(rank):
+    return (torch.randn(500, 500) @ torch.randn(500, 500)).sum().item() + torch.ones(1 << 18).sum().item()
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    (torch.ones(1 << 20) - torch.ones(1 << 20)).abs().max()
+    print(len(fork_ranks(work, 2, timeout=60)))
+"""
+
+
+def test_a_process_that_has_computed_on_several_threads(tmp_path):
+    """Its forks have none of them, and do not wait for them."""
+    (tmp_path / "t.py").write_text(COMPUTED)
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    words = [sys.executable, str(tmp_path / "t.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environ)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+def test_a_view_goes_with_its_own_elements_alone():
+    large = torch.arange(1 << 20, dtype=torch.float64)
+    views = {"row": large[5:55], "step": large[::1000], "parameter": torch.nn.Parameter(large[:3], False)}
+    views |= {"graph": large[:4].clone().requires_grad_()[1:3], "spread": large[:1].expand(3, 4)}
+    data = dumps(views)
+    assert len(data) < 20_000  # the memory is 8 MiB
+    for name, found in pickle.loads(data).items():
+        assert type(found) is type(views[name])
+        assert torch.equal(found, views[name])
+        assert found.requires_grad == views[name].requires_grad
+    assert views["row"].untyped_storage().nbytes() == 8 << 20  # ours is as it was

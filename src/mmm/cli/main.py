@@ -8,6 +8,7 @@ import os
 import sys
 
 from mmm import __version__
+from mmm.contract import check_folder
 from mmm.errors import UserError
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mmm: error: no subcommand {name!r}{hint}", file=sys.stderr)
         return 2
     try:
+        check_folder()
         return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
     except UserError as error:
         print(f"mmm: error: {error}", file=sys.stderr)

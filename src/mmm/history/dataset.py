@@ -160,11 +160,18 @@ def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
 
 
 def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes as text, int or float, which every HDF5 reader knows; all else as JSON text."""
-    return {
-        str(key): value if type(value) in (str, int, float) else json.dumps(value, default=str)
-        for key, value in attrs.items()
-    }
+    """Attributes as text, int or float, which every HDF5 reader knows; all else as JSON text.
+
+    The bytes of a path that are no text become escapes.
+    """
+
+    def plain(value: Any) -> str | int | float:
+        if type(value) in (int, float):
+            return value
+        text = value if type(value) is str else json.dumps(value, default=str)
+        return text.encode("utf-8", "backslashreplace").decode()
+
+    return {str(key): plain(value) for key, value in attrs.items()}
 
 
 def write_dataset(columns: Columns, path: Path) -> None:

@@ -100,7 +100,7 @@ def write_ending(folder: Path, ending: Ending) -> None:
     """Put the ending into the folder's config.json, if it has one. RecordError if that cannot be written."""
     text = read_config(folder)
     if (new := config_with(text, ending)) != text:
-        write_atomically(folder / CONFIG, new.encode())
+        write_atomically(folder / CONFIG, new.encode("utf-8", "backslashreplace"))
 
 
 def read_config(folder: Path) -> str:

@@ -102,7 +102,8 @@ def write_encoded(outdir: Path | str, config: str | Mapping[str, str]) -> Path:
         lines = ",".join(f"\n{json.dumps(name)}: {text}" for name, text in config.items())
         config = "{" + lines.replace("\n", "\n  ") + "\n}"
     path = Path(outdir) / CONFIG
-    write_atomically(path, f"{config}\n".encode())
+    # A path may have bytes that are no text: to JSON they are escapes.
+    write_atomically(path, f"{config}\n".encode("utf-8", "backslashreplace"))
     return path
 
 

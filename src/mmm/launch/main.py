@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from mmm import contract
+from mmm import contract, streams
 from mmm.errors import LaunchError, UserError
+from mmm.launch.control.failures import say
 from mmm.launch.control.run import RunControl
 from mmm.launch.control.wire import CPUS_VARIABLE
 from mmm.launch.job import binding, cluster, local, scheduler, staging, target, walltime
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch` with these words (default: the command line's) and return its exit code."""
     begin = time.time()
     words = list(sys.argv[1:] if argv is None else argv)
+    streams.take_any_text()
     try:
+        contract.check_folder()
         return _main(words, begin)
     except UserError as error:
         print(f"launch: error: {error}", file=sys.stderr)
@@ -55,7 +58,7 @@ def _main(words: list[str], begin: float) -> int:
     }
     plan = plan_run(what, options, shared)
     for note in [*plan.notes, *(staging.notes(options.stage) if options.stage is not None else [])]:
-        print(f"launch: {note}", file=sys.stderr)
+        say(f"launch: {note}")
     its_job = plan.job if isinstance(plan, ClusterPlan) else scheduler.detect(os.environ, options.scheduler)
     limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
     limits = replace(limits, grace=grace)
@@ -66,6 +69,7 @@ def _main(words: list[str], begin: float) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
         return 0
+    streams.never_fail()
     if options.elastic is not None and isinstance(plan, ClusterPlan):
         from mmm.launch.control.elastic import ElasticController
 

@@ -180,7 +180,7 @@ def known_here(device: str, site: str | None, hosts: int, ranks: int, threads: i
         return None
     if machine.device != device:
         return None
-    there: dict[str, Any] = {"hosts": hosts, "gpus_per_host": ranks // hosts}
+    there: dict[str, Any] = {"hosts": hosts, "gpus_per_host": -(-ranks // hosts)}
     if device == "cpu" and threads > 1:
         there["peak_flops"] = {name: threads * rate for name, rate in machine.peak_flops.items()}
         there |= {"memory_bandwidth": threads * machine.memory_bandwidth, "cores": -(-machine.cores // threads)}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from mmm import contract, streams
 from mmm.contract import NUMBERINGS, USER_ERROR_EXIT, VERDICT_VARIABLE, report
 from mmm.errors import UserError
 from mmm.runtime import startup
@@ -74,7 +75,9 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
     Any other exception propagates. What `fn` returns is not used.
     """
     startup.imported()
+    streams.never_fail()
     try:
+        contract.check_folder()
         fn()
     except UserError as error:
         report_user_error(error)

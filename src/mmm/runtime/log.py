@@ -99,7 +99,7 @@ def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> 
     out.setFormatter(_Formatter(tag, _wants_colour(sys.stdout)))
     handlers.append(out)
     if file is not None and rank == 0:
-        copy = _Copy(file, encoding="utf-8")
+        copy = _Copy(file, encoding="utf-8", errors="backslashreplace")
         copy.setFormatter(_Formatter(tag))
         handlers.append(copy)
     before = logger.level, logger.propagate

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmm.contract import ENDING, MARKER_VARIABLE, open_files
+from mmm.contract import ENDING, LOOPBACK, MARKER_VARIABLE, check_loopback, open_files
 from mmm.errors import LaunchError
 from mmm.runtime.agreement import check_devices, find_hosts, find_meeting, next_place
 from mmm.runtime.device import backend_for, identity
@@ -145,7 +145,10 @@ def _find_store(rank: Rank, limit: timedelta) -> dist.Store:
     where = (rank.address, rank.port, rank.rank, rank.world_size)
     if where not in _store:
         _store.clear()
-        url = f"tcp://{rank.address}:{rank.port}"
+        if rank.address in LOOPBACK:
+            check_loopback(rank.address)
+        address = f"[{rank.address}]" if ":" in (rank.address or "") else rank.address
+        url = f"tcp://{address}:{rank.port}"
         _store[where], *_ = next(dist.rendezvous(url, rank.rank, rank.world_size, timeout=limit))
     store = _store[where]
     store.set_timeout(limit)

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmm.contract import DRY_RUN_VARIABLE, MARKER_VARIABLE, NUMBERINGS, port_of, read_number
+from mmm.contract import DRY_RUN_VARIABLE, LOOPBACK, MARKER_VARIABLE, NUMBERINGS, numbering, port_of, read_number
 from mmm.errors import LaunchError
 
 DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm.plan.dry_run`)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
 
 
@@ -26,8 +25,8 @@ class Rank:
     Attributes:
         rank, world_size: over all hosts, 0 ≤ rank < world_size.
         local_rank, local_world_size: the same on this host; None where nothing says them (`process_group.locate`).
-        source: what told us: ``torchrun``, ``launch``, ``mpich``, ``openmpi``, ``pals``, ``slurm`` or ``alone``;
-            ``dry run`` for a rank that is not there.
+        source: what told us: ``launch``, ``alone``, or its name in `mmm.contract.NUMBERINGS`; ``dry run`` for a rank
+            that is not there.
         address, port: where rank 0's store listens; None where this process is alone.
         store: by which the ranks have met; None before.
     """
@@ -69,7 +68,7 @@ def _master_address(env: Mapping[str, str], one_host: bool | None) -> tuple[str,
     else:
         identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
         port = port_of(identity)
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_host else None)
+    address = env.get("MASTER_ADDR", "").strip("[]") or ("127.0.0.1" if one_host else None)
     if address is None or ("MASTER_PORT" not in env and not one_host):
         raise LaunchError(
             f"{'nothing says that the ranks are on one host' if one_host is None else 'the ranks are on several hosts'}"
@@ -83,37 +82,59 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
     """This process's place. A process that nothing started as a rank is alone: rank 0 of 1.
 
     Raises:
-        LaunchError: the variables contradict each other or one is missing.
+        LaunchError: the variables contradict each other, one is missing, or they are of a launcher that is not known.
     """
     env = os.environ if env is None else env
-    for name, source in NUMBERINGS.items():
-        rank = read_number(env, source.rank)
-        # A batch script itself has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
-        if rank is None or (name == "slurm" and "SLURM_STEP_ID" not in env):
-            continue
-        world = read_number(env, source.world)
-        if world is None:
-            raise LaunchError(
-                f"{rank[0]}={rank[1]} says this is a rank, but none of {', '.join(source.world)} says of how many: "
-                f"set WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `launch`"
-            )
-        if not 0 <= rank[1] < world[1]:
-            raise LaunchError(f"{rank[0]}={rank[1]} is not between 0 and {world[0]}={world[1]}, less one")
-        # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as MPICH's mpiexec does, and leaves the rest to Slurm's names.
-        pmi2 = name == "mpich" and "SLURM_STEP_ID" in env and read_number(env, source.local_rank) is None
-        said = read_number(env, source.local_world)
-        local_world = _slurm_local_world(env) if name == "slurm" or pmi2 else said[1] if said else None
-        if local_world is None and (world[1] == 1 or env.get("MASTER_ADDR") in LOOPBACK):
-            local_world = world[1]
-        local = read_number(env, ("SLURM_LOCALID",) if pmi2 else source.local_rank)
-        local_rank = local[1] if local else rank[1] % max(local_world, 1) if local_world is not None else None
-        address, port = _master_address(env, one_host=None if local_world is None else local_world == world[1])
-        if name == "torchrun" and DRY_RUN_VARIABLE in env:
-            name = DRY_RUN
-        elif name == "torchrun" and MARKER_VARIABLE in env:
-            name = "launch"
-        return Rank(rank[1], world[1], local_rank, local_world, name, address, port)
-    return Rank(0, 1, 0, 1, "alone")
+    name = numbering(env)
+    if name is None:
+        return Rank(0, 1, 0, 1, "alone")
+    source = NUMBERINGS[name]
+    rank, world = read_number(env, source.rank), read_number(env, source.world)
+    assert rank is not None
+    if world is None:
+        raise LaunchError(
+            f"{rank[0]}={rank[1]} says this is a rank, but none of {', '.join(source.world)} says of how many: "
+            f"set WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `launch`"
+        )
+    if not 0 <= rank[1] < world[1]:
+        raise LaunchError(f"{rank[0]}={rank[1]} is not between 0 and {world[0]}={world[1]}, less one")
+    beside = _behind_pmi(env, rank[1], world[1]) if name == "mpich" else None
+    local, local_world = _local_numbers(beside or name, env, world[1])
+    if local_world is None and (world[1] == 1 or env.get("MASTER_ADDR") in LOOPBACK):
+        local_world = world[1]
+    if local is None and local_world is not None:
+        local = rank[1] % max(local_world, 1)
+    address, port = _master_address(env, one_host=None if local_world is None else local_world == world[1])
+    if name == "torchrun" and DRY_RUN_VARIABLE in env:
+        name = DRY_RUN
+    elif name == "torchrun" and MARKER_VARIABLE in env:
+        name = "launch"
+    return Rank(rank[1], world[1], local, local_world, name, address, port)
+
+
+def _behind_pmi(env: Mapping[str, str], rank: int, world: int) -> str | None:
+    """Who has set PMI_RANK and PMI_SIZE as MPICH's mpiexec does, and leaves the rest to names of its own.
+
+    `srun --mpi=pmi2` does, and Flux.
+    """
+    if read_number(env, NUMBERINGS["mpich"].local_rank) is not None:
+        return None
+    if "SLURM_STEP_ID" in env and "SLURM_LOCALID" in env:
+        return "slurm"
+    flux = NUMBERINGS["flux"]
+    own = [read_number(env, flux.rank), read_number(env, flux.world)]
+    return "flux" if [number and number[1] for number in own] == [rank, world] else None
+
+
+def _local_numbers(name: str, env: Mapping[str, str], world: int) -> tuple[int | None, int | None]:
+    """Local rank and local world size by launcher `name`; None where it does not say."""
+    local, local_world = (read_number(env, names) for names in NUMBERINGS[name][2:])
+    size = local_world[1] if local_world else None
+    if name == "slurm":
+        size = _slurm_local_world(env)
+    if name == "flux" and env.get("FLUX_JOB_NNODES") == "1":
+        size = world
+    return local[1] if local else None, size
 
 
 def command_line() -> list[str]:

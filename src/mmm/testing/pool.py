@@ -23,7 +23,7 @@ from mmm.launch.job.hosts import free_port
 from mmm.runtime.process_group import free_ended_groups, process_group
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import Children
-from mmm.testing.ranks import RanksFailed, answer, collect, fork_ranks
+from mmm.testing.ranks import RanksFailed, answer, collect, dumps, fork_ranks
 
 TIMEOUT = 300.0  # s that a call may take: on a busy machine, each thread of gloo waits long for a core
 LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
@@ -55,7 +55,7 @@ class RankPool:
         Raises:
             RanksFailed: one of them raised, died or gave no answer in `timeout` seconds; with its traceback.
         """
-        self._server.end.send((ranks, timeout, fresh, pickle.dumps((function, args))))
+        self._server.end.send((ranks, timeout, fresh, dumps((function, args))))
         try:
             results, reason, details = self._server.receive(timeout + 2 * LONGER)
         except BaseException as error:  # such as a test's own time-out: the next call must not get this one's answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import signal
 import sys
@@ -32,10 +33,12 @@ class RanksFailed(Exception):
 def fork_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, timeout: float, interrupt: Connection | None = None
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` in `ranks` new processes, which have no process group yet.
+    """Call ``function(rank, *args)`` in `ranks` new processes, which have no process group yet. Each computes on one
+    thread, which it can whatever this process has computed before.
 
     Args:
-        function: any; it is not pickled. What it returns has to be. timeout: seconds until all have answered.
+        function: any; it is not pickled. What it returns has to be, tensors in it by their own elements alone: a view
+            does not take the whole tensor along. timeout: seconds until all have answered.
         interrupt: where a message ends the ranks before their time.
 
     Returns:
@@ -52,10 +55,36 @@ def fork_ranks(
         return collect(children.all, timeout, interrupt)
 
 
+class _Pickler(pickle.Pickler):
+    """Takes of a tensor that is a view its own elements: PyTorch would take all of the memory that it looks into."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            return NotImplemented
+        if value.is_quantized or value.device.type == "meta":
+            return NotImplemented
+        if value.untyped_storage().nbytes() <= value.numel() * value.element_size():
+            return NotImplemented
+        own = value.detach().clone()
+        if isinstance(value, torch.nn.Parameter):
+            return torch.nn.Parameter(own, value.requires_grad).__reduce_ex__(self.proto)
+        return own.requires_grad_(value.requires_grad).__reduce_ex__(self.proto)
+
+    proto = pickle.DEFAULT_PROTOCOL
+
+
+def dumps(value: Any) -> bytes:
+    """`pickle.dumps`, of views without what they look into."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
 def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
     """On a rank: send what ``function(*args)`` returns, or how it failed, to `collect`."""
     try:
-        message = pickle.dumps((True, function(*args)))
+        message = dumps((True, function(*args)))
     except BaseException as error:
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         message = pickle.dumps((False, (reason, traceback.format_exc())))

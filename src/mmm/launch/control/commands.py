@@ -45,22 +45,33 @@ def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message
     there: dict[str, list[RemoteAgent]] = {}
     for agent in agents:
         there.setdefault(agent.host, []).append(agent)
+    sizes = counts_of(plan, agents) if plan.by == "host" else []
     for agent in agents:
         if plan.by == "host":
-            first = agent.index * plan.per_host
-            local_ranks = range(first, min(first + plan.per_host, plan.ranks))
+            first = sum(sizes[: agent.index])
+            local_ranks = range(first, first + sizes[agent.index])
             ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in local_ranks]
             message = {"ranks": ranks, "shared": plan.shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}}
         else:
             mates = there[agent.host]
-            local = agent.hello.get("local_rank")
-            rank = {"RANK": str(agent.index), "LOCAL_RANK": str(mates.index(agent) if local is None else local)}
+            local: Any = agent.hello.get("local_rank")
+            if {mate.hello.get("local_rank") for mate in mates} != set(range(len(mates))):
+                local = mates.index(agent)  # not said; or the host has several names, and is numbered anew for each
+            rank = {"RANK": str(agent.index), "LOCAL_RANK": str(local)}
             same_cores = len({mate.hello["cpus"] for mate in mates}) == 1  # then they divide them
             cores = max(1, agent.hello["cores"] // (len(mates) if same_cores else 1))
             shared = plan.shared | {"LOCAL_WORLD_SIZE": str(len(mates))}
             message = {"ranks": [rank], "shared": shared, "cores": cores}
         made.append(common | message)
     return made
+
+
+def counts_of(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[int]:
+    """How many ranks each agent has, one agent a host: as planned for a host of its name, which the launcher backend
+    may have numbered in another order; where names are others here and there, as planned for its place."""
+    planned = {name.partition(".")[0]: count for name, count in zip(plan.hosts, plan.counts, strict=True)}
+    names = [agent.host.partition(".")[0] for agent in agents]
+    return [planned[name] for name in names] if sorted(names) == sorted(planned) else list(plan.counts)
 
 
 def slot_commands(plan: ClusterPlan, by_host: dict[int, list[int]], shared: dict[str, str]) -> dict[int, Message]:

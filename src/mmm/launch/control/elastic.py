@@ -195,7 +195,8 @@ class ElasticController(Controller):
         return next((n for n in range(most, self.elastic.least - 1, -1) if self.fits.get(n, True)), None)
 
     def free(self) -> list[tuple[Host, int]]:
-        return [place for host in self.hosts for place in host.free(self.plan.per_host)]
+        slots = dict(zip(self.plan.hosts, self.plan.counts, strict=True))
+        return [place for host in self.hosts for place in host.free(slots.get(host.name, self.plan.per_host))]
 
     def assemble(self, now: float) -> None:
         """Begin an attempt, once the hosts are there: all, at first; then enough."""

@@ -6,7 +6,7 @@ import select
 import selectors
 import time
 
-from mmm.launch.control.failures import say
+from mmm import streams
 
 CHUNK = 1 << 16
 
@@ -28,9 +28,8 @@ class Output:
         os.close(self.stderr)
         self.last = time.monotonic()
 
-    def copy(self, ready: set[int], selector: selectors.BaseSelector) -> bool:
-        """Copy what is there. False once nobody reads it any more."""
-        read = True
+    def copy(self, ready: set[int], selector: selectors.BaseSelector) -> None:
+        """Copy what is there. What cannot be written, such as after `… | head` has ended, is lost."""
         for fd in [fd for fd in self.duplicates if fd in ready]:
             data = os.read(fd, CHUNK)
             if not data:
@@ -39,15 +38,13 @@ class Output:
                 del self.duplicates[fd]
                 continue
             self.last = time.monotonic()
-            read &= write(self.duplicates[fd], data)
-        return read
+            write(self.duplicates[fd], data)
 
     def drain(self, selector: selectors.BaseSelector, until: float) -> None:
         """Copy what is left, until the pipes end or it is `until`: a process that was left behind may hold them."""
         while self.duplicates and (left := until - time.monotonic()) > 0:
             ready, _, _ = select.select(list(self.duplicates), [], [], left)
-            if not self.copy(set(ready), selector):
-                return
+            self.copy(set(ready), selector)
 
     def close(self) -> None:
         for fd in self.duplicates:
@@ -56,13 +53,10 @@ class Output:
         self.duplicates = {}
 
 
-def write(fd: int, data: bytes) -> bool:
-    """All of `data`. False if the reader has gone."""
+def write(fd: int, data: bytes) -> None:
+    """All of `data`; from the first error on nothing is written."""
     try:
         while data:
             data = data[os.write(fd, data) :]
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            say(f"launch: what ranks print cannot be written: {error.strerror}")
-        return False
-    return True
+        streams.lose(fd, error)

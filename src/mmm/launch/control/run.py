@@ -100,9 +100,8 @@ class RunControl(ABC):
         if self.wake in ready:
             for number in os.read(self.wake, 4096):
                 self.on_signal(number)
-        if self.output is not None and not self.output.copy(ready, self.selector) and self.exit_code is None:
-            self.exit_code = 128 + signal.SIGPIPE
-            self.end(signal.SIGTERM)
+        if self.output is not None:
+            self.output.copy(ready, self.selector)
         return ready
 
     def deadlines(self) -> list[float | None]:

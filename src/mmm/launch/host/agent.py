@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from mmm.contract import NUMBERINGS, read_number
+from mmm.contract import LOOPBACK, NUMBERINGS, check_loopback, read_number
 from mmm.errors import LaunchError, UserError
 from mmm.launch.control import commands
 from mmm.launch.control import link as links
@@ -183,7 +183,9 @@ def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
 
 def check_master_address(address: str, port: int, host: str) -> None:
     """Rank 0's host: can it listen where the others will look for it?"""
-    with socket.socket() as probe:
+    if address in LOOPBACK:
+        check_loopback(address)
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))

@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from mmm import contract
+from mmm import contract, streams
 from mmm.contract import ENDING, USER_ERROR_EXIT
 from mmm.errors import UserError
 from mmm.launch.control.stacks import STACK_FILE
@@ -61,6 +61,7 @@ def prepare() -> None:
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, nested.mask),
         after_in_child=lambda: _default_signals(nested.mask),
     )
+    streams.never_fail()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)

@@ -45,7 +45,7 @@ class Source:
 
 def scan(path: str) -> Source:
     """Raises `OSError`: something in it cannot be read."""
-    digest, files, size = hashlib.sha256(path.encode()), 0, 0
+    digest, files, size = hashlib.sha256(os.fsencode(path)), 0, 0
     for name, info, link in [("", os.stat(path), "")] if os.path.isfile(path) else _walk(path):
         if stat.S_ISREG(info.st_mode):
             files, size = files + 1, size + info.st_size

@@ -3,8 +3,8 @@
 In this order, each stated in `ClusterPlan.why`:
 
     hosts           --hosts, --hostfile; Slurm's job; PBS's job; else this is no cluster and `local` plans
-    ranks a host    -ppn; -n over the hosts; what the job asked for; slots in the host file; the site; GPUs the job has;
-                    accelerators of this host, if it is one of them; 1
+    ranks a host    `mmm.launch.job.placement`; accelerators: the site's, GPUs the job has, those of this host, if it is
+                    one of them
     device          --device; MMM_DEVICE; the site; what is found here; else each rank looks
     MASTER_ADDR     MASTER_ADDR; 127.0.0.1 on one host; the first host, with the site's suffix
     MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity
@@ -18,17 +18,28 @@ from dataclasses import dataclass, field, replace
 
 from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, binding, elastic, hosts, local, mpi, scheduler, sites, slurm, variables
+from mmm.launch.job import (
+    accelerators,
+    binding,
+    elastic,
+    hosts,
+    local,
+    mpi,
+    placement,
+    scheduler,
+    sites,
+    slurm,
+    variables,
+)
 from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.counts import is_filled
 from mmm.launch.job.elastic import Elastic
 from mmm.launch.job.mpi import Request
-from mmm.launch.job.options import MAX_RANKS, LaunchOptions
+from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 from mmm.launch.job.staging import Stage
 from mmm.launch.job.target import Target
-
-NO_REASON = "nothing says more"
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class ClusterPlan:
     Attributes:
         launcher: "srun", "hydra", "pals" or "openmpi"; "direct": launch itself. command: its whole command line.
         site: the known machine's data, or the empty `Site`.
-        hosts: those used, in order; ranks 0 … per_host − 1 are on the first. ranks: in all.
+        hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
         by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
         bind: how launch binds ranks itself; None: it does not. binding: in words.
         settings: the site's variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
@@ -54,8 +65,7 @@ class ClusterPlan:
     job: Job
     site: Site
     hosts: tuple[str, ...]
-    per_host: int
-    ranks: int
+    counts: tuple[int, ...]
     by: str
     bind: str | None
     binding: str
@@ -72,6 +82,16 @@ class ClusterPlan:
     notes: tuple[str, ...] = ()
     elastic: Elastic | None = None
     each: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return sum(self.counts)
+
+    @property
+    def per_host(self) -> int:
+        """The most that a host has."""
+        return max(self.counts)
 
     @property
     def processes(self) -> int:
@@ -108,30 +128,25 @@ def plan(
     found = (found or accelerators.find(environ=environ, build=build)) if is_listed else None
     device, why[DEVICE_VARIABLE] = _device(options, site, environ, found)
     devices, why["accelerators"] = _devices(device, site, job, found)
-    per_host, ranks, used, why["ranks"] = _ranks(options, job, listed, device, devices, why["accelerators"])
-    if per_host > MAX_RANKS:
-        raise LaunchError(
-            f"{per_host} ranks on each host: the number of ranks on a host must be from 1 to {MAX_RANKS}."
-        )
-    notes = [*job.notes]
-    if why["ranks"].startswith(NO_REASON):
-        notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
-    if len(used) < len(listed):
-        notes.append(f"{len(used)} of {len(listed)} hosts are used")
-    bind, words, binding_words, why["cpu binding"] = _binding(options, site, launcher, per_host)
+    placed = placement.place(options, job, listed, None if device == "cpu" else devices, why["accelerators"])
+    used, counts, why["ranks"] = placed.hosts, placed.counts, placed.why
+    notes = [*job.notes, *placed.notes]
+    if launcher == "pals" and options.by == "rank" and not is_filled(counts):
+        options = replace(options, by="host")
+        notes.append("pals puts as many ranks on each host: here it starts one process a host, which forks its ranks")
+    bind, words, binding_words, why["cpu binding"] = _binding(options, site, launcher, max(counts))
     settings = variables.of_site(site, options, environ, why)
     ordered = site.shows_devices(options.by, launcher, device) and site.device_variable not in options.env
     order = site.device_order if ordered else []
-    shared = variables.of_cluster(options, site, job, used, ranks, device, environ, build, why) | settings
+    shared = variables.of_cluster(options, site, job, used, sum(counts), device, environ, build, why) | settings
     if site.name:
         shared[SITE_VARIABLE] = json.dumps({"name": site.name, "set": settings, "device_order": order})
     threads, why["OMP_NUM_THREADS"] = variables.threads(options, job, environ)
 
-    all_of_job, by_host = tuple(used) == tuple(job.hosts), options.by == "host"
-    all_listed = len(used) == len(listed) and set(listed.values()) == {1}
+    all_of_job, by_host = used == job.hosts, options.by == "host"
+    all_listed = len(used) == len(listed) and not any(listed.values())
     request = Request(
-        processes=len(used) if by_host else ranks,
-        per_host=1 if by_host else per_host,
+        counts=(1,) * len(used) if by_host else counts,
         hosts=used,
         hostfile=(options.hostfile if all_listed else None) or (job.hostfile if all_of_job else None),
         subset=not all_of_job,
@@ -143,7 +158,7 @@ def plan(
     each = {}
     if options.elastic is not None:
         elastic.check_hosts(options.spare, used, job.hosts)
-        one = replace(request, processes=1, per_host=1, hostfile=None, subset=True)
+        one = replace(request, counts=(1,), hostfile=None, subset=True)
         for host in (*used, *options.spare):
             each[host] = [*_line(launcher, mpiexec, replace(one, hosts=[host]), site, True), *_agent(target)]
     return ClusterPlan(
@@ -152,9 +167,8 @@ def plan(
         command=[*_line(launcher, mpiexec, request, site, by_host), *_agent(target)],
         job=job,
         site=site,
-        hosts=tuple(used),
-        per_host=per_host,
-        ranks=ranks,
+        hosts=used,
+        counts=counts,
         by=options.by,
         bind=bind,
         binding=binding_words,
@@ -186,7 +200,8 @@ def _hosts(options: LaunchOptions, environ: Mapping[str, str], why: dict[str, st
         listed, why["hosts"] = hosts.parse_file(options.hostfile), f"--hostfile {options.hostfile}"
     else:
         why["hosts"] = job.why.get("hosts", "")
-        return job, dict.fromkeys([name for name in job.hosts if name not in options.spare], 1)
+        return job, dict.fromkeys([name for name in job.hosts if name not in options.spare], 0)
+    listed = hosts.merged(listed)
     short = {name.partition(".")[0] for name in job.hosts}
     strange = [name for name in listed if name.partition(".")[0] not in short] if job.hosts else []
     if strange:
@@ -254,62 +269,6 @@ def _in_words(device: str | None, devices: int | None, why: str) -> str:
     return f"{devices} a host" + (f", {device}" if device else "")
 
 
-def _default_per_host(
-    job: Job, listed: hosts.Hosts, device: str | None, devices: int | None, devices_why: str
-) -> tuple[int, str]:
-    """Ranks a host where neither -n nor -ppn says it, and why."""
-    if job.tasks_per_host:
-        return job.tasks_per_host, job.why["tasks_per_host"]
-    slots = set(listed.values())
-    if len(slots) > 1:
-        some = ", ".join(f"{name}:{count}" for name, count in list(listed.items())[:4])
-        raise LaunchError(
-            f"hosts have different numbers of slots ({some}), and launch puts as many ranks on each: give -ppn RANKS."
-        )
-    if slots != {1}:
-        return slots.pop(), "slots in the list of hosts"
-    if devices and device != "cpu":
-        return devices, f"one per accelerator: {devices_why}"
-    return 1, NO_REASON
-
-
-def _ranks(
-    options: LaunchOptions,
-    job: Job,
-    listed: hosts.Hosts,
-    device: str | None,
-    devices: int | None,
-    devices_why: str,
-) -> tuple[int, int, list[str], str]:
-    """Ranks a host, ranks in all, the hosts used, and why."""
-    total, per_host, nhosts, names = options.nproc, options.per_host, options.nhosts, list(listed)
-    default, reason = 1, "-ppn"
-    if per_host is None:
-        default, reason = _default_per_host(job, listed, device, devices, devices_why)
-    if nhosts is not None:
-        if nhosts > len(names):
-            are = "is 1 host" if len(names) == 1 else f"are {len(names)} hosts"
-            raise LaunchError(f"-N {nhosts}: there {are}.")
-        names = names[:nhosts]
-    if total is None:
-        per_host = per_host or default
-        return per_host, per_host * len(names), names, f"{reason}, × {len(names)} hosts"
-    why = "-n" if per_host is None else "-n, -ppn"
-    per_host = per_host or -(-total // len(names))
-    needed = -(-total // per_host)
-    if needed > len(names):
-        raise LaunchError(
-            f"-n {total} with {per_host} a host takes {needed} hosts, and there are {len(names)}: "
-            f"at most -n {per_host * len(names)}, or a larger -ppn."
-        )
-    if nhosts is not None and needed < nhosts:
-        raise LaunchError(
-            f"-n {total} -ppn {per_host} -N {nhosts}: {total} ranks, {per_host} a host, fill {needed} "
-            f"hosts, not {nhosts}. Leave one of the three out."
-        )
-    return per_host, total, names[:needed], why
-
-
 def _binding(
     options: LaunchOptions, site: Site, launcher: str, per_host: int
 ) -> tuple[str | None, list[str], str, str]:
@@ -338,9 +297,9 @@ def _line(launcher: str, mpiexec: str, request: Request, site: Site, by_host: bo
     if launcher != "srun":
         return mpi.line(launcher, mpiexec, request)
     if words := site.srun_by_host if by_host else site.srun:
-        return slurm.line(request, site.fill(words, request.per_host))
-    cpus = request.environ.get("SLURM_CPUS_ON_NODE" if by_host else "SLURM_CPUS_PER_TASK")
-    words = [f"--ntasks-per-node={request.per_host}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+        return slurm.line(request, site.fill(words, max(request.counts)))
+    cpus = slurm.cpus_of_a_node(request.environ) if by_host else request.environ.get("SLURM_CPUS_PER_TASK")
+    words = [f"--ntasks-per-node={max(request.counts)}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
     return slurm.line(request, words)
 
 

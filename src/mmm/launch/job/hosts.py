@@ -14,7 +14,7 @@ from mmm.contract import PORTS
 from mmm.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-Hosts = dict[str, int]  # name → how often it was listed, or its slots; in the order of the list
+Hosts = dict[str, int]  # name → its slots, or how often it was listed; 0: once, without a number. In the list's order
 
 
 def parse_list(text: str) -> Hosts:
@@ -22,7 +22,7 @@ def parse_list(text: str) -> Hosts:
     found: Hosts = {}
     for word in text.split(","):
         name, colon, slots = word.strip().partition(":")
-        _add(found, name, _slots(slots, f"--hosts {text}") if colon else 1, f"--hosts {text}")
+        _add(found, name, _slots(slots, f"--hosts {text}") if colon else 0, f"--hosts {text}")
     return found
 
 
@@ -32,7 +32,7 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
     Empty lines and `#` comments are skipped. Raises `LaunchError`: no such file, no host in it, or a wrong line.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise LaunchError(f"{what} {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -44,7 +44,7 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
             continue
         where = f"{what} {path}, line {number} ({line.strip()!r})"
         name, colon, slots = words[0].partition(":")
-        count = _slots(slots, where) if colon else 1
+        count = _slots(slots, where) if colon else 0
         for word in words[1:]:
             key, _, value = word.partition("=")
             if key in ("slots", "max_slots", "max-slots"):
@@ -104,6 +104,15 @@ def is_here(name: str) -> bool:
     return name in ("localhost", "127.0.0.1", own) or name.partition(".")[0] == own.partition(".")[0]
 
 
+def merged(listed: Hosts) -> Hosts:
+    """This host's names as one, the first: an MPI takes localhost and 127.0.0.1 for two hosts, with GPUs each."""
+    found: Hosts = {}
+    own = next((name for name in listed if is_here(name)), "")
+    for name, count in listed.items():
+        _add(found, own if is_here(name) else name, count, "hosts")
+    return found
+
+
 def free_port(address: str = "127.0.0.1") -> int:
     """A TCP port of this host that nobody listens on at that address (of its own; "": at any).
 
@@ -122,6 +131,8 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def _slots(text: str, where: str) -> int:
+    if ":" in text:
+        raise LaunchError(f"{where}: an IPv6 address cannot name a host here. Write its name, or its IPv4 address.")
     if not text.isdigit() or int(text) < 1:
         raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 on is.")
     return int(text)
@@ -130,4 +141,4 @@ def _slots(text: str, where: str) -> int:
 def _add(found: Hosts, name: str, count: int, where: str) -> None:
     if not NAME.fullmatch(name):
         raise LaunchError(f"{where}: {name!r} is not a host name.")
-    found[name] = found.get(name, 0) + count
+    found[name] = max(found[name], 1) + max(count, 1) if name in found else count

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmm.contract import DEVICE_VARIABLE
+from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, check_loopback, numbering, read_number
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts, staging, variables
 from mmm.launch.job.target import Target
@@ -70,6 +70,7 @@ def plan(
         notes.append(f"no {device} device found ({found.why}): 1 rank (choose with -n)")
 
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    check_loopback()
     shared["MASTER_ADDR"], why["MASTER_ADDR"] = "127.0.0.1", "all ranks are on this host"
     shared["MASTER_PORT"], why["MASTER_PORT"] = _port(environ)
     if environ.get("OMP_NUM_THREADS"):
@@ -106,18 +107,19 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
             f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
             f"  Start CMD itself here, or outside of another launcher: unset {' '.join(own)}"
         )
-    for rank, size, unsaid in (
-        ("PMI_RANK", "PMI_SIZE", "1"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "1"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "1"),
-        ("PALS_RANKID", "PMI_SIZE", "more than 1"),
-    ):  # PALS does not always say
-        count = environ.get(size, unsaid)
-        if rank in environ and count not in ("0", "1"):
-            raise LaunchError(
-                f"already a rank ({rank}={environ[rank]}, {size}={count} in the environment): "
-                "each rank would start ranks of its own.\n  Start one launch, not one a rank."
-            )
+    source = numbering(environ)
+    if source is None:
+        return
+    rank, size = read_number(environ, NUMBERINGS[source].rank), read_number(environ, NUMBERINGS[source].world)
+    assert rank is not None
+    if source == "pals" and size is None:  # Aurora's
+        size = "PMI_SIZE", 2
+    if size is not None and size[1] > 1:
+        given = f"{rank[0]}={rank[1]}, {size[0]}={environ.get(size[0], 'more than 1')}"
+        raise LaunchError(
+            f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
+            "  Start one launch, not one a rank."
+        )
 
 
 def available_cores() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmm.errors import LaunchError
+from mmm.launch.job.counts import is_filled
 from mmm.launch.job.hosts import is_here
 
 AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
@@ -26,10 +27,9 @@ CARRIED = (
 
 @dataclass(frozen=True)
 class Request:
-    """What mpiexec or srun is to start: `processes` in all, `per_host` on each of `hosts`."""
+    """What mpiexec or srun is to start: `counts` processes on each of `hosts`."""
 
-    processes: int
-    per_host: int
+    counts: Sequence[int]
     hosts: Sequence[str]
     hostfile: str | None = None  # a file with exactly these hosts, each once
     subset: bool = False  # these are not all of the job's hosts
@@ -37,6 +37,15 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)  # launch's own
     more: Sequence[str] = ()  # --launcher-args
+
+    @property
+    def processes(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def slots(self) -> list[str]:
+        """`host:count` of each."""
+        return [f"{host}:{count}" for host, count in zip(self.hosts, self.counts, strict=True)]
 
 
 def find(name: str | None, environ: Mapping[str, str]) -> str:
@@ -90,19 +99,20 @@ def line(kind: str, mpiexec: str, request: Request) -> list[str]:
 
 def _mpich(kind: str, request: Request) -> list[str]:
     """Hydra's words, and those of PALS, which spells some of them in another way."""
-    words = ["-ppn", str(request.per_host)]
-    if request.hostfile is not None:
+    words = ["-ppn", str(request.counts[0])]
+    if not is_filled(request.counts):  # hydra; PALS starts one process a host then
+        words = ["-hosts", joined(request.slots)]
+    elif request.hostfile is not None:
         words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
     else:
-        words += ["-hosts" if kind == "hydra" else "--hosts", _joined(request.hosts)]
+        words += ["-hosts" if kind == "hydra" else "--hosts", joined(request.hosts)]
     for name, value in request.env.items():
         words += ["-genv", name, value] if kind == "hydra" else ["--env", f"{name}={value}"]
     return [*words, *request.bind]
 
 
 def _openmpi(request: Request) -> list[str]:
-    hosts = _joined([f"{host}:{request.per_host}" for host in request.hosts])
-    words = ["--host", hosts, "--map-by", "slot", "--bind-to", "none"]
+    words = ["--host", joined(request.slots), "--map-by", "slot", "--bind-to", "none"]
     for name, value in request.env.items():
         words += ["-x", f"{name}={value}"]
     if not all(map(is_here, request.hosts)):
@@ -112,7 +122,7 @@ def _openmpi(request: Request) -> list[str]:
     return words
 
 
-def _joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
     hosts = ",".join(names)
     if len(hosts) > LONGEST:
         raise LaunchError(

@@ -22,14 +22,14 @@ def detect(environ: Mapping[str, str]) -> Job | None:
         fix = "Without PBS: --scheduler none, with --hosts a,b or on this host alone."
         raise LaunchError(f"{error}\n  {fix}") from None
     why = {"scheduler": f"PBS_JOBID={environ['PBS_JOBID']}", "hosts": f"PBS_NODEFILE={path}"}
-    tasks = max(listed.values())
-    if tasks > 1:
-        why["tasks_per_host"] = f"PBS_NODEFILE names a host up to {tasks} times"
+    tasks = tuple(max(count, 1) for count in listed.values()) if any(listed.values()) else ()
+    if tasks:
+        why["tasks"] = "PBS_NODEFILE, a line a rank"
     return Job(
         "pbs",
         environ["PBS_JOBID"],
         tuple(listed),
         why,
-        tasks_per_host=tasks if tasks > 1 else None,
-        hostfile=path if tasks == 1 else None,
+        tasks=tasks,
+        hostfile=None if tasks else path,
     )

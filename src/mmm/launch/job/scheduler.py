@@ -24,7 +24,7 @@ class Job:
     Attributes:
         hosts: in the scheduler's order, each once.
         why: for each value that was found, the variable it came from.
-        tasks_per_host: what the job asked for, None where it did not say. Uneven jobs: the largest.
+        tasks: what the job asked for on each of `hosts`; empty where it did not say.
         gpus_per_host: None where the scheduler does not say.
         end_time: seconds since 1970 at which the scheduler ends the job.
         hostfile: the scheduler's own file with each host once, if it wrote one.
@@ -35,7 +35,7 @@ class Job:
     job_id: str = ""
     hosts: tuple[str, ...] = ()
     why: dict[str, str] = field(default_factory=dict)
-    tasks_per_host: int | None = None
+    tasks: tuple[int, ...] = ()
     gpus_per_host: int | None = None
     end_time: float | None = None
     hostfile: str | None = None

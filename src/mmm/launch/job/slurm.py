@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from mmm.errors import LaunchError
 from mmm.launch.job import hosts
-from mmm.launch.job.mpi import Request
+from mmm.launch.job.counts import is_even, spread
+from mmm.launch.job.mpi import Request, joined
 from mmm.launch.job.scheduler import Job
 
 
@@ -19,7 +20,8 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     if not job or name is None:
         return None
     why = {"scheduler": f"SLURM_JOB_ID={job}", "hosts": f"{name}={environ[name]}"}
-    tasks = _number(environ, "SLURM_NTASKS_PER_NODE", why, "tasks_per_host")
+    names = tuple(hosts.expand(environ[name]))
+    tasks = _tasks(environ, len(names), why)
     gpus = _number(environ, "SLURM_GPUS_ON_NODE", why, "gpus_per_host")
     asked = re.fullmatch(r"(?:.*:)?(\d+)", environ.get("SLURM_GPUS_PER_NODE", ""))
     if gpus is None and asked:
@@ -28,22 +30,52 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     return Job(
         "slurm",
         job,
-        tuple(hosts.expand(environ[name])),
+        names,
         why,
-        tasks_per_host=_tasks(environ, why) if tasks is None else tasks,
+        tasks=tasks,
         gpus_per_host=gpus,
         end_time=_number(environ, "SLURM_JOB_END_TIME", why, "end_time"),
     )
 
 
-def _tasks(environ: Mapping[str, str], why: dict[str, str]) -> int | None:
-    """Tasks a node where a number of tasks was asked for. Slurm sets SLURM_TASKS_PER_NODE even where none was."""
-    text = environ.get("SLURM_TASKS_PER_NODE")
-    if not text or not environ.get("SLURM_NTASKS"):
-        return None
-    counts = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", text)]
-    why["tasks_per_host"] = f"SLURM_TASKS_PER_NODE={text}" + (": the least, on each" if len(set(counts)) > 1 else "")
-    return min(counts, default=None)
+def _tasks(environ: Mapping[str, str], nodes: int, why: dict[str, str]) -> tuple[int, ...]:
+    """Tasks of each node where a number of tasks was asked for; else none. As srun has them in this environment.
+
+    SLURM_NTASKS counts; SLURM_NTASKS_PER_NODE beside it is a limit, and so is SLURM_TASKS_PER_NODE: `sbatch -n 1
+    --ntasks-per-node=2` leaves 1, 2 and 2. Slurm sets SLURM_TASKS_PER_NODE also where no number was asked for.
+    """
+    said: dict[str, str] = {}
+    total = _number(environ, "SLURM_NTASKS", said, "total")
+    each = _number(environ, "SLURM_NTASKS_PER_NODE", said, "each")
+    if total is None:
+        if each is not None:
+            why["tasks"] = said["each"]
+        return (each or 0,) * nodes if each else ()
+    per_node = _per_node("SLURM_TASKS_PER_NODE", environ)
+    limits = [per_node] if len(per_node) == nodes else []
+    limits += [[each or total] * nodes, [total] * nodes]
+    if per_node:
+        said["per_node"] = f"SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']}"
+    why["tasks"] = ", ".join(said.values())
+    return tuple(spread(total, next(some for some in limits if sum(some) >= total))) if total else ()
+
+
+def _per_node(name: str, environ: Mapping[str, str]) -> list[int]:
+    """The numbers in a variable such as `4(x2),3`: 4, 4, 3. Raises `LaunchError`."""
+    found: list[int] = []
+    text = environ.get(name, "")
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(f"{name}={text} in the environment is no list of numbers such as 4(x2),3.")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def cpus_of_a_node(environ: Mapping[str, str]) -> str | None:
+    """The job's CPUs on each node; None where they differ: srun, not told a number, gives a task all of them."""
+    each = set(_per_node("SLURM_JOB_CPUS_PER_NODE", environ))
+    return environ.get("SLURM_CPUS_ON_NODE") if len(each) < 2 else None
 
 
 def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str) -> int | None:
@@ -62,7 +94,13 @@ def line(request: Request, words: Sequence[str]) -> list[str]:
     srun hands its own environment on (--export=ALL); launch puts `--env` there.
     """
     made = ["srun", "-N", str(len(request.hosts)), "-n", str(request.processes)]
-    if request.subset:
+    if not is_even(
+        request.counts
+    ):  # the only way by which srun puts different numbers on nodes, each where it is named
+        named = [host for host, count in zip(request.hosts, request.counts, strict=True) for _ in range(count)]
+        made += ["--distribution=arbitrary", f"--nodelist={joined(named)}"]
+        words = [word for word in words if not word.startswith("--ntasks-per-node")]
+    elif request.subset:
         made.append(f"--nodelist={','.join(request.hosts)}")
     if request.env:
         made.append("--export=ALL")

@@ -5,6 +5,7 @@ import shlex
 import sys
 
 from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
+from mmm.launch.job import counts
 from mmm.launch.job.cluster import ClusterPlan
 
 SHOWN_HOSTS = 8
@@ -16,8 +17,7 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
     site = plan.site
     job = plan.job
     some = " ".join(plan.hosts[:SHOWN_HOSTS]) + (" …" if len(plan.hosts) > SHOWN_HOSTS else "")
-    even = plan.ranks == plan.per_host * len(plan.hosts)
-    each = f"{plan.per_host} a host" if even else f"at most {plan.per_host} a host"
+    each = counts.in_words(plan.counts, SHOWN_HOSTS)
     started = "each by it" if plan.by == "rank" else "one process a host, which forks its ranks"
     backend = f", {site.backend}" if site.backend and plan.device == site.device else ""
     rows = [

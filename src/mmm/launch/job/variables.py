@@ -2,7 +2,7 @@
 
 import getpass
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mmm.contract import DEVICE_VARIABLE, port_of
 from mmm.errors import LaunchError
@@ -41,7 +41,7 @@ def of_cluster(
     options: LaunchOptions,
     site: Site,
     job: Job,
-    used: list[str],
+    used: Sequence[str],
     ranks: int,
     device: str | None,
     environ: Mapping[str, str],
@@ -59,7 +59,7 @@ def of_cluster(
 
 
 def master(
-    environ: Mapping[str, str], job: Job, site: Site, used: list[str], attempt: int, why: dict[str, str]
+    environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int, why: dict[str, str]
 ) -> dict[str, str]:
     """Where rank 0 of an attempt on the hosts `used` listens. Adds to `why`."""
     address, why["MASTER_ADDR"] = _address(environ, site, used)
@@ -78,7 +78,7 @@ def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str], why:
     return found
 
 
-def _address(environ: Mapping[str, str], site: Site, used: list[str]) -> tuple[str, str]:
+def _address(environ: Mapping[str, str], site: Site, used: Sequence[str]) -> tuple[str, str]:
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"], "set in the environment"
     if len(used) == 1:
@@ -88,7 +88,7 @@ def _address(environ: Mapping[str, str], site: Site, used: list[str]) -> tuple[s
     return name, "the first host" + (f", with {site.name}'s suffix" if suffix else "")
 
 
-def _port(environ: Mapping[str, str], job: Job, site: Site, used: list[str], attempt: int) -> tuple[str, str]:
+def _port(environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int) -> tuple[str, str]:
     if given := given_port(environ):
         return given, "set in the environment"
     if site.port:

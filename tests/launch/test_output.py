@@ -1,0 +1,99 @@
+"""What ranks and launch print, where it cannot be written: the run goes on, and its exit code is its own."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from mmm import streams
+from support.clock import PATIENCE
+from support.launcher import START
+
+PROGRAM = """
+import logging, os, sys
+log = logging.getLogger()
+log.addHandler(logging.StreamHandler(sys.stdout))
+for number in range(3000):
+    print(number)
+    log.warning("%d", number)
+print("is lost", file=sys.stderr)
+open("done-" + os.environ["RANK"], "w").close()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def piped(launcher, line):
+    """The exit code of `line` before its pipe, and what is printed."""
+    script = f"set -o pipefail; {line}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=launcher.folder,
+        env=launcher.environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["", "--no-prefork", "--timeout 90", "rank"])
+@pytest.mark.parametrize(("redirected", "code"), [("", 0), ("2>&1", 7)])
+def test_a_reader_that_has_seen_enough(launcher, kind, redirected, code):
+    launcher.write("t.py", PROGRAM)
+    words = launcher.on_hosts(kind) if kind == "rank" else kind.split()
+    line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py", str(code)])
+    found, out, err = piped(launcher, f"{line} {redirected} | head -1")
+    assert (launcher.folder / "done-0").exists()
+    assert (found, out.count("\n")) == (code, 1)
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+    if not code:
+        assert (launcher.folder / "done-1").exists()
+
+
+def test_a_program_without_launch(launcher):
+    launcher.write(
+        "t.py",
+        "from mmm.runtime.failure import run_main\n"
+        "def main():\n    for n in range(30000): print(n)\n    open('done', 'w').close()\nrun_main(main)",
+    )
+    assert piped(launcher, f"{sys.executable} t.py | head -1") == (0, "0\n", "")
+    assert (launcher.folder / "done").exists()
+
+
+def test_text_that_the_locale_has_not(launcher):
+    """The bytes of a name that are no UTF-8, and an arrow in a locale without one."""
+    launcher.write("t.py", "import os; print(os.fsdecode(b'Gr\\xfc\\xdfe'), '→')")
+    for locale, arrow in (("utf-8", "→"), ("ascii", "\\u2192")):
+        expected = f"Gr\\udcfc\\udcdfe {arrow}\n"
+        variables = {"PYTHONIOENCODING": f"{locale}:strict"}
+        done = launcher.run("-n", "1", "--device", "cpu", "python3", "t.py", **variables)
+        assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
+@pytest.mark.parametrize("words", [["-n", "2"], ["--dry-run"]])
+def test_a_working_folder_that_is_gone(launcher, words):
+    (launcher.folder / "gone").mkdir()
+    line = shlex.join([*START, *words, "--device", "cpu", "python3", "-m", "json.tool"])
+    found, out, err = piped(launcher, f"cd gone; rmdir ../gone; {line}")
+    assert (found, out) == (2, "")
+    assert err.startswith("launch: error: the working folder is gone (No such file or directory): ")
+    assert err.count("\n") == 1
+
+
+def test_streams_that_are_not_the_processs_own_stay(capsys):
+    before = sys.stdout, sys.stderr
+    streams.never_fail()
+    assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not sys.platform.startswith("linux"), reason="needs a network namespace")
+def test_a_host_without_a_loopback_interface(launcher):
+    if subprocess.run(["unshare", "-n", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to make network namespaces")
+    launcher.prefix = ["unshare", "-n"]
+    done = launcher.run("-n", "2", "--device", "cpu", "python3", "-c", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("launch: error: this host cannot reach itself at 127.0.0.1 (Network is unreachable)")

@@ -1,0 +1,158 @@
+"""A rank a slot, also where hosts have different numbers of slots; what -n, -ppn and -N make of them."""
+
+import re
+
+import pytest
+
+from mmm.errors import LaunchError
+from mmm.launch.control import elastic
+from mmm.launch.job import cluster, counts
+from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.elastic import Elastic
+from mmm.launch.job.options import LaunchOptions
+from mmm.launch.job.table import shown, table
+from mmm.launch.job.target import Target
+
+HYDRA, OPENMPI, PALS = "HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "PALS version 1.3.4"
+ENTRY = "python3 -m mmm.launch.host.agent -m train"
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "c[1-3]"}
+UNEVEN = SLURM | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+QUIRK = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+def plan(environ, version=HYDRA, **options):
+    return cluster.plan(
+        Target("module", "train"),
+        LaunchOptions(**options),
+        environ=environ,
+        version=version,
+        found=Accelerators(None, 0, "torch is built for CPU"),
+        build="cpu",
+    )
+
+
+def line(made):
+    return " ".join(shown(made.command))
+
+
+@pytest.fixture
+def pbs(tmp_path):
+    """A PBS job of a node file with 4 lines of x1 and 2 of x2."""
+    (tmp_path / "nodes").write_text("x1\nx1\nx1\nx1\nx2\nx2\n")
+    return {"PBS_JOBID": "5.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts", "expected"),
+    [
+        (UNEVEN, ("c1", "c2", "c3"), (4, 4, 3)),
+        (SLURM | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "6,1(x2)"}, ("c1", "c2", "c3"), (6, 1, 1)),
+        (SLURM | QUIRK, ("c1",), (1,)),  # sbatch -n 1 --ntasks-per-node=2: srun starts one
+        (SLURM | QUIRK | {"SLURM_TASKS_PER_NODE": "2"}, ("c1",), (1,)),
+        (SLURM | QUIRK | {"SLURM_NTASKS": "3"}, ("c1", "c2", "c3"), (1, 1, 1)),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (2, 2, 2)),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, ("c1", "c2", "c3"), (1, 1, 1)),  # no number was asked for
+    ],
+)
+def test_the_tasks_of_a_slurm_job(environ, hosts, expected):
+    made = plan(environ)
+    assert (made.hosts, made.counts, made.ranks) == (hosts, expected, sum(expected))
+    assert made.shared["WORLD_SIZE"] == str(sum(expected))
+
+
+def test_srun_is_told_every_rank_of_an_uneven_job():
+    named = ",".join(["c1"] * 4 + ["c2"] * 4 + ["c3"] * 3)
+    assert line(plan(UNEVEN)) == f"srun -N 3 -n 11 --distribution=arbitrary --nodelist={named} {ENTRY}"
+    some = plan(UNEVEN | {"NERSC_HOST": "perlmutter"})
+    assert " --nodelist=" in line(some)
+    assert "--ntasks-per-node" not in line(some)  # srun says that it cannot honor it
+    by_host = UNEVEN | {"SLURM_CPUS_ON_NODE": "4"}
+    assert "-N 3 -n 3 --ntasks-per-node=1 --cpus-per-task=4 " in line(plan(by_host, by="host"))
+    by_host |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}  # 4 of the last node's 3 would be refused
+    assert "-N 3 -n 3 --ntasks-per-node=1 --cpu-bind=none " in line(plan(by_host, by="host"))
+
+
+def test_a_line_a_rank_in_pbs(pbs):
+    assert plan(pbs).counts == (4, 2)
+    assert line(plan(pbs)) == "mpiexec -n 6 -ppn 4 -hosts x1,x2 " + ENTRY  # it fills host after host
+    assert line(plan(pbs, OPENMPI)).startswith("mpiexec -n 6 --host x1:4,x2:2 --map-by slot --bind-to none ")
+    assert line(plan(pbs, by="host")) == "mpiexec -n 2 -ppn 1 -hosts x1,x2 " + ENTRY
+    assert "\nranks           6, on these hosts 4 2\n" in table(plan(pbs))
+    assert "6, on these hosts 4 2   (PBS_NODEFILE, a line a rank)" in table(plan(pbs), explain=True)
+
+
+def test_pals_has_one_number_for_all_hosts(pbs, tmp_path):
+    made = plan(pbs, PALS)
+    (tmp_path / "nodes").write_text("x1\nx2\nx2\nx2\nx1\nx2\n")
+    rising = plan(pbs, PALS)
+    assert line(made) == "mpiexec -n 6 -ppn 4 --hosts x1,x2 " + ENTRY  # it fills host after host
+    assert (made.by, made.counts, made.notes) == ("rank", (4, 2), ())
+    assert line(rising) == "mpiexec -n 2 -ppn 1 --hosts x1,x2 --cpu-bind none " + ENTRY
+    assert (rising.by, rising.counts) == ("host", (2, 4))
+    assert "here it starts one process a host, which forks its ranks" in rising.notes[0]
+
+
+def test_the_slots_of_a_host_file(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\nb:4\nc\n")
+    made = plan({}, hostfile=str(path))
+    assert (made.counts, line(made)) == ((2, 4, 1), "mpiexec -n 7 -hosts a:2,b:4,c:1 " + ENTRY)
+    path.write_text("a slots=1\nb slots=1\n")
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts == (1, 1)  # not one a GPU: a rank a slot
+    path.write_text("a\nb\n")
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts == (4, 4)
+
+
+def test_a_list_of_hosts_inside_a_job(pbs):
+    assert plan(pbs, hosts="x2,x1").counts == (2, 4)
+    assert plan(pbs, hosts="x2").counts == (2,)
+    assert plan(pbs, hosts="x1:1,x2:2").counts == (1, 2)  # what is said by hand counts
+    assert plan(UNEVEN, nhosts=2).counts == (4, 4)
+    assert plan(UNEVEN, hosts="c3").counts == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"nproc": 6}, (4, 2)),
+        ({"nproc": 5}, (3, 2)),
+        ({"nproc": 4}, (2, 2)),
+        ({"nproc": 1}, (1,)),
+        ({"nproc": 8}, (4, 4)),  # more than there are slots, and it says so
+        ({"per_host": 1}, (1, 1)),
+        ({"per_host": 3}, (3, 3)),
+        ({"nproc": 4, "per_host": 3}, (3, 1)),
+        ({"nhosts": 1}, (4,)),
+    ],
+)
+def test_what_is_asked_for_decides(pbs, options, expected):
+    made = plan(pbs, **options)
+    assert made.counts == expected
+    crowded = any(count > slots for count, slots in zip(expected, (4, 2), strict=False))
+    assert any("slots (PBS_NODEFILE, a line a rank)" in note for note in made.notes) == crowded
+
+
+def test_ranks_spread_over_hosts():
+    assert counts.spread(7, [1, 8, 8]) == [1, 3, 3]
+    assert counts.spread(6, [4, 4, 4]) == [2, 2, 2]
+    assert counts.spread(4, [4, 4, 4]) == [2, 2, 0]
+    assert counts.in_words([4] * 20, 8) == "4 a host"
+    assert counts.in_words([4, 3] * 20, 8) == "on these hosts 4 3 4 3 4 3 4 3 …"
+
+
+def test_too_many_on_one_of_the_hosts():
+    with pytest.raises(LaunchError, match=re.escape("5000 ranks on each host: the number of ranks on a host")):
+        plan({}, hosts="a:1,b:5000")
+
+
+def test_an_elastic_run_has_a_rank_a_slot(pbs):
+    made = plan(pbs, elastic=Elastic(2, 6, spare=("x3",)), hosts="x1:4,x2:2", nproc=6, by="host", scheduler="none")
+    control = elastic.ElasticController(made)
+    for host in control.hosts:
+        host.agent = object()
+    assert [(host.name, slot) for host, slot in control.free()] == [
+        *(("x1", slot) for slot in range(4)),
+        *(("x2", slot) for slot in range(2)),
+        *(("x3", slot) for slot in range(4)),
+    ]
+    control.selector.close()
