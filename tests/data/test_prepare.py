@@ -124,6 +124,80 @@ def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     assert content(wanted.folder) == content(tmp_path / "straight")
 
 
+def stopped_after(wanted, pieces):
+    """A preparation that ended after so many pieces: its FOLDER.part."""
+
+    def stop(line, left=[pieces]):  # noqa: B006  counts over the calls
+        left[0] -= 1
+        if not left[0]:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        prepare(wanted, 1, stop)
+    part = wanted.folder.with_name(wanted.folder.name + ".part")
+    rows = [json.loads(line) for line in (part / "progress.jsonl").read_bytes().splitlines()]
+    return part, rows
+
+
+def zeros(path, size):
+    """As a file system leaves it whose data were lost."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) - size] + bytes(size))
+
+
+LOSSES = {
+    "the end of the tokens": lambda part: os.truncate(part / "tokens.bin", os.path.getsize(part / "tokens.bin") - 5),
+    "all tokens": lambda part: (part / "tokens.bin").unlink(),
+    "zeros for tokens": lambda part: zeros(part / "tokens.bin", 100),
+    "the end of the documents": lambda part: os.truncate(part / "documents.bin", 16),
+    "zeros for documents": lambda part: zeros(part / "documents.bin", 8),
+}
+
+
+SHORT = ("the end of the tokens", "zeros for documents")
+
+
+@pytest.mark.parametrize("loss", [pytest.param(e, marks=() if e in SHORT else pytest.mark.long) for e in LOSSES])
+def test_what_a_preparation_has_lost_is_written_again(files, tmp_path, loss):
+    wanted, said = Preparation(files, tmp_path / "out", separator="\n"), []
+    part, rows = stopped_after(wanted, 4)
+    LOSSES[loss](part)
+    about = prepare(wanted, 2, said.append)
+    lost = 4 if loss == "all tokens" else 1
+    if loss == "the end of the documents":
+        lost = sum(row["documents"] > 2 for row in rows)
+    assert said[0] == f"{part} does not have the last {lost} pieces that its progress.jsonl has: they are written again"
+    assert said[1].startswith(f"going on after {4 - lost} pieces" if lost < 4 else "0 MB of text")
+    straight = Preparation(files, tmp_path / "straight", separator="\n")
+    assert about == prepare(straight, 2)
+    assert content(wanted.folder) == content(straight.folder)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["[]", "more", *(pytest.param(e, marks=pytest.mark.long) for e in ("7", '{"tokens": 1e3}', "fewer"))],
+    ids=lambda row: row.strip("{}"),
+)
+def test_a_row_that_is_none_is_written_again(files, tmp_path, row):
+    wanted = Preparation(files, tmp_path / "out")
+    part, rows = stopped_after(wanted, 3)
+    changed = {"more": rows[3] | {"tokens": 1 << 70}, "fewer": rows[3] | {"documents": -1}}
+    lines = [*map(json.dumps, rows[:3]), json.dumps(changed[row]) if row in changed else row, json.dumps(rows[3])]
+    (part / "progress.jsonl").write_text("\n".join(lines) + "\n")
+    about, straight = prepare(wanted, 1), Preparation(files, tmp_path / "straight")
+    assert about == prepare(straight, 1)
+    assert content(wanted.folder) == content(straight.folder)
+
+
+def test_a_folder_that_has_lost_its_end(files, tmp_path):
+    wanted = Preparation(files, tmp_path / "out")
+    prepare(wanted, 1)
+    size = os.path.getsize(wanted.folder / "tokens.bin")
+    os.truncate(wanted.folder / "tokens.bin", size - 1)
+    with pytest.raises(DataError, match=f"out is damaged: its tokens.bin has {size - 1} bytes, not {size}"):
+        prepare(wanted, 1)
+
+
 def test_called_again(files, tmp_path):
     wanted, said = Preparation(files, tmp_path / "out"), []
     first = prepare(wanted, 1)

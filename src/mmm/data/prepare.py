@@ -1,7 +1,8 @@
 """Prepare a folder of tokens (`mmm.data.token_file` says what is in it), in parallel; what a killed one has, stays.
 
 Files are read in pieces, whose tokens depend on nothing else. Processes encode pieces; this one writes them in order to
-``FOLDER.part``, and after each notes in a journal how far it is. The folder gets its name when all is in it.
+``FOLDER.part``, and after each notes how far it is (`mmm.data.progress`). The folder gets its name when all
+is in it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmm.data.progress import NOTHING, Progress
 from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS
 from mmm.data.tokenizer import CharTokenizer, Tokenizer, characters, check_text, load_tokenizer, train_bpe
 from mmm.errors import DataError
@@ -52,8 +54,9 @@ class Preparation:
 
 
 class Piece(NamedTuple):
-    """Bytes begin … end of a file; `last` where a document ends with it."""
+    """Bytes begin … end of a file, and its number; `last` where a document ends with it."""
 
+    file: int
     path: Path
     begin: int
     end: int
@@ -80,6 +83,15 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
             raise DataError(
                 f"{folder} was prepared from other files or with other flags: remove it, or choose another -o"
             )
+        for name, size in (
+            (TOKENS, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize),
+            (DOCUMENTS, manifest["documents"] * 8),
+        ):
+            there = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if there != size:
+                raise DataError(
+                    f"{folder} is damaged: its {name} has {there} bytes, not {size}: remove the folder, and call again"
+                )
         say(f"{folder} is complete already")
         return manifest
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -89,7 +101,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         with (part / JOURNAL).open("a+b") as journal:
             if lock(journal.fileno()) is Lock.TAKEN:
                 raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
-            manifest = _prepare(wanted, part, journal, key, processes, say)
+            manifest = _prepare(wanted, part, Progress(journal), key, processes, say)
         part.rename(folder)
         (folder / JOURNAL).unlink()
     except OSError as error:
@@ -115,68 +127,60 @@ def _key(wanted: Preparation) -> str:
 
 
 def _prepare(
-    wanted: Preparation, part: Path, journal: BinaryIO, key: str, processes: int, say: Callable[[str], None]
+    wanted: Preparation, part: Path, journal: Progress, key: str, processes: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    rows = _read_journal(journal, part, key)
-    done = rows[-1]
+    _begin_journal(journal, part, key)
     tokenizer = _tokenizer(wanted, part, processes)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
-    if pieces := len(rows) - 1:
+    if lost := journal.check(part / TOKENS, part / DOCUMENTS, tokenizer.dtype.itemsize, tokenizer.sha256):
+        say(f"{part} does not have the last {lost} pieces that its {JOURNAL} has: they are written again")
+    done = journal.rows[-1]
+    if pieces := len(journal.rows) - 1:
         say(f"going on after {pieces} pieces, {done['tokens']} tokens")
     with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
         tokens.truncate(done["tokens"] * tokenizer.dtype.itemsize)
         documents.truncate(done["documents"] * 8)
         todo = islice(_pieces(wanted, tokenizer), pieces, None)
         for encoded in _in_order(todo, processes, (tokenizer, wanted.separator.encode(), appended)):
+            ends = (encoded.ends + done["tokens"]).astype("<i8")
             tokens.write(encoded.tokens.data)
-            documents.write((encoded.ends + done["tokens"]).astype("<i8").data)
+            documents.write(ends.data)
             for file in (tokens, documents):
                 file.flush()
                 os.fsync(file.fileno())
             done = {
                 "tokens": done["tokens"] + len(encoded.tokens),
-                "documents": done["documents"] + len(encoded.ends),
+                "documents": done["documents"] + len(ends),
                 "bytes": done["bytes"] + encoded.bytes,
+                "file": encoded.file,
                 "sha256": encoded.sha256,
+                "ends_sha256": hashlib.sha256(ends.data).hexdigest(),
+                "tokenizer_sha256": tokenizer.sha256,
             }
-            rows.append(done)
-            journal.write(json.dumps(done).encode() + b"\n")
-            journal.flush()
+            journal.append(done)
             say(f"{done['bytes'] / 1e6:.0f} MB of text, {done['tokens']} tokens, {done['documents']} documents")
     if not done["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
     about = {"kind": tokenizer.kind, "file": tokenizer.file, "sha256": tokenizer.sha256}
-    manifest = done | {
+    hashes = [tokenizer.sha256, "", *(row["sha256"] for row in journal.rows[1:])]
+    manifest = {name: done[name] for name in ("tokens", "documents", "bytes")} | {
         "format": FORMAT,
         "dtype": tokenizer.dtype.str,
         "tokenizer": about | {"vocab_size": tokenizer.vocab_size, "eos": eos},
         "files": [str(path) for path in wanted.files],
-        "sha256": hashlib.sha256("\n".join([tokenizer.sha256, *(row["sha256"] for row in rows)]).encode()).hexdigest(),
+        "sha256": hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
         "key": key,
     }
     _write(part / MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
 
-def _read_journal(journal: BinaryIO, part: Path, key: str) -> list[dict[str, Any]]:
-    """What is on disk: nothing, then a row for each piece; to the last that was written in full, where it goes on."""
-    rows: list[dict[str, Any]] = []
-    journal.seek(0)
-    good = 0
-    for line in journal:
-        try:
-            rows.append(json.loads(line[: line.index(b"\n")]))
-        except ValueError:  # not written to its end
-            break
-        good += len(line)
-    journal.truncate(good)
-    if not rows:
-        rows.append({"key": key, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""})
-        journal.write(json.dumps(rows[0]).encode() + b"\n")
-    if rows[0].get("key") != key:
+def _begin_journal(journal: Progress, part: Path, key: str) -> None:
+    if not journal.rows:
+        journal.append({"key": key, **NOTHING})
+    if journal.rows[0]["key"] != key:
         raise DataError(f"{part} is a preparation of other files or with other flags: remove it, or choose another -o")
-    return rows
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -220,7 +224,7 @@ def _pieces(wanted: Preparation, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def _split(files: Sequence[Path], size: int | None, separator: bytes = b"") -> Iterator[Piece]:
-    for path in files:
+    for number, path in enumerate(files):
         length = path.stat().st_size
         if not length:
             check_text(b"", path)
@@ -233,13 +237,15 @@ def _split(files: Sequence[Path], size: int | None, separator: bytes = b"") -> I
                     end = length if found < 0 else found + len(separator)
                 while end < length and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
                     end += 1
-                yield Piece(path, begin, end, bool(separator) or end == length)
+                yield Piece(number, path, begin, end, bool(separator) or end == length)
                 begin = end
 
 
 class Encoded(NamedTuple):
-    """A piece: its tokens, (documents,) int64 the tokens before each end of a document, its bytes of text, its hash."""
+    """A piece: its file's number, its tokens, (documents,) int64 the tokens before each end of a document, its bytes of
+    text, the hash of its tokens."""
 
+    file: int
     tokens: np.ndarray
     ends: np.ndarray
     bytes: int
@@ -297,7 +303,7 @@ def _encode(piece: Piece) -> Encoded:
         lengths += len(appended)
     tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
     ends = lengths.cumsum() if piece.last else lengths[:0]
-    return Encoded(tokens, ends, sum(map(len, documents)), hashlib.sha256(tokens.data).hexdigest())
+    return Encoded(piece.file, tokens, ends, sum(map(len, documents)), hashlib.sha256(tokens.data).hexdigest())
 
 
 def _characters(piece: Piece) -> set[int]:
