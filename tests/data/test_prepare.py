@@ -69,6 +69,79 @@ def test_documents_with_a_separator(files, tmp_path):
     assert bytes(np.concatenate([corpus.train[:], corpus.validation[:]])) == b"one" + b"two" * 700 + b"three"
 
 
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts_of(folder):
+    corpus = open_tokens(folder)
+    tokens = np.concatenate([corpus.train[:], corpus.validation[:]])
+    return [corpus.tokenizer.decode(tokens[begin:end]) for begin, end in pairwise([0, *corpus.documents()[:]])]
+
+
+ROWS = [{"text": "The cat sat.\nIt was été.", "meta": {"id": 1}}, {"text": ""}, {"text": "Dogs bark.", "body": "no"}]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_json_lines(files, tmp_path, tokenizer):
+    """Each line's text is a document, in pieces as well; beside a file of text, which is one."""
+    flags = {"bpe": 300} if tokenizer == "bpe" else {"tokenizer": tokenizer}
+    path = lines(tmp_path / "a.jsonl", ROWS * 40)
+    about = prepare(Preparation((path, files[1]), tmp_path / "out", **flags), 2)
+    end = "<|endoftext|>" if tokenizer == "bpe" else ""
+    expected = [ROWS[0]["text"], ROWS[2]["text"]] * 40 + [files[1].read_text()]
+    assert texts_of(tmp_path / "out") == [text + end for text in expected]
+    assert about["documents"] == 81
+    assert about["bytes"] == sum(len(text.encode()) for text in expected)
+    if tokenizer != "bytes":
+        known = open_tokens(tmp_path / "out").tokenizer.content.decode()
+        assert "{" not in json.loads(known).get("chars", "")
+    if tokenizer == "bpe":
+        words = json.loads(known)["model"]["vocab"]
+        assert "sat" in words or "Ġsat" in words
+        assert not any("meta" in word for word in words)
+
+
+def test_json_lines_by_another_field_or_as_they_are(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"body": "one"}\r\n\r\n{"body": "two"}')
+    prepare(Preparation((path,), tmp_path / "body", field="body"), 1)
+    assert texts_of(tmp_path / "body") == ["one", "two"]
+    prepare(Preparation((path,), tmp_path / "all", field=""), 1)
+    corpus = open_tokens(tmp_path / "all")
+    assert bytes(corpus.train[:]) + bytes(corpus.validation[:]) == path.read_bytes()
+    with pytest.raises(DataError, match="was prepared from other files or with other flags"):
+        prepare(Preparation((path,), tmp_path / "body", field=""), 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            '{"body": "x", "id": 3}',
+            "it has no 'text', and the fields 'body', 'id': name the one with the text by --field",
+        ),
+        ('{"text": null}', "it has NoneType and no text as 'text'"),
+        ('"text"', "it is str and no object with the field 'text'"),
+        ('{"text": "x"', "it is no JSON"),
+        ('{"text": "\\ud83d"}', "its 'text' has half a surrogate pair"),
+    ],
+)
+def test_a_line_without_text(files, tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good enough"}\n' * 70 + line + "\n")  # in the second piece
+    with pytest.raises(DataError) as caught:
+        prepare(Preparation((files[0], path), tmp_path / "out"), 2)
+    assert str(caught.value).startswith(f"{path}, line 71: {words}")
+
+
+def test_json_lines_with_a_separator(tmp_path):
+    path = lines(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"--separator: .*a.jsonl is JSON lines"):
+        prepare(Preparation((path,), tmp_path / "out", separator="\n"), 1)
+
+
 class Stopped(Exception):
     pass
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmm.data.formats import check_text_file
+from mmm.data.pieces import Piece, TextFile, documents, split
 from mmm.data.progress import NOTHING, Progress
 from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS
-from mmm.data.tokenizer import CharTokenizer, Tokenizer, characters, check_text, load_tokenizer, train_bpe
-from mmm.errors import DataError
+from mmm.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, characters, load_tokenizer, train_bpe
+from mmm.errors import ConfigError, DataError
 from mmm.history.alive import Lock, lock
 
 PIECE = 1 << 24  # bytes of text, at least, where a file can be split
@@ -43,6 +45,7 @@ class Preparation:
         bpe: train a tokenizer with so many tokens on the files instead.
         separator: what stands between the documents of a file, and is left out; empty: a file is one document.
         eos: token to put at the end of each document.
+        field: what has the text of JSON lines; empty: the lines themselves are text.
     """
 
     files: tuple[Path, ...]
@@ -51,16 +54,7 @@ class Preparation:
     bpe: int | None = None
     separator: str = ""
     eos: str | None = None
-
-
-class Piece(NamedTuple):
-    """Bytes begin … end of a file, and its number; `last` where a document ends with it."""
-
-    file: int
-    path: Path
-    begin: int
-    end: int
-    last: bool
+    field: str = "text"
 
 
 def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -76,7 +70,8 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
     if not (folder := wanted.folder).name:
         raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
     part = folder.with_name(folder.name + ".part")
-    key = _key(wanted)
+    files = _text_files(wanted)
+    key = _key(wanted, files)
     if (folder / MANIFEST).is_file():
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest.get("key") != key:
@@ -101,7 +96,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         with (part / JOURNAL).open("a+b") as journal:
             if lock(journal.fileno()) is Lock.TAKEN:
                 raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
-            manifest = _prepare(wanted, part, Progress(journal), key, processes, say)
+            manifest = _prepare(wanted, part, Progress(journal), files, key, processes, say)
         part.rename(folder)
         (folder / JOURNAL).unlink()
     except OSError as error:
@@ -109,7 +104,22 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
     return manifest
 
 
-def _key(wanted: Preparation) -> str:
+def _text_files(wanted: Preparation) -> tuple[TextFile, ...]:
+    """The files, each looked at: one that is no text is refused before anything is made of the others."""
+    found = []
+    for path in wanted.files:
+        try:
+            if path.exists() and not path.is_file():
+                raise DataError(f"{path} is no file")
+            found.append(TextFile(path, check_text_file(path, str(path), as_it_is=not wanted.field)))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from None
+        if found[-1].jsonl and wanted.separator:
+            raise ConfigError(f"--separator: {path} is JSON lines, and has a document a line: leave it out")
+    return tuple(found)
+
+
+def _key(wanted: Preparation, text_files: tuple[TextFile, ...]) -> str:
     """Of all that decides the tokens: files by name, size and time."""
     try:
         stats = [path.stat() for path in wanted.files]
@@ -117,20 +127,25 @@ def _key(wanted: Preparation) -> str:
         content = tokenizer.read_bytes() if tokenizer.is_file() else wanted.tokenizer.encode()
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
-    for path in wanted.files:
-        if not path.is_file():
-            raise DataError(f"{path} is no file")
     names = [str(path.resolve()) for path in wanted.files]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
-    about = (FORMAT, PIECE, files, wanted.bpe, wanted.separator, wanted.eos)
+    about = [FORMAT, PIECE, files, wanted.bpe, wanted.separator, wanted.eos]
+    if any(file.jsonl for file in text_files):
+        about.append(wanted.field)
     return hashlib.sha256(json.dumps(about).encode() + content).hexdigest()
 
 
 def _prepare(
-    wanted: Preparation, part: Path, journal: Progress, key: str, processes: int, say: Callable[[str], None]
+    wanted: Preparation,
+    part: Path,
+    journal: Progress,
+    files: tuple[TextFile, ...],
+    key: str,
+    processes: int,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     _begin_journal(journal, part, key)
-    tokenizer = _tokenizer(wanted, part, processes)
+    tokenizer = _tokenizer(wanted, files, part, processes)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
     if lost := journal.check(part / TOKENS, part / DOCUMENTS, tokenizer.dtype.itemsize, tokenizer.sha256):
@@ -141,8 +156,9 @@ def _prepare(
     with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
         tokens.truncate(done["tokens"] * tokenizer.dtype.itemsize)
         documents.truncate(done["documents"] * 8)
-        todo = islice(_pieces(wanted, tokenizer), pieces, None)
-        for encoded in _in_order(todo, processes, (tokenizer, wanted.separator.encode(), appended)):
+        encoding = Encoding(tokenizer, wanted.separator.encode(), wanted.field, appended)
+        todo = islice(split(files, PIECE, encoding.separator, tokenizer.splittable), pieces, None)
+        for encoded in _in_order(todo, processes, encoding):
             ends = (encoded.ends + done["tokens"]).astype("<i8")
             tokens.write(encoded.tokens.data)
             documents.write(ends.data)
@@ -193,7 +209,7 @@ def _write(path: Path, content: bytes) -> None:
     beside.rename(path)
 
 
-def _tokenizer(wanted: Preparation, part: Path, processes: int) -> Tokenizer:
+def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], part: Path, processes: int) -> Tokenizer:
     """The tokenizer, whose file is kept in `part`: one that is made from the files is made once."""
     made = wanted.bpe is not None or wanted.tokenizer == CharTokenizer.kind
     kept = part / CharTokenizer.file
@@ -201,11 +217,11 @@ def _tokenizer(wanted: Preparation, part: Path, processes: int) -> Tokenizer:
         return load_tokenizer(kept)
     if wanted.bpe is not None:
         with _pool(1) as pool:  # in a process of its own: the library's threads would not survive the fork of others
-            _write(kept, pool.submit(train_bpe, wanted.files, wanted.bpe, EOS).result())
+            _write(kept, pool.submit(_train, files, wanted.bpe, wanted.field).result())
         return load_tokenizer(kept)
     if made:
         with _pool(processes) as pool:
-            seen = set().union(*pool.map(_characters, _split(wanted.files, PIECE)))
+            seen = set().union(*pool.map(partial(_characters, wanted.field), split(files, PIECE)))
         tokenizer: Tokenizer = CharTokenizer("".join(map(chr, sorted(seen))))
     else:
         tokenizer = load_tokenizer(wanted.tokenizer)
@@ -217,28 +233,13 @@ def _tokenizer(wanted: Preparation, part: Path, processes: int) -> Tokenizer:
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _pieces(wanted: Preparation, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Split at documents' ends, where there is a separator; else between characters, where the tokenizer lets one."""
-    size = PIECE if wanted.separator or tokenizer.splittable else None
-    return _split(wanted.files, size, wanted.separator.encode())
+class Encoding(NamedTuple):
+    """What a piece is encoded by. appended: the tokens at the end of a document."""
 
-
-def _split(files: Sequence[Path], size: int | None, separator: bytes = b"") -> Iterator[Piece]:
-    for number, path in enumerate(files):
-        length = path.stat().st_size
-        if not length:
-            check_text(b"", path)
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            begin = 0
-            while begin < length:
-                end = length if size is None else min(begin + size, length)
-                if separator:
-                    found = text.find(separator, end)
-                    end = length if found < 0 else found + len(separator)
-                while end < length and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-                    end += 1
-                yield Piece(number, path, begin, end, bool(separator) or end == length)
-                begin = end
+    tokenizer: Tokenizer
+    separator: bytes
+    field: str
+    appended: tuple[int, ...]
 
 
 class Encoded(NamedTuple):
@@ -252,17 +253,18 @@ class Encoded(NamedTuple):
     sha256: str
 
 
-def _pool(processes: int, of_all: tuple[Any, ...] = ()) -> ProcessPoolExecutor:
+def _pool(processes: int, encoding: Encoding | None = None) -> ProcessPoolExecutor:
     """Processes that end when this one does, however it ends."""
-    return ProcessPoolExecutor(processes, get_context("fork"), _begin, of_all)
+    return ProcessPoolExecutor(processes, get_context("fork"), _begin, (encoding,))
 
 
-_of_all: tuple[Tokenizer, bytes, tuple[int, ...]]  # in a process of the pool: what `_encode` goes by
+_encoding: Encoding  # in a process of the pool: what `_encode` goes by
 
 
-def _begin(*of_all: Any) -> None:
-    global _of_all
-    _of_all = of_all  # type: ignore[assignment]
+def _begin(encoding: Encoding | None) -> None:
+    global _encoding
+    if encoding is not None:
+        _encoding = encoding
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
     def end_with_parent() -> None:
@@ -274,12 +276,10 @@ def _begin(*of_all: Any) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _in_order(
-    pieces: Iterator[Piece], processes: int, of_all: tuple[Tokenizer, bytes, tuple[int, ...]]
-) -> Iterator[Encoded]:
+def _in_order(pieces: Iterator[Piece], processes: int, encoding: Encoding) -> Iterator[Encoded]:
     """The pieces encoded; some more than there are processes are under way, so that none of them waits."""
     waiting: deque[Future[Encoded]] = deque()
-    with _pool(processes, of_all) as pool:
+    with _pool(processes, encoding) as pool:
         for piece in pieces:
             waiting.append(pool.submit(_encode, piece))
             if len(waiting) > processes + 2:
@@ -289,11 +289,10 @@ def _in_order(
 
 
 def _encode(piece: Piece) -> Encoded:
-    tokenizer, separator, appended = _of_all
-    text = _read(piece)
-    documents = [each for each in text.split(separator) if each] if separator else [text]
+    tokenizer, separator, field, appended = _encoding
+    texts = documents(piece, separator, field, utf8=tokenizer.kind != ByteTokenizer.kind)
     try:
-        arrays = [tokenizer.encode(document) for document in documents]
+        arrays = [tokenizer.encode(text) for text in texts]
     except DataError as error:
         raise DataError(f"{piece.path}, bytes {piece.begin} to {piece.end}: {error}") from None
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
@@ -303,14 +302,25 @@ def _encode(piece: Piece) -> Encoded:
         lengths += len(appended)
     tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
     ends = lengths.cumsum() if piece.last else lengths[:0]
-    return Encoded(piece.file, tokens, ends, sum(map(len, documents)), hashlib.sha256(tokens.data).hexdigest())
+    return Encoded(piece.file, tokens, ends, sum(map(len, texts)), hashlib.sha256(tokens.data).hexdigest())
 
 
-def _characters(piece: Piece) -> set[int]:
-    return characters(_read(piece))
+def _characters(field: str, piece: Piece) -> set[int]:
+    return set[int]().union(*map(characters, documents(piece, b"", field, utf8=True)))
 
 
-def _read(piece: Piece) -> bytes:
-    with piece.path.open("rb") as file:
-        file.seek(piece.begin)
-        return check_text(file.read(piece.end - piece.begin), piece.path)
+def _train(files: tuple[TextFile, ...], vocab_size: int, field: str) -> bytes:
+    """A BPE of the files. Each is read first: the package names no file that it cannot read."""
+    jsonl = False
+    for piece in split(files, PIECE):
+        documents(piece, b"", field, utf8=True)
+        jsonl |= piece.text_file.jsonl
+
+    def texts() -> Iterator[str]:  # of text the lines, as the package reads files
+        for piece in split(files, PIECE):
+            lines = documents(piece, b"", field, utf8=True)
+            if not piece.text_file.jsonl:
+                lines = lines[0].splitlines(keepends=True)
+            yield from map(bytes.decode, lines)
+
+    return train_bpe([file.path for file in files], vocab_size, EOS, texts if jsonl else None)
