@@ -284,6 +284,49 @@ def test_called_again(files, tmp_path):
         prepare(wanted, 1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "bad", "words"),
+    [
+        ({}, b"some text \0", "b.txt is binary: byte 10 is NUL"),
+        ({}, b"a" * 5000 + b"\0" * 9, "b.txt is binary: byte 5000 is NUL"),
+        ({"tokenizer": "chars"}, b"a" * 3001 + b"\xff", "b.txt: the text is not UTF-8: .* at byte 3001"),
+        ({"bpe": 300}, b"a" * 3001 + b"\xff", "b.txt: the text is not UTF-8: .* at byte 3001"),
+        ({"bpe": 300}, "Grüße".encode("utf-16"), "b.txt is UTF-16, and texts are in UTF-8"),
+        ({"separator": "\n"}, b"", "b.txt: the file is empty"),
+    ],
+    ids=["NUL", "NUL far on", "chars", "bpe", "UTF-16", "empty"],
+)
+def test_a_file_that_was_refused_and_is_put_right(files, tmp_path, flags, bad, words):
+    """What was made of the files before it stays, where it does not depend on them all."""
+    good, said = files[1].read_text(), []
+    files[1].write_bytes(bad)
+    wanted = Preparation(files, tmp_path / "out", **flags)
+    with pytest.raises(DataError, match=words):
+        prepare(wanted, 2)
+    files[1].write_text(good)
+    about = prepare(wanted, 2, said.append)
+    if len(bad) == 5009:
+        assert said[0] == f"{files[1]} has changed: 5 pieces are written again"
+        assert said[1].startswith(f"going on after {-(-files[0].stat().st_size // 1050)} pieces")
+    straight = Preparation(files, tmp_path / "straight", **flags)
+    assert about == prepare(straight, 1)
+    assert content(wanted.folder) == content(straight.folder)
+
+
+def test_a_file_that_changes_between_two_calls(files, tmp_path):
+    wanted, said = Preparation(files, tmp_path / "out"), []
+    _, rows = stopped_after(wanted, 7)
+    text = files[1].read_text()
+    files[1].write_text("another " + text)
+    changed = prepare(wanted, 1, said.append)
+    of_first = sum(row.get("file") == 0 for row in rows[1:])
+    assert 0 < of_first < 7
+    assert said[0] == f"{files[1]} has changed: {7 - of_first} pieces are written again"
+    straight = Preparation(files, tmp_path / "straight")
+    assert changed == prepare(straight, 1)
+    assert content(wanted.folder) == content(straight.folder)
+
+
 def test_two_at_once(files, tmp_path):
     wanted = Preparation(files, tmp_path / "out")
     found = []
@@ -301,8 +344,14 @@ def test_two_at_once(files, tmp_path):
 def test_part_of_another(files, tmp_path):
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "progress.jsonl").write_text('{"key": "other"}\n')
+    (tmp_path / "out.part" / "tokenizer.json").write_text("a tokenizer that took its time")
     with pytest.raises(DataError, match=r"out.part is a preparation of other files"):
         prepare(Preparation(files, tmp_path / "out"), 1)
+    (tmp_path / "out.part" / "tokenizer.json").unlink()
+    part, _ = stopped_after(Preparation(files, tmp_path / "out"), 2)  # the other one has made nothing: it is not kept
+    with pytest.raises(DataError, match=r"out.part is a preparation of other files"):
+        prepare(Preparation(files[:2], tmp_path / "out"), 1)
+    assert len((part / "progress.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(

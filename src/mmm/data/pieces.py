@@ -65,10 +65,11 @@ def _after_separator(text: mmap.mmap, begin: int, end: int, separator: bytes) ->
 
 def _after_character(text: mmap.mmap, end: int) -> int:
     """The end of the character of UTF-8 that `end` is inside of; where that is none, `end`."""
-    return next((at for at in range(end, min(end + 4, len(text))) if text[at] & 0xC0 != 0x80), end)
+    after = range(end, min(end + 4, len(text)))
+    return next((at for at in after if text[at] & 0xC0 != 0x80), end if len(after) == 4 else len(text))
 
 
-def documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> list[bytes]:
+def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> list[bytes]:
     """The documents of a piece that have text, or the piece of one, as UTF-8.
 
     Args:

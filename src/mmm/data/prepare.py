@@ -10,24 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from mmm.data.encode import Encoding, encode, pool_of
 from mmm.data.formats import check_text_file
-from mmm.data.pieces import Piece, TextFile, documents, split
-from mmm.data.progress import NOTHING, Progress
+from mmm.data.pieces import Piece, TextFile, read_documents, split
+from mmm.data.progress import NOTHING, Progress, Row
 from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS
-from mmm.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, characters, load_tokenizer, train_bpe
+from mmm.data.tokenizer import CharTokenizer, Tokenizer, characters, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
 from mmm.history.alive import Lock, lock
 
@@ -56,6 +53,11 @@ class Preparation:
     eos: str | None = None
     field: str = "text"
 
+    @property
+    def tokenizer_is_made(self) -> bool:
+        """Of the files: all its tokens are of them all."""
+        return self.bpe is not None or self.tokenizer == CharTokenizer.kind
+
 
 def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Prepare the folder, or go on with it. Returns its manifest.
@@ -71,10 +73,10 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
     part = folder.with_name(folder.name + ".part")
     files = _text_files(wanted)
-    key = _key(wanted, files)
+    header = _header(wanted, files)
     if (folder / MANIFEST).is_file():
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.get("key") != key:
+        if manifest.get("key") != header["key"]:
             raise DataError(
                 f"{folder} was prepared from other files or with other flags: remove it, or choose another -o"
             )
@@ -96,7 +98,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         with (part / JOURNAL).open("a+b") as journal:
             if lock(journal.fileno()) is Lock.TAKEN:
                 raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
-            manifest = _prepare(wanted, part, Progress(journal), files, key, processes, say)
+            manifest = _prepare(wanted, part, Progress(journal), files, header, processes, say)
         part.rename(folder)
         (folder / JOURNAL).unlink()
     except OSError as error:
@@ -119,8 +121,8 @@ def _text_files(wanted: Preparation) -> tuple[TextFile, ...]:
     return tuple(found)
 
 
-def _key(wanted: Preparation, text_files: tuple[TextFile, ...]) -> str:
-    """Of all that decides the tokens: files by name, size and time."""
+def _header(wanted: Preparation, text_files: tuple[TextFile, ...]) -> Row:
+    """Of all that decides the tokens: a key, and what it is of: the files by name, size and time, and the rest."""
     try:
         stats = [path.stat() for path in wanted.files]
         tokenizer = Path(wanted.tokenizer)
@@ -128,11 +130,15 @@ def _key(wanted: Preparation, text_files: tuple[TextFile, ...]) -> str:
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     names = [str(path.resolve()) for path in wanted.files]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
-    about = [FORMAT, PIECE, files, wanted.bpe, wanted.separator, wanted.eos]
+    files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(names, stats, strict=True)]
+    flags = [wanted.bpe, wanted.separator, wanted.eos]
     if any(file.jsonl for file in text_files):
-        about.append(wanted.field)
-    return hashlib.sha256(json.dumps(about).encode() + content).hexdigest()
+        flags.append(wanted.field)
+    key, of_names = (
+        hashlib.sha256(json.dumps([FORMAT, PIECE, each, *flags]).encode() + content).hexdigest()
+        for each in (files, names)
+    )
+    return {"key": key, "names_key": of_names, "files": files, **NOTHING}
 
 
 def _prepare(
@@ -140,11 +146,11 @@ def _prepare(
     part: Path,
     journal: Progress,
     files: tuple[TextFile, ...],
-    key: str,
+    header: Row,
     processes: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    _begin_journal(journal, part, key)
+    _begin_journal(journal, part, header, wanted.tokenizer_is_made, say)
     tokenizer = _tokenizer(wanted, files, part, processes)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
@@ -158,7 +164,7 @@ def _prepare(
         documents.truncate(done["documents"] * 8)
         encoding = Encoding(tokenizer, wanted.separator.encode(), wanted.field, appended)
         todo = islice(split(files, PIECE, encoding.separator, tokenizer.splittable), pieces, None)
-        for encoded in _in_order(todo, processes, encoding):
+        for encoded in encode(todo, processes, encoding):
             ends = (encoded.ends + done["tokens"]).astype("<i8")
             tokens.write(encoded.tokens.data)
             documents.write(ends.data)
@@ -186,17 +192,34 @@ def _prepare(
         "tokenizer": about | {"vocab_size": tokenizer.vocab_size, "eos": eos},
         "files": [str(path) for path in wanted.files],
         "sha256": hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
-        "key": key,
+        "key": header["key"],
     }
     _write(part / MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
 
-def _begin_journal(journal: Progress, part: Path, key: str) -> None:
+def _begin_journal(
+    journal: Progress, part: Path, header: Row, tokenizer_is_made: bool, say: Callable[[str], None]
+) -> None:
+    """Leave the rows that are of this preparation. Where a file has changed since, such as one that was refused, those
+    of the files before it."""
     if not journal.rows:
-        journal.append({"key": key, **NOTHING})
-    if journal.rows[0]["key"] != key:
+        journal.append(header)
+    before, rows = journal.rows[0], journal.rows[1:]
+    if before["key"] == header["key"]:
+        return
+    made = part / CharTokenizer.file
+    if before.get("names_key") != header["names_key"] and (rows or made.is_file()):
         raise DataError(f"{part} is a preparation of other files or with other flags: remove it, or choose another -o")
+    kept: list[Row] = []
+    if before.get("names_key") == header["names_key"]:
+        changed = next(number for number, file in enumerate(header["files"]) if file != before["files"][number])
+        kept = [] if tokenizer_is_made else [row for row in rows if row["file"] < changed]
+        say(f"{header['files'][changed][0]} has changed: {len(rows) - len(kept)} pieces are written again")
+    made.unlink(missing_ok=True)
+    journal.truncate(0)
+    for row in (header, *kept):
+        journal.append(row)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -211,16 +234,15 @@ def _write(path: Path, content: bytes) -> None:
 
 def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], part: Path, processes: int) -> Tokenizer:
     """The tokenizer, whose file is kept in `part`: one that is made from the files is made once."""
-    made = wanted.bpe is not None or wanted.tokenizer == CharTokenizer.kind
-    kept = part / CharTokenizer.file
+    made, kept = wanted.tokenizer_is_made, part / CharTokenizer.file
     if made and kept.is_file():
         return load_tokenizer(kept)
     if wanted.bpe is not None:
-        with _pool(1) as pool:  # in a process of its own: the library's threads would not survive the fork of others
+        with pool_of(1) as pool:  # in a process of its own: the library's threads would not survive the fork of others
             _write(kept, pool.submit(_train, files, wanted.bpe, wanted.field).result())
         return load_tokenizer(kept)
     if made:
-        with _pool(processes) as pool:
+        with pool_of(processes) as pool:
             seen = set().union(*pool.map(partial(_characters, wanted.field), split(files, PIECE)))
         tokenizer: Tokenizer = CharTokenizer("".join(map(chr, sorted(seen))))
     else:
@@ -230,95 +252,20 @@ def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], part: Path, pro
     return tokenizer
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
-
-
-class Encoding(NamedTuple):
-    """What a piece is encoded by. appended: the tokens at the end of a document."""
-
-    tokenizer: Tokenizer
-    separator: bytes
-    field: str
-    appended: tuple[int, ...]
-
-
-class Encoded(NamedTuple):
-    """A piece: its file's number, its tokens, (documents,) int64 the tokens before each end of a document, its bytes of
-    text, the hash of its tokens."""
-
-    file: int
-    tokens: np.ndarray
-    ends: np.ndarray
-    bytes: int
-    sha256: str
-
-
-def _pool(processes: int, encoding: Encoding | None = None) -> ProcessPoolExecutor:
-    """Processes that end when this one does, however it ends."""
-    return ProcessPoolExecutor(processes, get_context("fork"), _begin, (encoding,))
-
-
-_encoding: Encoding  # in a process of the pool: what `_encode` goes by
-
-
-def _begin(encoding: Encoding | None) -> None:
-    global _encoding
-    if encoding is not None:
-        _encoding = encoding
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-
-    def end_with_parent() -> None:
-        parent = parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _in_order(pieces: Iterator[Piece], processes: int, encoding: Encoding) -> Iterator[Encoded]:
-    """The pieces encoded; some more than there are processes are under way, so that none of them waits."""
-    waiting: deque[Future[Encoded]] = deque()
-    with _pool(processes, encoding) as pool:
-        for piece in pieces:
-            waiting.append(pool.submit(_encode, piece))
-            if len(waiting) > processes + 2:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def _encode(piece: Piece) -> Encoded:
-    tokenizer, separator, field, appended = _encoding
-    texts = documents(piece, separator, field, utf8=tokenizer.kind != ByteTokenizer.kind)
-    try:
-        arrays = [tokenizer.encode(text) for text in texts]
-    except DataError as error:
-        raise DataError(f"{piece.path}, bytes {piece.begin} to {piece.end}: {error}") from None
-    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
-    if piece.last and appended:
-        end = np.array(appended, tokenizer.dtype)
-        arrays = [each for array in arrays for each in (array, end)]
-        lengths += len(appended)
-    tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
-    ends = lengths.cumsum() if piece.last else lengths[:0]
-    return Encoded(piece.file, tokens, ends, sum(map(len, texts)), hashlib.sha256(tokens.data).hexdigest())
-
-
 def _characters(field: str, piece: Piece) -> set[int]:
-    return set[int]().union(*map(characters, documents(piece, b"", field, utf8=True)))
+    return set[int]().union(*map(characters, read_documents(piece, b"", field, utf8=True)))
 
 
 def _train(files: tuple[TextFile, ...], vocab_size: int, field: str) -> bytes:
     """A BPE of the files. Each is read first: the package names no file that it cannot read."""
     jsonl = False
     for piece in split(files, PIECE):
-        documents(piece, b"", field, utf8=True)
+        read_documents(piece, b"", field, utf8=True)
         jsonl |= piece.text_file.jsonl
 
     def texts() -> Iterator[str]:  # of text the lines, as the package reads files
         for piece in split(files, PIECE):
-            lines = documents(piece, b"", field, utf8=True)
+            lines = read_documents(piece, b"", field, utf8=True)
             if not piece.text_file.jsonl:
                 lines = lines[0].splitlines(keepends=True)
             yield from map(bytes.decode, lines)

@@ -52,7 +52,7 @@ class Progress:
     def truncate(self, rows: int) -> None:
         """Keep so many."""
         del self.rows[rows:], self._ends[rows:]
-        self.file.truncate(self._ends[-1] if rows else 0)
+        self.file.truncate(self._ends[-1] if self._ends else 0)
 
     def check(self, tokens: Path, documents: Path, width: int, tokenizer_sha256: str) -> int:
         """Cut off the rows that the files do not bear out: they end before, or have other tokens. Returns how many.
