@@ -45,6 +45,12 @@ def test_flags_that_do_not_fit(text, tmp_path, flags, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_json_lines(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    assert command.main([str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "out"), "--field", "body"]) == 0
+    assert "6 tokens (bytes, vocabulary 256), 2 documents" in capsys.readouterr().out
+
+
 def test_an_error_is_one_line(tmp_path, capsys):
     assert cli.main(["tokens", str(tmp_path / "gone"), "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == f"mmm: error: {tmp_path / 'gone'}: No such file or directory\n"

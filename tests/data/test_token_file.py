@@ -1,5 +1,6 @@
 """Token files: of mmm tokens, of nanoGPT, of Megatron; opened at once, read in small parts; and broken ones."""
 
+import gzip
 import json
 import struct
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mmm.data import FileTokens
 from mmm.data.token_file import TokenFile, open_tokens
@@ -74,6 +76,67 @@ def test_nanogpt_with_its_validation_text(tmp_path):
     TOKENS[50:100].astype("<u2").tofile(tmp_path / "val.bin")
     assert open_tokens(tmp_path / "train.bin").sha256 != before
     assert np.array_equal(all_tokens(open_tokens(tmp_path / "val.bin")), TOKENS[50:100])
+
+
+def llmc(path, tokens, dtype="<u2", magic=20240520, version=1, count=None):
+    """As write_datafile of llm.c's dev/data/data_common.py writes it."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_llmc(tmp_path, magic, version, dtype):
+    tokens = TOKENS * 100 % (1 << 17 if dtype == "<u4" else 1 << 16)
+    corpus = open_tokens(llmc(tmp_path / "some_train_000001.bin", tokens, dtype, magic, version))
+    assert np.array_equal(all_tokens(corpus), tokens)
+    assert (len(corpus.train), len(corpus.validation), corpus.tokenizer, corpus.documents) == (900, 100, None, None)
+    first, second = FileTokens(corpus.train, 9, 0, shuffle=False), FileTokens(corpus.validation, 9, 0, shuffle=False)
+    assert first.sample(0, 0).tolist() == tokens[:10].tolist()
+    assert second.sample(0, 0).tolist() == tokens[900:910].tolist()
+
+
+def test_llmc_with_its_validation_text(tmp_path):
+    llmc(tmp_path / "train.bin", TOKENS)
+    llmc(tmp_path / "val.bin", TOKENS[:50])
+    corpus = open_tokens(tmp_path / "train.bin")
+    assert np.array_equal(corpus.train[:], TOKENS)
+    assert np.array_equal(corpus.validation[:], TOKENS[:50])
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda path: llmc(path, TOKENS, count=1001), "has 1000 tokens, and its header says 1001: it is truncated"),
+        (lambda path: llmc(path, TOKENS, count=999), "has 1000 tokens, and its header says 999"),
+        (lambda path: path.write_bytes(llmc(path, TOKENS).read_bytes()[:100]), "has 0 tokens, and its header"),
+        (lambda path: llmc(path, TOKENS, version=2), "begins with llm.c's magic number 20240520, version 2"),
+        (lambda path: llmc(path, TOKENS, magic=20240326, version=3), "files of tokens have 20240520, version 1 or"),
+        (lambda path: TOKENS.astype("<i4").tofile(path), "has tokens of 4 or 8 bytes, as it seems"),
+        (lambda path: (TOKENS + 100_000).astype("<i8").tofile(path), "has tokens of 4 or 8 bytes, as it seems"),
+        (lambda path: np.save(path.open("wb"), TOKENS.astype("<u2")), "is a NumPy array, by its first bytes"),
+        (lambda path: np.savez(path.open("wb"), TOKENS.astype("<u2")), "is a zip archive"),
+        (lambda path: torch.save(torch.ones(3), path), "is a zip archive, as NumPy's .npz and PyTorch's .pt"),
+        (lambda path: path.write_bytes(gzip.compress(TOKENS.astype("<u2").tobytes())), "is gzip, by its first bytes"),
+        (lambda path: path.write_bytes(b"PAR1" * 9), "is Parquet"),
+        (lambda path: path.write_bytes(b"GGUF" * 9), "is GGUF"),
+        (lambda path: path.write_bytes(b'\x18' + bytes(7) + b'{"a": [1, 2, 3, 4, 5]}   '), "is safetensors"),
+        (lambda path: megatron(path, [TOKENS], [0, 1]).rename(path), "is an index of Megatron's"),
+    ],
+)  # fmt: skip
+def test_a_bin_that_is_of_another_format(tmp_path, write, words):
+    write(tmp_path / "train.bin")
+    with pytest.raises(DataError) as caught:
+        open_tokens(tmp_path / "train.bin")
+    assert words in str(caught.value)
+    assert "train.bin" in str(caught.value)
+
+
+def test_small_vocabularies_have_two_bytes(tmp_path):
+    for number, tokens in enumerate((np.zeros(99), np.arange(99) % 4, np.arange(99) % 7, np.arange(99) % 2 * 9)):
+        tokens.astype("<u2").tofile(tmp_path / f"{number}.bin")
+        assert np.array_equal(all_tokens(open_tokens(tmp_path / f"{number}.bin")), tokens)
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (8, "<u2"), (4, "<i4"), (5, "<i8")])

@@ -22,7 +22,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="mmm tokens", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", type=Path, help="text; each file is a document")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        type=Path,
+        help="text: each file is a document; JSON lines (.jsonl, .ndjson, .json): each line",
+    )
     parser.add_argument("-o", "--outdir", required=True, metavar="DIR", type=Path, help="the folder to make")
     parser.add_argument(
         "--tokenizer",
@@ -41,6 +47,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--eos", metavar="TOKEN", help="token to put at the end of each document; with --train-bpe <|endoftext|>"
     )
+    parser.add_argument(
+        "--field", metavar="NAME", default="text", help="of JSON lines, what has the text (default text); '': all of it"
+    )
     parser.add_argument("--processes", metavar="N", type=int, help="default: one a core that this process may use")
     args = parser.parse_args(argv)
     if args.train_bpe is not None and args.tokenizer is not None:
@@ -56,7 +65,7 @@ def main(argv: list[str]) -> int:
 
     separator = args.separator.replace("\\n", "\n")
     tokenizer = args.tokenizer or "bytes"
-    wanted = Preparation(tuple(args.files), args.outdir, tokenizer, args.train_bpe, separator, args.eos)
+    wanted = Preparation(tuple(args.files), args.outdir, tokenizer, args.train_bpe, separator, args.eos, args.field)
     began = time.monotonic()
     about = prepare(wanted, processes, lambda line: print(line, file=sys.stderr))
     kind, size = about["tokenizer"]["kind"], about["tokenizer"]["vocab_size"]

@@ -1,30 +1,31 @@
 """Prepare a folder of tokens (`mmm.data.token_file` says what is in it), in parallel; what a killed one has, stays.
 
 Files are read in pieces, whose tokens depend on nothing else. Processes encode pieces; this one writes them in order to
-``FOLDER.part``, and after each notes in a journal how far it is. The folder gets its name when all is in it.
+``FOLDER.part``, and after each notes how far it is (`mmm.data.progress`). The folder gets its name when all
+is in it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from mmm.data.encode import Encoding, encode, pool_of
+from mmm.data.formats import check_text_file
+from mmm.data.pieces import Piece, TextFile, read_documents, split
+from mmm.data.progress import NOTHING, Progress, Row
 from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS
-from mmm.data.tokenizer import CharTokenizer, Tokenizer, characters, check_text, load_tokenizer, train_bpe
-from mmm.errors import DataError
+from mmm.data.tokenizer import CharTokenizer, Tokenizer, characters, load_tokenizer, train_bpe
+from mmm.errors import ConfigError, DataError
 from mmm.history.alive import Lock, lock
 
 PIECE = 1 << 24  # bytes of text, at least, where a file can be split
@@ -41,6 +42,7 @@ class Preparation:
         bpe: train a tokenizer with so many tokens on the files instead.
         separator: what stands between the documents of a file, and is left out; empty: a file is one document.
         eos: token to put at the end of each document.
+        field: what has the text of JSON lines; empty: the lines themselves are text.
     """
 
     files: tuple[Path, ...]
@@ -49,15 +51,12 @@ class Preparation:
     bpe: int | None = None
     separator: str = ""
     eos: str | None = None
+    field: str = "text"
 
-
-class Piece(NamedTuple):
-    """Bytes begin … end of a file; `last` where a document ends with it."""
-
-    path: Path
-    begin: int
-    end: int
-    last: bool
+    @property
+    def tokenizer_is_made(self) -> bool:
+        """Of the files: all its tokens are of them all."""
+        return self.bpe is not None or self.tokenizer == CharTokenizer.kind
 
 
 def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -73,13 +72,23 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
     if not (folder := wanted.folder).name:
         raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
     part = folder.with_name(folder.name + ".part")
-    key = _key(wanted)
+    files = _text_files(wanted)
+    header = _header(wanted, files)
     if (folder / MANIFEST).is_file():
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.get("key") != key:
+        if manifest.get("key") != header["key"]:
             raise DataError(
                 f"{folder} was prepared from other files or with other flags: remove it, or choose another -o"
             )
+        for name, size in (
+            (TOKENS, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize),
+            (DOCUMENTS, manifest["documents"] * 8),
+        ):
+            there = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if there != size:
+                raise DataError(
+                    f"{folder} is damaged: its {name} has {there} bytes, not {size}: remove the folder, and call again"
+                )
         say(f"{folder} is complete already")
         return manifest
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -89,7 +98,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         with (part / JOURNAL).open("a+b") as journal:
             if lock(journal.fileno()) is Lock.TAKEN:
                 raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
-            manifest = _prepare(wanted, part, journal, key, processes, say)
+            manifest = _prepare(wanted, part, Progress(journal), files, header, processes, say)
         part.rename(folder)
         (folder / JOURNAL).unlink()
     except OSError as error:
@@ -97,86 +106,120 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
     return manifest
 
 
-def _key(wanted: Preparation) -> str:
-    """Of all that decides the tokens: files by name, size and time."""
+def _text_files(wanted: Preparation) -> tuple[TextFile, ...]:
+    """The files, each looked at: one that is no text is refused before anything is made of the others."""
+    found = []
+    for path in wanted.files:
+        try:
+            if path.exists() and not path.is_file():
+                raise DataError(f"{path} is no file")
+            found.append(TextFile(path, check_text_file(path, str(path), as_it_is=not wanted.field)))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from None
+        if found[-1].jsonl and wanted.separator:
+            raise ConfigError(f"--separator: {path} is JSON lines, and has a document a line: leave it out")
+    return tuple(found)
+
+
+def _header(wanted: Preparation, text_files: tuple[TextFile, ...]) -> Row:
+    """Of all that decides the tokens: a key, and what it is of: the files by name, size and time, and the rest."""
     try:
         stats = [path.stat() for path in wanted.files]
         tokenizer = Path(wanted.tokenizer)
         content = tokenizer.read_bytes() if tokenizer.is_file() else wanted.tokenizer.encode()
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
-    for path in wanted.files:
-        if not path.is_file():
-            raise DataError(f"{path} is no file")
     names = [str(path.resolve()) for path in wanted.files]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
-    about = (FORMAT, PIECE, files, wanted.bpe, wanted.separator, wanted.eos)
-    return hashlib.sha256(json.dumps(about).encode() + content).hexdigest()
+    files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(names, stats, strict=True)]
+    flags = [wanted.bpe, wanted.separator, wanted.eos]
+    if any(file.jsonl for file in text_files):
+        flags.append(wanted.field)
+    key, of_names = (
+        hashlib.sha256(json.dumps([FORMAT, PIECE, each, *flags]).encode() + content).hexdigest()
+        for each in (files, names)
+    )
+    return {"key": key, "names_key": of_names, "files": files, **NOTHING}
 
 
 def _prepare(
-    wanted: Preparation, part: Path, journal: BinaryIO, key: str, processes: int, say: Callable[[str], None]
+    wanted: Preparation,
+    part: Path,
+    journal: Progress,
+    files: tuple[TextFile, ...],
+    header: Row,
+    processes: int,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    rows = _read_journal(journal, part, key)
-    done = rows[-1]
-    tokenizer = _tokenizer(wanted, part, processes)
+    _begin_journal(journal, part, header, wanted.tokenizer_is_made, say)
+    tokenizer = _tokenizer(wanted, files, part, processes)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
-    if pieces := len(rows) - 1:
+    if lost := journal.check(part / TOKENS, part / DOCUMENTS, tokenizer.dtype.itemsize, tokenizer.sha256):
+        say(f"{part} does not have the last {lost} pieces that its {JOURNAL} has: they are written again")
+    done = journal.rows[-1]
+    if pieces := len(journal.rows) - 1:
         say(f"going on after {pieces} pieces, {done['tokens']} tokens")
     with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
         tokens.truncate(done["tokens"] * tokenizer.dtype.itemsize)
         documents.truncate(done["documents"] * 8)
-        todo = islice(_pieces(wanted, tokenizer), pieces, None)
-        for encoded in _in_order(todo, processes, (tokenizer, wanted.separator.encode(), appended)):
+        encoding = Encoding(tokenizer, wanted.separator.encode(), wanted.field, appended)
+        todo = islice(split(files, PIECE, encoding.separator, tokenizer.splittable), pieces, None)
+        for encoded in encode(todo, processes, encoding):
+            ends = (encoded.ends + done["tokens"]).astype("<i8")
             tokens.write(encoded.tokens.data)
-            documents.write((encoded.ends + done["tokens"]).astype("<i8").data)
+            documents.write(ends.data)
             for file in (tokens, documents):
                 file.flush()
                 os.fsync(file.fileno())
             done = {
                 "tokens": done["tokens"] + len(encoded.tokens),
-                "documents": done["documents"] + len(encoded.ends),
+                "documents": done["documents"] + len(ends),
                 "bytes": done["bytes"] + encoded.bytes,
+                "file": encoded.file,
                 "sha256": encoded.sha256,
+                "ends_sha256": hashlib.sha256(ends.data).hexdigest(),
+                "tokenizer_sha256": tokenizer.sha256,
             }
-            rows.append(done)
-            journal.write(json.dumps(done).encode() + b"\n")
-            journal.flush()
+            journal.append(done)
             say(f"{done['bytes'] / 1e6:.0f} MB of text, {done['tokens']} tokens, {done['documents']} documents")
     if not done["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
     about = {"kind": tokenizer.kind, "file": tokenizer.file, "sha256": tokenizer.sha256}
-    manifest = done | {
+    hashes = [tokenizer.sha256, "", *(row["sha256"] for row in journal.rows[1:])]
+    manifest = {name: done[name] for name in ("tokens", "documents", "bytes")} | {
         "format": FORMAT,
         "dtype": tokenizer.dtype.str,
         "tokenizer": about | {"vocab_size": tokenizer.vocab_size, "eos": eos},
         "files": [str(path) for path in wanted.files],
-        "sha256": hashlib.sha256("\n".join([tokenizer.sha256, *(row["sha256"] for row in rows)]).encode()).hexdigest(),
-        "key": key,
+        "sha256": hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
+        "key": header["key"],
     }
     _write(part / MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
 
-def _read_journal(journal: BinaryIO, part: Path, key: str) -> list[dict[str, Any]]:
-    """What is on disk: nothing, then a row for each piece; to the last that was written in full, where it goes on."""
-    rows: list[dict[str, Any]] = []
-    journal.seek(0)
-    good = 0
-    for line in journal:
-        try:
-            rows.append(json.loads(line[: line.index(b"\n")]))
-        except ValueError:  # not written to its end
-            break
-        good += len(line)
-    journal.truncate(good)
-    if not rows:
-        rows.append({"key": key, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""})
-        journal.write(json.dumps(rows[0]).encode() + b"\n")
-    if rows[0].get("key") != key:
+def _begin_journal(
+    journal: Progress, part: Path, header: Row, tokenizer_is_made: bool, say: Callable[[str], None]
+) -> None:
+    """Leave the rows that are of this preparation. Where a file has changed since, such as one that was refused, those
+    of the files before it."""
+    if not journal.rows:
+        journal.append(header)
+    before, rows = journal.rows[0], journal.rows[1:]
+    if before["key"] == header["key"]:
+        return
+    made = part / CharTokenizer.file
+    if before.get("names_key") != header["names_key"] and (rows or made.is_file()):
         raise DataError(f"{part} is a preparation of other files or with other flags: remove it, or choose another -o")
-    return rows
+    kept: list[Row] = []
+    if before.get("names_key") == header["names_key"]:
+        changed = next(number for number, file in enumerate(header["files"]) if file != before["files"][number])
+        kept = [] if tokenizer_is_made else [row for row in rows if row["file"] < changed]
+        say(f"{header['files'][changed][0]} has changed: {len(rows) - len(kept)} pieces are written again")
+    made.unlink(missing_ok=True)
+    journal.truncate(0)
+    for row in (header, *kept):
+        journal.append(row)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -189,19 +232,18 @@ def _write(path: Path, content: bytes) -> None:
     beside.rename(path)
 
 
-def _tokenizer(wanted: Preparation, part: Path, processes: int) -> Tokenizer:
+def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], part: Path, processes: int) -> Tokenizer:
     """The tokenizer, whose file is kept in `part`: one that is made from the files is made once."""
-    made = wanted.bpe is not None or wanted.tokenizer == CharTokenizer.kind
-    kept = part / CharTokenizer.file
+    made, kept = wanted.tokenizer_is_made, part / CharTokenizer.file
     if made and kept.is_file():
         return load_tokenizer(kept)
     if wanted.bpe is not None:
-        with _pool(1) as pool:  # in a process of its own: the library's threads would not survive the fork of others
-            _write(kept, pool.submit(train_bpe, wanted.files, wanted.bpe, EOS).result())
+        with pool_of(1) as pool:  # in a process of its own: the library's threads would not survive the fork of others
+            _write(kept, pool.submit(_train, files, wanted.bpe, wanted.field).result())
         return load_tokenizer(kept)
     if made:
-        with _pool(processes) as pool:
-            seen = set().union(*pool.map(_characters, _split(wanted.files, PIECE)))
+        with pool_of(processes) as pool:
+            seen = set().union(*pool.map(partial(_characters, wanted.field), split(files, PIECE)))
         tokenizer: Tokenizer = CharTokenizer("".join(map(chr, sorted(seen))))
     else:
         tokenizer = load_tokenizer(wanted.tokenizer)
@@ -210,101 +252,22 @@ def _tokenizer(wanted: Preparation, part: Path, processes: int) -> Tokenizer:
     return tokenizer
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+def _characters(field: str, piece: Piece) -> set[int]:
+    return set[int]().union(*map(characters, read_documents(piece, b"", field, utf8=True)))
 
 
-def _pieces(wanted: Preparation, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Split at documents' ends, where there is a separator; else between characters, where the tokenizer lets one."""
-    size = PIECE if wanted.separator or tokenizer.splittable else None
-    return _split(wanted.files, size, wanted.separator.encode())
+def _train(files: tuple[TextFile, ...], vocab_size: int, field: str) -> bytes:
+    """A BPE of the files. Each is read first: the package names no file that it cannot read."""
+    jsonl = False
+    for piece in split(files, PIECE):
+        read_documents(piece, b"", field, utf8=True)
+        jsonl |= piece.text_file.jsonl
 
+    def texts() -> Iterator[str]:  # of text the lines, as the package reads files
+        for piece in split(files, PIECE):
+            lines = read_documents(piece, b"", field, utf8=True)
+            if not piece.text_file.jsonl:
+                lines = lines[0].splitlines(keepends=True)
+            yield from map(bytes.decode, lines)
 
-def _split(files: Sequence[Path], size: int | None, separator: bytes = b"") -> Iterator[Piece]:
-    for path in files:
-        length = path.stat().st_size
-        if not length:
-            check_text(b"", path)
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            begin = 0
-            while begin < length:
-                end = length if size is None else min(begin + size, length)
-                if separator:
-                    found = text.find(separator, end)
-                    end = length if found < 0 else found + len(separator)
-                while end < length and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-                    end += 1
-                yield Piece(path, begin, end, bool(separator) or end == length)
-                begin = end
-
-
-class Encoded(NamedTuple):
-    """A piece: its tokens, (documents,) int64 the tokens before each end of a document, its bytes of text, its hash."""
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    bytes: int
-    sha256: str
-
-
-def _pool(processes: int, of_all: tuple[Any, ...] = ()) -> ProcessPoolExecutor:
-    """Processes that end when this one does, however it ends."""
-    return ProcessPoolExecutor(processes, get_context("fork"), _begin, of_all)
-
-
-_of_all: tuple[Tokenizer, bytes, tuple[int, ...]]  # in a process of the pool: what `_encode` goes by
-
-
-def _begin(*of_all: Any) -> None:
-    global _of_all
-    _of_all = of_all  # type: ignore[assignment]
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-
-    def end_with_parent() -> None:
-        parent = parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _in_order(
-    pieces: Iterator[Piece], processes: int, of_all: tuple[Tokenizer, bytes, tuple[int, ...]]
-) -> Iterator[Encoded]:
-    """The pieces encoded; some more than there are processes are under way, so that none of them waits."""
-    waiting: deque[Future[Encoded]] = deque()
-    with _pool(processes, of_all) as pool:
-        for piece in pieces:
-            waiting.append(pool.submit(_encode, piece))
-            if len(waiting) > processes + 2:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def _encode(piece: Piece) -> Encoded:
-    tokenizer, separator, appended = _of_all
-    text = _read(piece)
-    documents = [each for each in text.split(separator) if each] if separator else [text]
-    try:
-        arrays = [tokenizer.encode(document) for document in documents]
-    except DataError as error:
-        raise DataError(f"{piece.path}, bytes {piece.begin} to {piece.end}: {error}") from None
-    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
-    if piece.last and appended:
-        end = np.array(appended, tokenizer.dtype)
-        arrays = [each for array in arrays for each in (array, end)]
-        lengths += len(appended)
-    tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
-    ends = lengths.cumsum() if piece.last else lengths[:0]
-    return Encoded(tokens, ends, sum(map(len, documents)), hashlib.sha256(tokens.data).hexdigest())
-
-
-def _characters(piece: Piece) -> set[int]:
-    return characters(_read(piece))
-
-
-def _read(piece: Piece) -> bytes:
-    with piece.path.open("rb") as file:
-        file.seek(piece.begin)
-        return check_text(file.read(piece.end - piece.begin), piece.path)
+    return train_bpe([file.path for file in files], vocab_size, EOS, texts if jsonl else None)

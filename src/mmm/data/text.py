@@ -11,7 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from mmm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, check_text
+from mmm.data.formats import check_text, check_text_file, check_utf8
+from mmm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 from mmm.errors import DataError
 
 __all__ = ["BYTES", "Corpus", "TokenArray", "encoded", "read_text_files", "standard_library"]
@@ -116,12 +117,18 @@ def read_text_files(paths: Sequence[Path], between_characters: bool = False) -> 
         between_characters: begin that tenth with a full character, which may have several bytes.
 
     Raises:
-        DataError: a file is missing, is a folder, cannot be read, is empty, or is binary.
+        DataError: a file is missing, is a folder, cannot be read, is empty, is binary or JSON lines, or of another
+            format.
     """
     train, validation = [], []
     for path in paths:
         try:
+            if check_text_file(path, f"--text {path}"):
+                made = f"mmm tokens {path} -o {path.stem}"
+                raise DataError(f"--text {path} is JSON lines: prepare it by {made}, and give that folder")
             text = check_text(path.read_bytes(), f"--text {path}")
+            if between_characters:
+                check_utf8(text, f"--text {path}")
         except OSError as error:
             raise DataError(f"--text {path}: {error.strerror or error}") from None
         end = len(text) - max(len(text) // 10, 1)

@@ -1,10 +1,14 @@
-"""Tokens on disk, of three kinds, read as they are.
+"""Tokens on disk, of four kinds, read as they are.
 
 *A folder of* ``mmm tokens``: ``tokens.bin``, little-endian unsigned integers without a header; ``documents.bin``,
 int64, the number of tokens before the end of each document; the tokenizer's file; ``manifest.json``, written last.
 
 *nanoGPT's* ``.bin``: uint16 without a header. Beside ``train.bin``, ``val.bin`` is the validation text.
 Source: github.com/karpathy/nanoGPT, data/shakespeare/prepare.py.
+
+*llm.c's* ``.bin``, which modded-nanogpt has as well: 256 int32, little-endian, of which the first are a magic number, a
+version and the number of tokens; then the tokens. 20240520, version 1: uint16; 20240801, version 7: uint32.
+Source: github.com/karpathy/llm.c, dev/data/data_common.py.
 
 *Megatron's* ``.bin`` with ``.idx`` (``MMapIndexedDataset``): the tokens without a header, and an index, little-endian:
 
@@ -34,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from mmm.data.formats import check_magic, read_head
 from mmm.data.text import Corpus, TokenArray
 from mmm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mmm.errors import DataError
@@ -42,6 +47,8 @@ TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
 FORMAT = 1  # of the manifest
 _MEGATRON_MAGIC, _MEGATRON_VERSION = b"MMIDIDX\0\0", 1
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_LLMC_HEADER = 1024  # bytes
+_LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic number and version
 _ENDS = 1 << 20  # bytes of each end of a file that its fingerprint reads
 
 
@@ -49,7 +56,7 @@ class TokenFile:
     """A file of tokens, or a part of it: its length, and slices. Nothing of it stays in memory.
 
     Args:
-        path: without a header. dtype: of a token. begin, end: in tokens; None for the file's end.
+        dtype: of a token. begin, end: in tokens from the file's begin, a header among them; None for the file's end.
 
     Raises:
         DataError: the file cannot be read, or does not end with a full token.
@@ -123,11 +130,12 @@ def open_tokens(path: Path) -> Corpus | None:
     if path.is_dir():
         return _open_folder(path)
     index = path.with_name(path.name + ".idx") if not path.exists() else path.with_suffix(".idx")
-    if path.suffix in (".bin", ".idx") or not path.exists():
+    suffix = path.suffix.lower()
+    if suffix in (".bin", ".idx") or not path.exists():
         if index.is_file():
             return _open_megatron(index)
-        if path.suffix == ".bin":
-            return _open_nanogpt(path)
+        if suffix == ".bin":
+            return _open_bin(path)
     return None
 
 
@@ -158,14 +166,47 @@ def _open_folder(folder: Path) -> Corpus:
     return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
 
 
-def _open_nanogpt(path: Path) -> Corpus:
-    dtype = np.dtype("<u2")
-    tokens, other = TokenFile(path, dtype), path.with_name("val.bin")
+def _open_bin(path: Path) -> Corpus:
+    """A ``.bin`` without an index: llm.c's by its header, else nanoGPT's."""
+    tokens, other = _bin_tokens(path), path.with_name("val.bin")
     if path.name == "train.bin" and other.is_file():
-        held_out = TokenFile(other, dtype)
+        held_out = _bin_tokens(other)
         digest = hashlib.sha256(f"{_fingerprint(path)} {_fingerprint(other)}".encode()).hexdigest()
         return Corpus(tokens, held_out, f"{path}, {other}", 2, digest, "tokens")
     return _corpus(tokens, str(path), _fingerprint(path))
+
+
+def _bin_tokens(path: Path) -> TokenFile:
+    """Raises DataError: it is of another format, or is not as long as its header says."""
+    try:
+        head = read_head(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+    check_magic(path, head)
+    magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
+    if (dtype := _LLMC_TYPES.get((magic, version))) is None:
+        if 20230101 <= magic <= 20391231 and 0 < version < 100:  # a date: all of llm.c's have one
+            raise DataError(
+                f"{path} begins with llm.c's magic number {magic}, version {version}: files of tokens have "
+                f"{' or '.join(f'{magic}, version {version}' for magic, version in _LLMC_TYPES)}"
+            )
+        _check_width(path, head)
+        return TokenFile(path, np.dtype("<u2"))
+    header = _LLMC_HEADER // np.dtype(dtype).itemsize
+    tokens = TokenFile(path, np.dtype(dtype), header)
+    if (found := tokens.end - header) != count:
+        raise DataError(f"{path} has {max(found, 0)} tokens, and its header says {count}: it is truncated, or damaged")
+    return tokens
+
+
+def _check_width(path: Path, head: bytes) -> None:
+    """Raises DataError where uint16 are pairs of a token and a number next to 0, as of tokens of 4 or 8 bytes."""
+    pairs = np.frombuffer(head[: len(head) // 4 * 4], "<u2").reshape(-1, 2)
+    if len(pairs) and (pairs[:, 1] < 4).all() and np.mean(pairs[:, 0] > 3) > 0.2:
+        raise DataError(
+            f"{path} has tokens of 4 or 8 bytes, as it seems (every second uint16 is 0 … 3), and a .bin without a "
+            f"header has uint16: write it with dtype uint16, or as llm.c's 20240801"
+        )
 
 
 def _open_megatron(index: Path) -> Corpus:

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +201,14 @@ def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
     return HuggingFaceTokenizer(content, name)
 
 
-def train_bpe(paths: Sequence[Path], vocab_size: int, eos: str) -> bytes:
+def train_bpe(
+    paths: Sequence[Path], vocab_size: int, eos: str, texts: Callable[[], Iterator[str]] | None = None
+) -> bytes:
     """The ``tokenizer.json`` of a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), for every text.
 
     Args:
         paths: files of text, read line by line. vocab_size: tokens, the 256 bytes and `eos` among them.
+        texts: gives what to read instead of the files.
 
     Raises:
         ConfigError: a vocabulary too small for these. DataError: the package is not installed.
@@ -222,21 +225,11 @@ def train_bpe(paths: Sequence[Path], vocab_size: int, eos: str) -> bytes:
         initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train([str(path) for path in paths], trainer)
+    if texts is None:
+        tokenizer.train([str(path) for path in paths], trainer)
+    else:
+        tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer.to_str().encode()
-
-
-def check_text(text: bytes, name: object) -> bytes:
-    """The text itself.
-
-    Raises:
-        DataError: it is empty, or binary: it has a NUL byte.
-    """
-    if not text:
-        raise DataError(f"{name}: the file is empty")
-    if (place := text.find(b"\0")) >= 0:
-        raise DataError(f"{name} is binary: byte {place} is NUL; give text, or a file of tokens (.bin, .idx)")
-    return text
 
 
 def characters(text: bytes) -> set[int]:

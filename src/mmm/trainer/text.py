@@ -185,8 +185,8 @@ class TextOptions:
     """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
     once a host. random: uniform tokens, to time."""
     text: tuple[Path, ...] = ()
-    """What to train on instead: files of text; or a folder of `mmm tokens`, nanoGPT's .bin, Megatron's .idx and .bin.
-    A mixture: each with a weight, as A:0.7 B:0.3."""
+    """What to train on instead: files of text; or a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx
+    and .bin. A mixture: each with a weight, as A:0.7 B:0.3."""
     tokenizer: Path | None = None
     """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
     else bytes."""
