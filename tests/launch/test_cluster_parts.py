@@ -14,10 +14,9 @@ import pytest
 from mmm.contract import PORTS, Report
 from mmm.errors import LaunchError
 from mmm.launch import main
-from mmm.launch.control import commands, link, stacks
+from mmm.launch.control import commands, stacks
 from mmm.launch.control.commands import RemoteAgent
 from mmm.launch.control.failures import Failure
-from mmm.launch.control.link import Link, Lost
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, walltime
 from mmm.launch.job.scheduler import Job
@@ -216,7 +215,7 @@ def agent(index, host, cpus="0-7", local_rank=None):
             return index
 
     cores = 8 if cpus == "0-7" else 2
-    return RemoteAgent(NoLink(), "", index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
+    return RemoteAgent(NoLink(), index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
 
 
 class Plan:
@@ -281,40 +280,6 @@ def test_a_place_is_what_its_own_launcher_backend_says(launcher, environ, expect
 def test_a_launcher_backend_that_says_nothing():
     with pytest.raises(LaunchError, match="hydra has given its process no rank: PMI_RANK is not set"):
         numbers("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
-
-
-def test_the_first_address_that_is_launchs_own():
-    """Something else listens at the first address, and says nothing; the token never leaves."""
-    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as server:
-        other.settimeout(0.2)
-        closed = socket.create_server(("127.0.0.1", 0))
-        nobody = closed.getsockname()[1]
-        closed.close()
-        with pytest.raises(Lost, match=f"127.0.0.1:{nobody}: Connection refused"):
-            link.reach([["127.0.0.1", nobody]], "token", {})
-        at = [["127.0.0.1", nobody], ["127.0.0.1", server.getsockname()[1]]]
-        client = socket.create_connection(server.getsockname())  # only to have the nonce sent early
-        client.close()
-        server.accept()[0].close()
-        import threading
-
-        got = {}
-
-        def serve():
-            their = Link(server.accept()[0])
-            their.send({"nonce": "n"})
-            got.update(their.one(5.0))
-            their.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        mine = link.reach(at, "token", {"rank": 1})
-        thread.join()
-        assert got["signed"] == link.sign("token", "n", got["hello"])
-        assert "token" not in got["hello"]
-        with pytest.raises(Lost, match="closed"):
-            mine.one(5.0)
-        mine.close()
 
 
 def test_is_here():

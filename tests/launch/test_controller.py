@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import selectors
 import sys
 import time
 
@@ -14,9 +15,23 @@ from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.target import Target
 from support.clock import PATIENCE
 
-LAUNCHER = """
+# What somebody sends to launch's port who is not of the run.
+STRANGERS = {
+    "wrong proof": bytes(64),
+    "idle": b"",
+    "many": b"",
+    "text": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b"x" * 64,
+    "not ascii": b'{"hello": "{}", "signed": "\xc3\xa9"}\n' + b" " * 64,
+    "surrogate": b'{"hello": "\\ud800", "signed": "00"}\n' + b" " * 64,
+    "deep": b"[" * 100_000 + b"\n",
+}
+LAUNCHER = (
+    f"""
+STRANGERS = {STRANGERS!r}
+"""
+    + """
 import json, os, socket, sys, time
-from mmm.launch.control import link
+from mmm.launch.control import handshake
 entry = json.loads(os.environ["MMM_CLUSTER"])
 kind = sys.argv[1]
 def hello(rank, **more):
@@ -29,15 +44,20 @@ def until_told(link):
     told = []
     while "signal" not in told:
         told += [next(iter(m)) for m in link.read()]
-if kind == "stranger":
-    link.reach(entry["at"], "guessed", hello(0))
+def connected(hello):
+    link = handshake.reach(entry["at"], entry["token"], 10.0)
+    link.send({"hello": hello})
+    return link
+if kind in STRANGERS:
+    strangers = [socket.create_connection(tuple(entry["at"][0])) for _ in range(100 if kind == "many" else 1)]
+    strangers[0].sendall(STRANGERS[kind])
 if kind == "few":
     sys.exit(9)
 if kind == "world":
-    link.reach(entry["at"], entry["token"], hello(0, world=1)); time.sleep(20)
+    kept = connected(hello(0, world=1)); time.sleep(20)
 if kind == "twice":
-    links = [link.reach(entry["at"], entry["token"], hello(0)) for _ in range(2)]; time.sleep(20)
-links = [link.reach(entry["at"], entry["token"], hello(r)) for r in range(entry["processes"] - (kind == "absent"))]
+    links = [connected(hello(0)) for _ in range(2)]; time.sleep(20)
+links = [connected(hello(r)) for r in range(entry["processes"] - (kind == "absent"))]
 if kind == "silent":
     time.sleep(20)
 commands = [each.one(None)["go"] for each in links]
@@ -47,7 +67,7 @@ if kind == "lost":
 if kind == "order":
     said = [failure(1, 0.0, 0, "rank 1 came second"), failure(2, 3.0, 0, "rank 2 came first"),
             failure(0, 9.0, 2, "rank 0 lost its connection")]
-    links[1].socket.sendall(b"".join(json.dumps(each).encode() + b"\\n" for each in said))
+    links[1].socket.sendall(b"".join(links[1]._seal(json.dumps(each).encode()) for each in said))
     until_told(links[0])
 if kind == "dies":
     os.kill(os.getpid(), 9)
@@ -58,6 +78,7 @@ for rank, each in enumerate(links):
         each.close()
 print("done", flush=True)
 """
+)
 
 
 @pytest.fixture
@@ -88,9 +109,13 @@ def test_a_good_run(lead):
     assert made.ended == {0, 1, 2, 3}
 
 
-def test_a_stranger_is_sent_away(lead):
-    code, said, _ = lead("stranger")
-    assert (code, said.err) == (0, "launch: a connection without this run's token was refused\n")
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_costs_the_run_nothing(lead, kind):
+    """Whatever it sends, or does not: it is sent away, is told nothing, and the run ends as it would without it."""
+    code, said, made = lead(kind)
+    assert (code, said.out) == (0, "done\n")
+    assert said.err in ("", "launch: a connection without this run's token was refused\n")
+    assert made.ended == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -160,3 +185,15 @@ def test_where_launch_can_be_reached(monkeypatch):
 
     assert at("localhost") == ["127.0.0.1"]
     assert at(f"{os.uname().nodename},no-such-host-1")  # something, whatever the network here is like
+
+
+@pytest.mark.parametrize(("own", "bound"), [(["127.0.0.1"], "127.0.0.1"), (["10.0.0.7", "127.0.0.1"], "0.0.0.0")])
+def test_launch_listens_where_the_hosts_are(own, bound):
+    """All of them here: on loopback alone."""
+    made = controller.Controller.__new__(controller.Controller)
+    made.token, made.selector = "secret", selectors.DefaultSelector()
+    at = made.listen(own, 2)
+    host, port = made.reception.server.getsockname()
+    assert (host, at) == (bound, [[address, port] for address in own])
+    made.reception.close()
+    made.selector.close()

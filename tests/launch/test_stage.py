@@ -17,7 +17,7 @@ import pytest
 import mmm
 from mmm.errors import LaunchError
 from mmm.launch.control.controller import REMOVAL
-from mmm.launch.control.link import Link
+from mmm.launch.control.link import Link, Lost
 from mmm.launch.host import copies, stage
 from mmm.launch.host.copies import Copy
 from mmm.launch.job import staging
@@ -409,7 +409,7 @@ def transferred(token, spoil):
         theirs.close()
 
     threading.Thread(target=send).start()
-    return list(stage._frames(Link(ours), stage.Signer(token)))
+    return list(stage._frames(Link(ours, b"", b""), stage.Signer(token)))
 
 
 def test_frames_are_signed():
@@ -427,17 +427,18 @@ def test_frames_are_signed():
 
 def test_who_does_not_know_the_token_gets_nothing():
     stager = stage.Stager(None, "secret")
-    port = stager.listen()
+    port = stager.listen("127.0.0.1")
     served = []
     thread = threading.Thread(target=lambda: served.extend(stager.accept(1)))
     thread.start()
-    stranger = stage._reach([["127.0.0.1", port]], "guessed")
-    stranger.socket.settimeout(10)
-    assert stranger.socket.recv(1) == b""
+    idle = socket.create_connection(("127.0.0.1", port))  # nobody waits for it
+    with pytest.raises(Lost):
+        stage._reach([["127.0.0.1", port]], "guessed")
     known = stage._reach([["127.0.0.1", port]], "secret")
     thread.join(10)
     served[0].socket.sendall(b"x")
     assert known.socket.recv(1) == b"x"
+    idle.close()
 
 
 def test_variables_that_name_the_source():

@@ -22,7 +22,6 @@ class RemoteAgent:
     """One of the processes that mpiexec or srun has started."""
 
     link: Link
-    nonce: str
     index: int = -1  # 0 … processes − 1, once it has said hello
     host: str = ""
     hello: Message = field(default_factory=dict)

@@ -14,14 +14,15 @@ import signal
 import socket
 import subprocess
 import time
+from typing import Any
 
 from mmm.contract import open_files
 from mmm.errors import LaunchError
-from mmm.launch.control import link as links
 from mmm.launch.control import processes
 from mmm.launch.control.commands import RemoteAgent, addresses, read_failure, start_commands
 from mmm.launch.control.failures import Failure, say, signal_name
-from mmm.launch.control.link import Link, Lost, Message
+from mmm.launch.control.handshake import Reception
+from mmm.launch.control.link import Lost, Message
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import GRACE, Limits, RunControl
 from mmm.launch.control.stacks import Stack
@@ -56,7 +57,7 @@ class Controller(RunControl):
         self.locate_until: float | None = None
         self.staging: Staging | None = None
         self.launcher: subprocess.Popen | None = None
-        self.server: socket.socket | None = None
+        self.reception: Reception | None = None
 
     def start(self) -> None:
         plan = self.plan
@@ -66,11 +67,7 @@ class Controller(RunControl):
                 f"{plan.processes} ranks each hold a connection to launch, which may open {limit} files "
                 "(ulimit -Hn).\n  Use --ranks-by host: one connection a host."
             )
-        self.server = socket.create_server(("", 0), backlog=min(plan.processes + 8, 4096))
-        self.server.setblocking(False)
-        self.selector.register(self.server, selectors.EVENT_READ)
-        port = self.server.getsockname()[1]
-        at = [[address, port] for address in addresses(plan)]
+        at = self.listen(addresses(plan), plan.processes)
         entry = {"at": at, "token": self.token, "launcher": plan.launcher, "processes": plan.processes}
         self.output = Output(self.selector)
         self.rendezvous_ends = time.monotonic() + self.start_timeout
@@ -92,20 +89,28 @@ class Controller(RunControl):
             ) from None
         self.output.started()
 
+    def listen(self, own: list[str], processes: int) -> list[list[Any]]:
+        """Have agents connect here: at which addresses and port. own: this host's addresses, as the hosts know it."""
+        local = all(address.startswith("127.") for address in own)
+        server = socket.create_server((own[0] if local else "", 0), backlog=min(processes + 8, 4096))
+        self.reception = Reception(server, self.token, self.selector)
+        return [[address, server.getsockname()[1]] for address in own]
+
     def clean_up(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if self.launcher is not None and self.launcher.returncode is None:
             self.stop_launcher()
         for agent in self.connections.values():
             agent.link.close()
-        if self.server is not None:
-            self.server.close()
+        if self.reception is not None:
+            self.reception.close()
         if self.output is not None:
             self.output.close()
 
     def deadlines(self) -> list[float | None]:
         waiting = self.launcher_ended + LAUNCHER_END if self.launcher_ended is not None else None
-        return [*super().deadlines(), self.rendezvous_ends, self.stop_launcher_at, self.locate_until, waiting]
+        proof = self.reception.deadline() if self.reception is not None else None
+        return [*super().deadlines(), self.rendezvous_ends, self.stop_launcher_at, self.locate_until, waiting, proof]
 
     def idle_at(self) -> float | None:
         return super().idle_at() if self.under_way else None  # nobody prints before every agent has
@@ -113,8 +118,7 @@ class Controller(RunControl):
     def serve(self) -> bool:
         """Take in what has happened. False once the launcher backend has ended and nobody is connected."""
         ready = self.wait()
-        if self.server is not None and self.server.fileno() in ready:
-            self.accept(self.server)
+        self.welcome(ready)
         for fd in ready & self.connections.keys():
             self.hear(self.connections[fd])
         now = time.monotonic()
@@ -141,25 +145,27 @@ class Controller(RunControl):
             self.locate_until = None
             self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
 
-    def accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = server.accept()
-                agent = RemoteAgent(Link(connection), secrets.token_hex(16))
-                try:
-                    agent.link.send({"nonce": agent.nonce})
-                except Lost:
-                    continue
-                self.connections[agent.link.fileno()] = agent
-                self.selector.register(agent.link, selectors.EVENT_READ)
+    def welcome(self, ready: set[int]) -> None:
+        """Take in the agents that have proven that they are of this run."""
+        assert self.reception is not None
+        refused = self.reception.refused
+        for link in self.reception.welcome(ready, self.expected()):
+            self.connections[link.fileno()] = RemoteAgent(link)
+            self.selector.register(link, selectors.EVENT_READ)
+        if self.reception.refused and not refused:
+            say("launch: a connection without this run's token was refused")  # once: there may be many
+
+    def expected(self) -> int:
+        """How many agents have not connected yet."""
+        return self.plan.processes - len(self.agents)
 
     def hear(self, agent: RemoteAgent) -> None:
         try:
             for message in agent.link.read():
                 if agent.index >= 0:
                     self.on_message(agent, message)
-                elif not self.on_hello(agent, message):
-                    return
+                else:
+                    self.on_hello(agent, message)
         except Lost as lost:
             self.drop(agent)
             if agent.index >= 0 and not agent.done:
@@ -174,20 +180,14 @@ class Controller(RunControl):
                 LAUNCHER_END if self.exit_code is not None else LAUNCHER_LINGERS
             )
 
-    def on_hello(self, agent: RemoteAgent, message: Message) -> bool:
-        """A new agent names itself. Somebody who does not know the token is sent away."""
-        words = str(message.get("hello"))
-        if not links.same(str(message.get("signed")), links.sign(self.token, agent.nonce, words)):
-            say("launch: a connection without this run's token was refused")
-            self.drop(agent)
-            return False
-        agent.hello = json.loads(words)
+    def on_hello(self, agent: RemoteAgent, message: Message) -> None:
+        """A new agent names itself."""
+        agent.hello = message["hello"]
         agent.host = agent.hello["host"]
         if "error" in agent.hello:
             self.failures.append(Failure.of_user(0, agent.hello["error"]))
-            return True
-        self.join(agent)
-        return True
+        else:
+            self.join(agent)
 
     def join(self, agent: RemoteAgent) -> None:
         """Take in an agent that has said hello."""

@@ -17,12 +17,11 @@ need no imports. Spare hosts have an agent too, and come last.
 import contextlib
 import json
 import os
-import selectors
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mmm import contract
 from mmm.contract import SAVED_EXIT
@@ -70,6 +69,7 @@ class ElasticController(Controller):
         assert plan.elastic is not None
         self.elastic, self.retries = plan.elastic, retries
         self.hosts = [Host(name, index) for index, name in enumerate(plan.each)]
+        self.at: list[list[Any]] = []  # where agents find launch
         self.attempt = -1
         self.places: list[tuple[Host, int]] = []  # of the ranks
         self.fits: dict[int, bool] = {}  # number of ranks → whether CMD has taken it
@@ -81,11 +81,8 @@ class ElasticController(Controller):
         self.over = False
 
     def start(self) -> None:
-        direct = self.plan.launcher == "direct"
-        self.server = socket.create_server(("127.0.0.1" if direct else "", 0), backlog=len(self.hosts) + 8)
-        self.server.setblocking(False)
-        self.selector.register(self.server, selectors.EVENT_READ)
-        if not direct or self.limits.timeout is not None:
+        self.at = self.listen(addresses(replace(self.plan, hosts=tuple(self.plan.each))), len(self.hosts))
+        if self.plan.launcher != "direct" or self.limits.timeout is not None:
             self.output = Output(self.selector)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
         self.call_hosts()
@@ -93,13 +90,7 @@ class ElasticController(Controller):
     def call_hosts(self) -> None:
         """Start an agent on each host that has none."""
         self.rendezvous_ends = time.monotonic() + self.start_timeout
-        assert self.server is not None
-        at = addresses(replace(self.plan, hosts=tuple(self.plan.each)))
-        entry = {
-            "at": [[address, self.server.getsockname()[1]] for address in at],
-            "token": self.token,
-            "launcher": self.plan.launcher,
-        }
+        entry = {"at": self.at, "token": self.token, "launcher": self.plan.launcher}
         for host in self.hosts:
             if host.agent is None and host.launcher is None:
                 try:
@@ -123,8 +114,7 @@ class ElasticController(Controller):
 
     def serve(self) -> bool:
         ready = self.wait()
-        if self.server is not None and self.server.fileno() in ready:
-            self.accept(self.server)
+        self.welcome(ready)
         for fd in ready & self.connections.keys():
             if fd in self.connections:
                 self.hear(self.connections[fd])
@@ -149,6 +139,9 @@ class ElasticController(Controller):
         return not self.over
 
     # The hosts.
+
+    def expected(self) -> int:
+        return sum(host.agent is None for host in self.hosts)
 
     def join(self, agent: RemoteAgent) -> None:
         host = self.hosts[agent.hello["index"]]

@@ -1,10 +1,11 @@
 """The connection between `launch` and what it has started on each host: TCP, one JSON object a line.
 
-    launch ── nonce ▶    ◀ hello, signed with the token    go: what to run ▶    signal, kill ▶
+    launch ◀ hello    go: what to run ▶    signal, kill ▶
            ◀ failure, ended: a rank's    ◀ interrupted: a signal that launch has not sent    ◀ bye
 
-The token is in the environment of the processes that launch starts, and never on the network. Both ends have the kernel
-ask whether the other is still there; an end that hears nothing for LOST_AFTER seconds counts as gone.
+Both ends have proven that they are of the run (`handshake`), and every line begins with a MAC of its place and content:
+what somebody else puts on the connection, leaves out or repeats ends it. Both ends have the kernel ask whether the
+other is still there; an end that hears nothing for LOST_AFTER seconds counts as gone.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import Any
 
 ADDRESS_VARIABLE = "MMM_LAUNCH_ADDRESS"  # launch's own address, where it cannot find out the right one
 LOST_AFTER = 6  # s; detection, the ranks' grace and their end stay below 10 s
-CONNECT_TIMEOUT = 10.0  # s for one address
+CONNECT_TIMEOUT = 10.0  # s for one address, and for its proof
 SEND_TIMEOUT = 5.0  # s
 CHUNK = 1 << 16
 LONGEST = 1 << 24  # bytes of a message
@@ -28,10 +29,16 @@ class Lost(Exception):
 
 
 class Link:
-    """One end of a connection."""
+    """One end of a connection.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        send_key, receive_key: of the MACs of each direction.
+    """
+
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         self.socket = connection
+        self.send_key, self.receive_key = send_key, receive_key
+        self.sent = self.received = 0  # messages
         self.buffer = b""
         self.early: list[Message] = []  # what came together with what `one` has returned
         connection.settimeout(SEND_TIMEOUT)
@@ -53,25 +60,22 @@ class Link:
     def send(self, message: Message) -> None:
         """Raises `Lost`."""
         try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.sendall(self._seal(json.dumps(message).encode()))
         except OSError as error:
-            raise Lost(_reason(error)) from None
+            raise Lost(describe(error)) from None
 
     def read(self) -> list[Message]:
         """The messages that have come; waits for some of one. Raises `Lost`."""
         try:
             data = self.socket.recv(CHUNK)
         except OSError as error:
-            raise Lost(_reason(error)) from None
+            raise Lost(describe(error)) from None
         if not data:
             raise Lost("its end was closed")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         if len(self.buffer) > LONGEST:
             raise Lost("it sent what is no message")
-        try:
-            return [message for line in lines if isinstance(message := json.loads(line), dict)]
-        except ValueError:
-            raise Lost("it sent what is no message") from None
+        return [self._open(line) for line in lines]
 
     def one(self, timeout: float | None) -> Message:
         """The first message in `early`, or else wait for one; others that come with it are put there. Raises `Lost`."""
@@ -89,40 +93,25 @@ class Link:
     def close(self) -> None:
         self.socket.close()
 
+    def _seal(self, content: bytes) -> bytes:
+        line = _mac(self.send_key, self.sent, content) + b" " + content + b"\n"
+        self.sent += 1
+        return line
 
-def sign(token: str, nonce: str, words: str) -> str:
-    """Shows that the sender of `words` knows `token`."""
-    return hmac.new(token.encode(), f"{nonce} {words}".encode(), hashlib.sha256).hexdigest()
-
-
-def same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one, other)
-
-
-def reach(addresses: list[list[Any]], token: str, hello: Message) -> Link:
-    """Connect to launch at the first of `addresses` that is its own, and say hello.
-
-    Raises:
-        Lost: none of them answers.
-    """
-    tried = []
-    for host, port in addresses:
-        try:
-            link = Link(socket.create_connection((host, port), timeout=CONNECT_TIMEOUT))
-            nonce = str(link.one(CONNECT_TIMEOUT).get("nonce"))
-        except OSError as error:
-            tried.append(f"{host}:{port}: {_reason(error)}")
-            continue
-        except Lost as error:
-            tried.append(f"{host}:{port}: {error}")
-            continue
-        words = json.dumps(hello)
-        link.send({"hello": words, "signed": sign(token, nonce, words)})
-        return link
-    raise Lost("; ".join(tried))
+    def _open(self, line: bytes) -> Message:
+        """Raises `Lost`: it is not from the other end, or not the next."""
+        mac, _, content = line.partition(b" ")
+        if not hmac.compare_digest(mac, _mac(self.receive_key, self.received, content)):
+            raise Lost("somebody else wrote to the connection")
+        self.received += 1
+        return json.loads(content)
 
 
-def _reason(error: OSError) -> str:
+def _mac(key: bytes, number: int, content: bytes) -> bytes:
+    return hmac.new(key, number.to_bytes(8, "big") + content, hashlib.sha256).hexdigest().encode()
+
+
+def describe(error: OSError) -> str:
     if isinstance(error, TimeoutError) and not error.errno:
         return "no answer"
     return f"no answer for {LOST_AFTER} s" if isinstance(error, TimeoutError) else error.strerror or str(error)

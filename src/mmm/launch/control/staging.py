@@ -52,8 +52,10 @@ class Staging:
             self.fail(host, f"--stage {self.stage.source}: {host}: {said['error']}", said["doubt"])
         elif "key" in said:
             self.source = said
+            local = all(address.startswith("127.") for address in self.addresses)
+            at = self.addresses[0] if local else ""
             for each in self.stagers:
-                self.ask(each, do="prepare", source=said, folder=self.stage.to, keep=self.stage.keep)
+                self.ask(each, do="prepare", source=said, folder=self.stage.to, keep=self.stage.keep, listen_at=at)
             return False
         if "port" in said:
             self.ports[host] = said["port"]

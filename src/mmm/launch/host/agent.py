@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from mmm.contract import LOOPBACK, NUMBERINGS, check_loopback, read_number
 from mmm.errors import LaunchError, UserError
-from mmm.launch.control import commands
+from mmm.launch.control import commands, handshake
 from mmm.launch.control import link as links
 from mmm.launch.control.failures import Failure, say
 from mmm.launch.control.link import Link, Lost
@@ -61,7 +61,8 @@ def main() -> int:
     stager: Stager | None = None
     command: links.Message = {}
     try:
-        link = links.reach(entry["at"], entry["token"], hello)
+        link = handshake.reach(entry["at"], entry["token"], links.CONNECT_TIMEOUT)
+        link.send({"hello": hello})
         command = link.one(None)
         while "stage" in command:
             stager = stager or Stager(link, entry["token"])
@@ -94,7 +95,8 @@ def run_attempts(entry: dict[str, Any], target: Target, hello: dict[str, Any]) -
     forget_mpi()
     server: ForkServerProcess | None = None
     try:
-        link = links.reach(entry["at"], entry["token"], hello)
+        link = handshake.reach(entry["at"], entry["token"], links.CONNECT_TIMEOUT)
+        link.send({"hello": hello})
         while "quit" not in (message := link.one(None)):
             if "go" not in message:
                 continue  # it was for ranks that have ended

@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import select
+import selectors
 import signal
 import socket
 import tarfile
@@ -24,14 +25,13 @@ from typing import Any
 
 from mmm.contract import ENDING
 from mmm.errors import LaunchError
-from mmm.launch.control import link as links
 from mmm.launch.control.failures import say
-from mmm.launch.control.link import Link, Lost
+from mmm.launch.control.handshake import Reception, reach
+from mmm.launch.control.link import CONNECT_TIMEOUT, Link, Lost
 from mmm.launch.host import copies, lifeline
 from mmm.launch.host.copies import Copy, Source
 from mmm.launch.job.staging import Stage
 
-HELLO = 5.0  # s that another host has to say who it is
 AHEAD = 16  # frames that wait for a host that is slower than others
 SIGNATURE = 16  # bytes
 FAILURES = (OSError, EOFError, tarfile.TarError, LaunchError)
@@ -97,14 +97,14 @@ class Stager:
     def scan(self, path: str) -> dict[str, Any]:
         return self.apart(lambda: asdict(copies.scan(path)))
 
-    def prepare(self, source: dict[str, Any], folder: str | None, keep: bool) -> dict[str, Any]:
-        """The copy, if it is there; else a port at which other hosts can ask for it."""
+    def prepare(self, source: dict[str, Any], folder: str | None, keep: bool, listen_at: str) -> dict[str, Any]:
+        """The copy, if it is there; else a port at which other hosts can ask for it. listen_at: "": any address."""
         copy, self.keep = Copy(Source(**source), folder), keep
         self.copy = copy
         if copy.there():
-            return {"copy": str(copy.path), "port": self.listen()}
+            return {"copy": str(copy.path), "port": self.listen(listen_at)}
         self.apart(copy.make_room)
-        return {"port": self.listen()}
+        return {"port": self.listen(listen_at)}
 
     def transfer(self, parent: list[list[Any]] | None, children: int, unpack: bool) -> dict[str, Any]:
         """Get the copy from the first address of `parent` that answers (None: from its source), for others too."""
@@ -115,8 +115,8 @@ class Stager:
             self.apart(lambda: self.relay(copy, parent, children, unpack))
         return {"copy": str(copy.path)}
 
-    def listen(self) -> int:
-        self.server = socket.create_server(("", 0))
+    def listen(self, address: str) -> int:
+        self.server = socket.create_server((address, 0))
         return int(self.server.getsockname()[1])
 
     def relay(self, copy: Copy, parent: list[list[Any]] | None, children: int, unpack: bool) -> None:
@@ -145,16 +145,16 @@ class Stager:
     def accept(self, children: int) -> Iterator[Link]:
         """The hosts that this one serves. Others are sent away."""
         assert self.server is not None
-        while children:
-            other, nonce = Link(self.server.accept()[0]), os.urandom(16).hex()
-            with suppress(Lost):
-                other.send({"nonce": nonce})
-                said = other.one(HELLO)
-                if links.same(str(said.get("signed")), links.sign(self.token, nonce, str(said.get("hello")))):
+        with (
+            selectors.DefaultSelector() as selector,
+            closing(Reception(self.server, self.token, selector)) as reception,
+        ):
+            while children:
+                ends = reception.deadline()
+                ready = selector.select(None if ends is None else max(0.0, ends - time.monotonic()))
+                for other in reception.welcome({key.fd for key, _ in ready}, children):
                     children -= 1
                     yield _wait_for(other)
-                    continue
-            other.close()
 
     def apart(self, work: Callable[[], Any]) -> Any:
         """What `work()` returns, from a process of its own. Raises `LaunchError` with its error, `Lost`."""
@@ -270,7 +270,7 @@ def ending_raises() -> Iterator[None]:
 
 
 def _reach(addresses: list[list[Any]], token: str) -> Link:
-    return _wait_for(links.reach(addresses, token, {}))
+    return _wait_for(reach(addresses, token, CONNECT_TIMEOUT))
 
 
 def _wait_for(other: Link) -> Link:
