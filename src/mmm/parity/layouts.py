@@ -227,6 +227,15 @@ MATRIX: dict[str, dict[str, str]] = {
         "pp2·dp2·tp2": "-",
     },
     "regression": {"1": "-", "dp2": "fsdp", "tp2": "-", "pp2": "1F1B", "dp2·tp2": "-", "pp2·dp2": "-"},
+    "branches": {
+        "1": "- full",
+        "dp2": f"{_ALL_DP} full",
+        "dp4": _ALL_DP,
+        "dp_replicate2·dp_shard2": "-",
+        "tp2": "-",
+        "dp2·tp2": "- full",
+        "dp_replicate2·dp_shard2·tp2": "-",
+    },
     "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES},
     "cnn": {**_IMAGES, **_REAL},
 }

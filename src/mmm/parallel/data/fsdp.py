@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmm.errors import ConfigError
 from mmm.parallel.data.outputs import tensors_in
+from mmm.parallel.data.unit_order import UnitOrder, follow_requires_grad, groups_of, reduce_unused
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.techniques import Techniques
 from mmm.parallel.ties import join_tied
@@ -71,7 +72,13 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
             module.register_forward_hook(gather_for_backward)  # type: ignore[type-var]
+    for group in _groups(model):
+        reduce_unused(group)
+    assert isinstance(model, FSDPModule)
+    follow_requires_grad(model)
     refuse_double_backward(model)
+    if not plan.uniform:
+        UnitOrder(model, mesh)
     again = len(units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]])
     for module in (inner for group in units[again:] for outer in group for inner in outer.modules()):
         if isinstance(module, FSDPModule):
@@ -176,8 +183,7 @@ def widen_gradients(module: nn.Module) -> None:
 
 
 def _groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP's own records of the parameters that it gathers together in `module`; PyTorch has no public way to them."""
+    """FSDP's own records of the parameters that it gathers together in `module`."""
     units = (each for each in module.modules() if isinstance(each, FSDPModule))
-    for state in dict.fromkeys(unit._get_fsdp_state() for unit in units):  # modules of one unit share theirs
-        one = getattr(state, "_fsdp_param_group", None)  # before PyTorch had several groups a unit
-        yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
+    for unit in {unit._get_fsdp_state(): unit for unit in units}.values():  # modules of one unit share theirs
+        yield from groups_of(unit)
