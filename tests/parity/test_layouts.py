@@ -103,9 +103,11 @@ def test_techniques_in_words():
 
 
 def test_models_are_found_by_their_files():
-    assert {"transformer", "llama", "moe", "gpt", "regression", "branches", "vit", "cnn"} <= set(models.names())
+    assert {"transformer", "llama", "moe", "gpt", "regression", "branches", "batch_norm", "vit", "cnn"} <= set(
+        models.names()
+    )
     assert "plans" not in models.names()
-    with pytest.raises(ConfigError, match=r"there is no mmm/parity/fixtures/resnet\.py; the models here are .*cnn, "):
+    with pytest.raises(ConfigError, match=r"there is no mmm/parity/fixtures/resnet\.py; the models here are .*, cnn, "):
         models.find("resnet")
     with pytest.raises(ConfigError, match=r"there is no nowhere/models/mlp\.py"):
         models.find("nowhere.mlp")

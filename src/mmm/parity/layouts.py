@@ -236,6 +236,15 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2·tp2": "- full",
         "dp_replicate2·dp_shard2·tp2": "-",
     },
+    "batch_norm": {
+        "1": "-",
+        "dp2": _ALL_DP,
+        "dp4": "fsdp ddp",
+        "dp_replicate2·dp_shard2": "-",
+        "tp2": "-",
+        "dp2·tp2": "-",
+        "dp_replicate2·dp_shard2·tp2": "-",
+    },
     "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES},
     "cnn": {**_IMAGES, **_REAL},
 }

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmm.errors import ConfigError
 from mmm.parallel.data.outputs import tensors_in
-from mmm.parallel.data.unit_order import UnitOrder, follow_requires_grad, groups_of, reduce_unused
+from mmm.parallel.data.unit_order import UnitOrder, follow_shards, groups_of, reduce_unused
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.techniques import Techniques
 from mmm.parallel.ties import join_tied
@@ -75,7 +75,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     for group in _groups(model):
         reduce_unused(group)
     assert isinstance(model, FSDPModule)
-    follow_requires_grad(model)
+    follow_shards(model)
     refuse_double_backward(model)
     if not plan.uniform:
         UnitOrder(model, mesh)

@@ -18,7 +18,7 @@ this.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -238,14 +238,32 @@ def reduce_unused(group: Any) -> None:
     group.post_backward = post_backward
 
 
-def follow_requires_grad(model: FSDPModule) -> None:
-    """Have the gathered parameters follow the ``requires_grad`` of the shards, which `parameters` has."""
+def follow_shards(model: FSDPModule) -> None:
+    """Have what is gathered follow the shards, which `parameters` has, before each forward: ``requires_grad``, and the
+    values where FSDP has left a unit gathered (after a forward without backward) and an optimizer has made a step."""
+    assert isinstance(model, nn.Module)
+    gathered: dict[Any, int] = {}  # the shards' versions of which a unit is gathered
 
-    def follow(*_: Any) -> None:
-        for module in model.modules():  # type: ignore[attr-defined]
-            for group in groups_of(module) if isinstance(module, FSDPModule) else ():
-                for p in group.fsdp_params:
-                    if hasattr(p, "_unsharded_param"):
-                        p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
+    def each() -> Iterator[tuple[FSDPModule, Any]]:
+        units = (module for module in model.modules() if isinstance(module, FSDPModule))
+        return ((unit, group) for unit in units for group in groups_of(unit))
 
-    model.register_forward_pre_hook(follow, prepend=True)  # type: ignore[attr-defined]
+    def before(*_: Any) -> None:
+        for unit, group in each():
+            if group.is_unsharded and gathered.get(group) not in (None, _version(group)):
+                unit.reshard()
+            for p in group.fsdp_params:
+                if hasattr(p, "_unsharded_param"):
+                    p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
+
+    def after(*_: Any) -> None:
+        gathered.clear()
+        gathered.update((group, _version(group)) for _, group in each() if group.is_unsharded)
+
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)
+
+
+def _version(group: Any) -> int:
+    """Of a unit's shards: higher after each change."""
+    return sum(p.sharded_param._version + p.sharded_param._local_tensor._version for p in group.fsdp_params)
