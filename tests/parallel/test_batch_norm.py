@@ -11,6 +11,7 @@ from mmm.parallel.checks import check_techniques
 from mmm.parallel.data.batch_norm import check_batch_norm
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.techniques import Techniques
+from mmm.runtime.device import Precision
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
 SIZE = 9  # over 2 ranks 5 and 4 samples
@@ -161,3 +162,59 @@ def by_hand(rank):
 
 def test_a_loops_own_micro_batches_are_refused(run_on_ranks):
     assert run_on_ranks(by_hand, 2) == [True, True]
+
+
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+
+
+class Scaled(nn.Module):
+    """With buffers of all kinds, on the way to matrix products."""
+
+    def __init__(self, write=False):
+        super().__init__()
+        self.write, self.up, self.norm, self.down = write, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.inner = Table()
+        self.register_buffer("mean", torch.full((4,), 0.123456789))
+        self.register_buffer("turn", torch.polar(torch.ones(2), torch.arange(2.0)), persistent=False)
+
+    def forward(self, x):
+        if self.write:
+            self.mean += 1
+        x = self.norm(self.up(x - self.mean))
+        turned = torch.view_as_complex(x.float().unflatten(-1, (2, 2)).contiguous()) * self.turn
+        return self.down(self.inner(torch.view_as_real(turned).flatten(1).to(x.dtype)))
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x + self.table)
+
+
+def narrow(rank, ranks, technique):
+    plan = Plan({}, fsdp_units=("inner",), checkpointed=("inner",))
+    outputs = []
+    for precision in (BF16, Precision("fp32", torch.float32, torch.float32)):
+        model = build(
+            Scaled, Layout(dp_shard=ranks), plan, precision=precision, data_parallel=technique, checkpointing="full"
+        )
+        x = own(torch.linspace(-1, 1, 32).view(8, 4).sin(), rank.rank, ranks)
+        output = model(x)
+        output.float().square().sum().backward()
+        outputs.append(output.float())
+        kept = {name: (b.dtype, b) for name, b in model.named_buffers() if name.endswith(("mean", "table"))}
+        assert {dtype for dtype, _ in kept.values()} == {torch.float32}
+    assert torch.equal(kept[next(n for n in kept if n.endswith("mean") and "running" not in n)][1], Scaled().mean)
+    with pytest.raises(ConfigError, match="forward writes the buffer mean, which it has in bfloat16 there"):
+        build(lambda: Scaled(True), Layout(dp_shard=ranks), Plan({}, fsdp_units=()), precision=BF16)(x)
+    return (outputs[0] - outputs[1]).abs().max().item()
+
+
+@pytest.mark.parametrize(("ranks", "technique"), [(1, "fsdp"), (2, "fsdp"), (2, "ddp")])
+def test_buffers_in_bf16(run_on_ranks, ranks, technique):
+    for off in run_on_ranks(narrow, ranks, ranks, technique):
+        assert 0 < off < 0.1

@@ -71,11 +71,11 @@ def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -
             )
 
 
-def apply_batch_norm(model: nn.Module, mesh: Mesh, techniques: Techniques) -> None:
+def apply_batch_norm(model: nn.Module, mesh: Mesh, techniques: Techniques, mixed: bool = False) -> None:
     """Have the BatchNorms of `model` normalize over the global batch, in place; where something is recomputed, have
-    them count a batch once."""
+    them count a batch once; in mixed precision, have them compute in float32, whatever the dtype of their weights."""
     groups = [mesh[axis].get_group() for axis in AXES if getattr(mesh.layout, axis) > 1]
-    if not groups and techniques.checkpointing == "none":
+    if not (groups or mixed) and techniques.checkpointing == "none":
         return
     for module in model.modules():
         if isinstance(module, _BatchNorm):
