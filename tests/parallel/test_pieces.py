@@ -233,16 +233,6 @@ def vit_gradients(rank, layout, tiles):
 # ---- planted bugs
 
 
-def averaged(rank, layout):
-    """The gradient of the output matrix is that of DDP's mean, where it is a sum."""
-    original = mmm.parallel.memory.chunked_loss.ScaleGradient
-    mmm.parallel.memory.chunked_loss.ScaleGradient = type("Same", (), {"apply": staticmethod(lambda x, factor: x)})
-    try:
-        return anywhere.train(rank, layout, {"loss_chunks": 3, "data_parallel": "ddp"})
-    finally:
-        mmm.parallel.memory.chunked_loss.ScaleGradient = original
-
-
 def own_part_alone(rank, layout):
     """Each rank of tp leaves the other ranks' logits out of the sum of exponentials."""
     original = mmm.parallel.memory.chunked_loss.Vocabulary.reduce
@@ -274,7 +264,6 @@ def stretches_of_the_whole(rank, layout):
 @pytest.mark.parametrize(
     ("planted", "layout"),
     [
-        (averaged, Layout(dp_shard=2)),
         pytest.param(own_part_alone, Layout(dp_shard=1, tp=2), marks=pytest.mark.long),
         (stretches_of_the_whole, Layout(dp_shard=1, tp=2)),
     ],

@@ -123,9 +123,9 @@ def planted(rank, where: str, wrong, model: str, layout: Layout, technique: str)
 
 
 WRONG = {
-    "mean instead of sum": lambda self, *inputs: self.ddp[0](*inputs),
+    "mean instead of sum": lambda self: self.memory.div_(self.ranks),
     "no all-gather": lambda self: None,
-    "no sum over ranks": lambda self, keep_full: (Done(), self.full.grad[self.rows]),
+    "no sum over ranks": lambda self: own_rows(self),
     "summed over tp": lambda module, output, mesh: output.to_local(grad_placements=[Partial()]),
 }
 
@@ -135,17 +135,22 @@ class Done:
         pass
 
 
+def own_rows(shard):
+    shard.summed = shard.full.grad[shard.rows]
+    return Done()
+
+
 @pytest.mark.parametrize(
     ("wrong", "where", "layout", "technique"),
     [
-        ("mean instead of sum", "mmm.parallel.data.ddp DDP _run", Layout(dp_shard=2), "ddp"),
+        ("mean instead of sum", "mmm.parallel.data.ddp Bucket finish", Layout(dp_shard=2), "ddp"),
         ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero1"),
         pytest.param(
             "no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero2", marks=pytest.mark.long
         ),
         pytest.param(
             "no sum over ranks",
-            "mmm.parallel.data.zero ShardedParameter reduce",
+            "mmm.parallel.data.zero ShardedParameter begin",
             Layout(dp_shard=2),
             "zero2",
             marks=pytest.mark.long,

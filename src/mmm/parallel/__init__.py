@@ -9,6 +9,7 @@ from mmm.parallel.apply import apply
 from mmm.parallel.clip import clip_grad_norm
 from mmm.parallel.compile import check_compile
 from mmm.parallel.data.apply import DATA_PARALLEL, check_data_parallel, sync_gradients
+from mmm.parallel.ema import EMA
 from mmm.parallel.expert.balance import balance_experts, imbalance
 from mmm.parallel.local import to_local
 from mmm.parallel.loss import cross_entropy
@@ -23,6 +24,7 @@ from mmm.parallel.tensor.replicated import Replicated
 
 __all__ = [
     "DATA_PARALLEL",
+    "EMA",
     "Layout",
     "Mesh",
     "ParallelModel",

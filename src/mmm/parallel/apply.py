@@ -12,7 +12,9 @@ from mmm.models import weights
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.context.apply import apply_context_parallel
-from mmm.parallel.data.apply import apply_data_parallel
+from mmm.parallel.data.apply import UNSHARDED, apply_data_parallel
+from mmm.parallel.data.batch_norm import apply_batch_norm
+from mmm.parallel.data.cast_buffers import cast_buffers
 from mmm.parallel.expert.apply import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
@@ -59,6 +61,11 @@ def apply(
     # 0. Chunked loss and tiles change the modules' inputs and outputs, so they precede TP, which adapts those.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
     plan = apply_tiling(model, plan, techniques.tile)
+    # Statistics of a batch are those of the global batch; buffers are cast as FSDP casts parameters. Before
+    # checkpointing, whose forward contains theirs.
+    apply_batch_norm(model, mesh, techniques, precision.mixed)
+    if precision.mixed and techniques.data_parallel not in UNSHARDED and not mesh.one_device:
+        cast_buffers(model, precision.compute)
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], plan)

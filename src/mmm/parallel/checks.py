@@ -6,6 +6,7 @@ from torch import nn
 
 from mmm.parallel.compile import check_compile, check_compiled_experts
 from mmm.parallel.data.apply import check_data_parallel, check_reshard
+from mmm.parallel.data.batch_norm import check_batch_norm
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.memory.offload import check_offload
 from mmm.parallel.memory.tiling import check_tiling
@@ -25,6 +26,7 @@ def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: T
     """
     check_data_parallel(techniques.data_parallel, layout)
     check_reshard(techniques, layout)
+    check_batch_norm(model, layout, techniques)
     check_checkpointing(plan, techniques.checkpointing)
     check_tiling(techniques.tile, techniques.checkpointing)
     if techniques.compile:

@@ -37,6 +37,8 @@ class Plan:
             fit the layout. None: all do.
         output: the matrix that computes the logits of a sequence, which the chunked loss defers.
         tiled: MLPs that can be computed in tiles of the sequence, (batch, seq, dim) in and out.
+        uniform: whether forward calls the same FSDP units in the same order, whatever the samples. Then ranks do not
+            compare what they have called (`mmm.parallel.data.unit_order`).
         optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
             on them.
     """
@@ -55,6 +57,7 @@ class Plan:
     output: str = ""
     tiled: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    uniform: bool = False
 
 
 def axis_problems(plan: Plan, layout: Layout) -> list[str]:
@@ -82,7 +85,7 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
 
 
-NAMING = tuple(f.name for f in fields(Plan) if f.name not in ("sequence", "refused", "check", "optional"))
+NAMING = tuple(f.name for f in fields(Plan) if f.name not in ("sequence", "refused", "check", "optional", "uniform"))
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:

@@ -112,6 +112,9 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
         count = int((targets != PADDING).sum()) if documents else targets.numel()
         loss = mean_loss(source, model(inputs, **named), targets, count)
         loss.backward()
+        for parameter in model.parameters():  # what no sample of the batch has used
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         update.step()

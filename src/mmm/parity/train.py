@@ -89,7 +89,8 @@ def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
         )
     microbatches = case.microbatches
     if microbatches is None and layout.pp == 1:
-        microbatches = min(LEAST_MICROBATCHES, training.global_batch // layout.dp)
+        least = getattr(model.source, "PARITY_MICROBATCHES", LEAST_MICROBATCHES)
+        microbatches = min(least, training.global_batch // layout.dp)
     elif microbatches is None and case.schedule in SCHEDULES:
         microbatches = max(LEAST_MICROBATCHES, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
     techniques = Techniques(

@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.parallel.data.batch_norm import batch_norms
 from mmm.parallel.data.ddp import DDP
 from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD, apply_fsdp, fsdp_units_of, prefetch_next
 from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.data.written_buffers import WrittenBuffers
 from mmm.parallel.data.zero import Zero
 from mmm.parallel.expert.apply import apply_expert_fsdp
 from mmm.parallel.mesh import Layout, Mesh
@@ -127,6 +129,8 @@ def apply_data_parallel(
         if offload:
             raise ConfigError("offload on mps: it has the host's memory; leave it out", fields=("offload",))
         return model
+    if groups := [mesh[axis].get_group() for axis in ("dp_replicate", "dp_shard") if getattr(mesh.layout, axis) > 1]:
+        WrittenBuffers(model, groups)
     if technique not in UNSHARDED:
         if mesh.experts is not None:
             apply_expert_fsdp(model, mesh.experts, plan, precision, offload)  # before the units that contain them
@@ -144,7 +148,17 @@ def sync_gradients(model: nn.Module, now: bool) -> None:
     """For several micro-batches a step: whether the next backward sums gradients over the ranks; True at the last.
 
     Saves communication and costs memory: until then each rank keeps unsharded gradients of its own samples.
+
+    Raises:
+        ConfigError: batch normalization, which has to see the global batch at once.
     """
+    if not now and (norms := batch_norms(model)):
+        name, norm = norms[0]
+        raise ConfigError(
+            f"micro-batches with {name}, a {type(norm).__name__}: it normalizes by the statistics of the global batch, "
+            f"and a micro-batch does not know those; use a norm of each sample (GroupNorm, LayerNorm), or call eval() "
+            f"on it, which takes the statistics that it has"
+        )
     if isinstance(model, Replicas):
         model.sync_gradients(now)
     elif isinstance(model, FSDPModule):

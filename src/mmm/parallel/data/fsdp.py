@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -25,7 +26,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.utils._pytree import tree_leaves
 
+from mmm.errors import ConfigError
+from mmm.parallel.data.outputs import tensors_in
+from mmm.parallel.data.unit_order import UnitOrder, follow_shards, groups_of, reduce_unused
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.techniques import Techniques
 from mmm.parallel.ties import join_tied
@@ -66,10 +71,48 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            module.register_forward_hook(gather_for_backward)  # type: ignore[type-var]
+    for group in _groups(model):
+        reduce_unused(group)
+    assert isinstance(model, FSDPModule)
+    follow_shards(model)
+    refuse_double_backward(model)
+    if not plan.uniform:
+        UnitOrder(model, mesh)
     again = len(units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]])
     for module in (inner for group in units[again:] for outer in group for inner in outer.modules()):
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)
+
+
+def refuse_double_backward(model: nn.Module) -> None:
+    """Have a backward with ``create_graph`` end in a ConfigError: FSDP frees the parameters that the second needs."""
+
+    def refuse(_: Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward: it makes a graph
+            raise ConfigError(
+                "create_graph=True through a model with data_parallel fsdp: FSDP frees its parameters after the first "
+                "backward, and a second one (forces, a penalty on gradients) needs them; use ddp, zero1 or zero2"
+            )
+
+    def watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(refuse)
+
+    model.register_forward_hook(watch)
+
+
+def gather_for_backward(module: FSDPModule, inputs: tuple[Any, ...], output: Any) -> None:
+    """A forward hook: have the unit gathered once backward reaches any tensor of its output. FSDP itself looks into
+    tuples, lists and dicts (and, from some version on, dataclasses)."""
+    if isinstance(output, Tensor) or not torch.is_grad_enabled():
+        return
+    seen = {id(leaf) for leaf in tree_leaves(output)}
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None and id(tensor) not in seen:
+            tensor.register_hook(module._get_fsdp_state()._pre_backward)
 
 
 def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
@@ -140,8 +183,7 @@ def widen_gradients(module: nn.Module) -> None:
 
 
 def _groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP's own records of the parameters that it gathers together in `module`; PyTorch has no public way to them."""
+    """FSDP's own records of the parameters that it gathers together in `module`."""
     units = (each for each in module.modules() if isinstance(each, FSDPModule))
-    for state in dict.fromkeys(unit._get_fsdp_state() for unit in units):  # modules of one unit share theirs
-        one = getattr(state, "_fsdp_param_group", None)  # before PyTorch had several groups a unit
-        yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
+    for unit in {unit._get_fsdp_state(): unit for unit in units}.values():  # modules of one unit share theirs
+        yield from groups_of(unit)

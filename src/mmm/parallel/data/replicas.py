@@ -1,17 +1,48 @@
-"""What DDP, ZeRO-1 and ZeRO-2 have in common: a replica of the full model on every rank."""
+"""What DDP, ZeRO-1 and ZeRO-2 have in common: a replica of the full model on every rank, and when gradients are summed.
+
+Parameters are reduced in parts, always in the same order, whichever a rank's backward reaches first: a part begins when
+its gradients are there and all parts before it have begun, and at the end of backward those begin that are left. So the
+ranks' collectives are the same where their forwards differ; a parameter that a rank's samples do not use counts as zero
+there, and has the gradient zero where no rank's do.
+
+Only what is added to ``.grad`` is summed. Gradients with respect to inputs, and those of ``torch.autograd.grad``, are
+this rank's own, unscaled.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
+from mmm.errors import ConfigError
+from mmm.parallel.data.outputs import adds_to_leaves, tensors_in
 from mmm.runtime.device import Precision
+
+
+class Part(ABC):
+    """Parameters whose gradients are summed over the ranks by one collective."""
+
+    parameters: Sequence[nn.Parameter]
+
+    @abstractmethod
+    def begin(self) -> dist.Work:
+        """Begin to sum the gradients over the ranks; one that is missing is zero."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The sum is there: let the optimizer have it."""
+
+    def arrived(self, parameter: nn.Parameter) -> None:  # noqa: B027  # nothing to do, for most
+        """Backward has added to the gradient of `parameter`."""
 
 
 class Replicas(nn.Module, ABC):
@@ -27,25 +58,91 @@ class Replicas(nn.Module, ABC):
         self.mesh = mesh
         self.precision = precision
         self.connected = False  # `connect` has run
+        self.reduce_now = True
+        self._parts: list[Part] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._reducing = False  # a backward is under way whose gradients are summed
+        self._missing: list[int] = []  # gradients of each part that this backward has not made yet
+        self._begun: list[tuple[Part, dist.Work]] = []
+        self._next = 0  # the part to begin next
 
     @abstractmethod
     def connect(self) -> None:
         """Set up the communication, once the parameters have memory and weights. A collective."""
 
-    @abstractmethod
     def sync_gradients(self, now: bool) -> None:
         """Whether the next backwards sum over the ranks, or only add to this rank's own gradients."""
+        self.reduce_now = now
 
-    def _run(self, *inputs: Any, **named: Any) -> Tensor:
-        """The forward of the model."""
-        return self.module(*inputs, **named)
-
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's own, its matrix products in ``precision.compute`` (weights stay as they are)."""
         if not self.connected:
             raise RuntimeError("this model has no weights yet: call parallel.materialize(model, device, seed) first")
+        if torch.is_grad_enabled():
+            self._before_forward()
         with torch.autocast(self.mesh.device_type, self.precision.compute, enabled=self.precision.mixed):
-            return self._run(*inputs, **named)
+            output = self.module(*inputs, **named)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _, node=tensor.grad_fn: self._entered(node))
+        return output
+
+    def _before_forward(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter {name} needs a gradient now, and did not when the model was built: its gradients would "
+                    f"not be summed over the ranks; build the model with requires_grad, and set it to False afterwards"
+                )
+        if torch._C._current_graph_task_id() == -1:  # not within a backward: one that has failed leaves its state
+            self._reducing = False
+            self._begun.clear()
+
+    def _reduce(self, parts: Sequence[Part]) -> None:
+        """Sum the gradients of `parts` from now on, in this order."""
+        self._parts = list(parts)
+        for number, part in enumerate(parts):
+            for parameter in part.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda p, number=number: self._arrived(number, p))
+        reduced = {id(parameter) for part in parts for parameter in part.parameters}
+        self._frozen = [(name, p) for name, p in self.module.named_parameters() if id(p) not in reduced]
+
+    def _entered(self, output: Node) -> None:
+        """A backward has reached an output of the model. It may reach no parameter on this rank."""
+        if self.reduce_now and adds_to_leaves(output):
+            self._start()
+
+    def _start(self) -> None:
+        missing = [sum(p.requires_grad for p in part.parameters) for part in self._parts]
+        if self._reducing or not any(missing):
+            return
+        self._reducing, self._missing, self._next = True, missing, 0
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _arrived(self, number: int, parameter: nn.Parameter) -> None:
+        self._parts[number].arrived(parameter)
+        if self.reduce_now:
+            self._start()
+            self._missing[number] -= 1
+            self._begin(lambda part: self._missing[part] <= 0)
+
+    def _begin(self, ready: Callable[[int], bool]) -> None:
+        while self._next < len(self._parts) and ready(self._next):
+            part = self._parts[self._next]
+            if any(parameter.requires_grad for parameter in part.parameters):
+                self._begun.append((part, part.begin()))
+            self._next += 1
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """At the end of a backward."""
+        self._begin(lambda _: True)
+        for part, work in self._begun:
+            work.wait()
+            part.finish()
+        self._begun.clear()
+        self._reducing = False
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         if self.connected:

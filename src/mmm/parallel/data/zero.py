@@ -35,12 +35,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.data.replicas import Part, Replicas
 from mmm.parallel.local import to_local
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import all_gather
@@ -49,7 +48,7 @@ from mmm.runtime.process_group import all_gather
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class ShardedParameter:
+class ShardedParameter(Part):
     """A full parameter and the rows of it that this rank updates.
 
     Rank r has rows r·c … (r + 1)·c - 1 with c = ceil(rows / ranks), as ``torch.chunk`` splits; the last ranks may have
@@ -59,14 +58,19 @@ class ShardedParameter:
         full: the model's parameter. shard: this rank's rows of it, in the same memory.
         memory: that of `full`, padded until all ranks have the same number of rows, as collectives need it.
         host: with offload the memory of `shard`, on the host; else None.
+        keep_full: sum the full gradient on every rank.
     """
 
-    def __init__(self, name: str, full: nn.Parameter, mesh: DeviceMesh, host: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, name: str, full: nn.Parameter, mesh: DeviceMesh, keep_full: bool, host: DeviceMesh | None = None
+    ) -> None:
         if full.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar, which has no rows to shard: give it shape (1,)")
         rows, ranks, rank = full.shape[0], mesh.size(), mesh.get_local_rank()
         chunk = -(-rows // ranks)
-        self.full, self.mesh, self.group = full, host or mesh, mesh.get_group()
+        self.full, self.mesh, self.group, self.keep_full = full, host or mesh, mesh.get_group(), keep_full
+        self.parameters = [full]
+        self.summed: Tensor | None = None  # this rank's rows of the sum
         self.memory = full.data.new_zeros(chunk * ranks, *full.shape[1:])
         self.memory[:rows] = full.data
         full.data = self.memory[:rows]
@@ -82,21 +86,24 @@ class ShardedParameter:
         shape, stride = self.full.shape, self.full.stride()
         return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-    def reduce(self, keep_full: bool) -> tuple[dist.Work, Tensor]:
-        """Begin to sum the gradient over the ranks; the full one of this rank's samples is freed.
-
-        Returns:
-            What to wait for, and where this rank's rows of the sum will then be.
-        """
-        assert self.full.grad is not None
-        gradient, self.full.grad = self.full.grad.contiguous(), None
-        if keep_full:
-            return dist.all_reduce(gradient, group=self.group, async_op=True), gradient[self.rows]
+    @torch.no_grad()
+    def begin(self) -> dist.Work:
+        """Begin to sum the gradient over the ranks; the full one of this rank's samples is freed."""
+        gradient, self.full.grad = self.full.grad, None
+        gradient = torch.zeros_like(self.full) if gradient is None else gradient.detach().contiguous()
+        if self.keep_full:
+            self.summed = gradient[self.rows]
+            return dist.all_reduce(gradient, group=self.group, async_op=True)
         if len(gradient) < len(self.memory):
             gradient = torch.cat((gradient, gradient.new_zeros(len(self.memory) - len(gradient), *gradient.shape[1:])))
         local = torch.empty_like(gradient[self.padded_rows])
-        work = reduce_scatter(local, gradient, group=self.group, async_op=True)
-        return work, local[: self.rows.stop - self.rows.start]
+        self.summed = local[: self.rows.stop - self.rows.start]
+        return reduce_scatter(local, gradient, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        assert self.summed is not None
+        self.accumulate(self.summed)
+        self.summed = None
 
     def accumulate(self, rows: Tensor) -> None:
         """Add to the gradient of the shard."""
@@ -126,17 +133,15 @@ class Zero(Replicas):
     ) -> None:
         super().__init__(module, mesh, precision)
         self.keep_gradients, self.offload = keep_gradients, offload
-        self.reduce_now = True
         self.sharded: dict[str, ShardedParameter] = {}
-        self.pending: list[tuple[ShardedParameter, dist.Work, Tensor]] = []
 
     def connect(self) -> None:
         # The same ranks, for shards on the host. It is not for sending: the group's backend may not send from there.
         host = DeviceMesh.from_group(self.mesh.get_group(), "cpu") if self.offload else None
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self.sharded[name] = one = ShardedParameter(name, parameter, self.mesh, host)
-                parameter.register_post_accumulate_grad_hook(lambda _, one=one: self._begin(one))
+                self.sharded[name] = ShardedParameter(name, parameter, self.mesh, self.keep_gradients, host)
+        self._reduce(list(reversed(self.sharded.values())))  # as backward makes their gradients, about
         if self.offload:
             self.module.register_load_state_dict_post_hook(lambda *_: self._to_host())
         # After the step of whichever optimizer has the shards.
@@ -157,22 +162,11 @@ class Zero(Replicas):
             if one.host is not None:
                 one.host.copy_(one.memory[one.rows])
 
-    def _begin(self, one: ShardedParameter) -> None:
-        """Backward has made a gradient: begin to reduce it, and have `_finish` called at the end of this backward."""
-        if not self.reduce_now:
-            return
-        if not self.pending:
-            Variable._execution_engine.queue_callback(self._finish)
-        self.pending.append((one, *one.reduce(self.keep_gradients)))
-
-    def _finish(self) -> None:
-        for one, work, rows in self.pending:
-            work.wait()
-            one.accumulate(rows)
-        self.pending.clear()
-
-    def sync_gradients(self, now: bool) -> None:
-        self.reduce_now = now
+    def _before_forward(self) -> None:
+        for one in self.sharded.values():  # `requires_grad` is set on what `parameters()` has
+            if one.full.requires_grad != one.shard.requires_grad:
+                one.full.requires_grad_(one.shard.requires_grad)
+        super()._before_forward()
 
     def gather(self) -> None:
         """Make the full parameters those of the shards. Done after every step of the optimizer. A collective."""

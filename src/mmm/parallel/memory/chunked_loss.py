@@ -38,7 +38,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
-from mmm.parallel.data.ddp import DDP, ScaleGradient
 from mmm.parallel.local import to_local
 from mmm.parallel.loss import Loss, cross_entropy
 from mmm.parallel.plan import Plan, find
@@ -117,17 +116,15 @@ def loss_of(*models: nn.Module) -> Loss:
     for model in models:
         for module in model.modules():
             if isinstance(module, DeferredLMHead):
-                return ChunkedLoss(model, module)
+                return ChunkedLoss(module)
     return cross_entropy
 
 
 class ChunkedLoss:
     """`mmm.parallel.loss.cross_entropy`, of hidden states instead of logits."""
 
-    def __init__(self, model: nn.Module, output: DeferredLMHead) -> None:
+    def __init__(self, output: DeferredLMHead) -> None:
         self.output = output
-        # DDP averages gradients, and `DDP` scales those that enter the model by N; this weight is used outside of it.
-        self.replicas = model.mesh.size() if isinstance(model, DDP) else 1
 
     def __call__(self, hidden: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
         """
@@ -150,8 +147,6 @@ class ChunkedLoss:
             hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             weight = to_local(weight)
         assert not isinstance(weight, DTensor), "FSDP has not gathered the output matrix"
-        if self.replicas > 1:
-            weight = ScaleGradient.apply(weight, self.replicas)
         dtype = self.output.dtype
         total = _ProductAndLoss.apply(hidden.to(dtype), weight.to(dtype), targets, self.output.chunks, vocabulary)
         if not torch.is_grad_enabled() and isinstance(self.output, FSDPModule):

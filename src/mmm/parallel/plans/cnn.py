@@ -42,6 +42,7 @@ def cnn_plan() -> Plan:
             "fc2": RowwiseParallel(),
         },
         fsdp_units=("fc1",),
+        uniform=True,
         stages=("conv1", "conv2", "fc1", "fc2"),
         refused={"cp": "an image has no sequence to shard", "ep": "the CNN has no experts"},
         check=lambda model, layout, inputs, cp_style: check_cnn(model.config, layout),

@@ -1,0 +1,49 @@
+"""Buffers under FSDP's mixed precision: in forward they have the dtype of compute, as parameters do.
+
+FSDP casts parameters and inputs, and leaves buffers wide: `x - self.mean` is then wide as well, and the next matrix
+product fails. Each module casts its own just for its forward (in one that is recomputed too); what is saved is wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mmm.errors import ConfigError
+from mmm.models.experts import MixtureOfExperts
+
+WIDE = (_BatchNorm, MixtureOfExperts)  # add up in them, and cast for themselves
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have forward find the floating-point buffers of `model` in `dtype`, in place. Complex ones and integers stay."""
+    for path, module in model.named_modules():
+        if module._buffers and not isinstance(module, WIDE):
+            module.forward = _with_cast(module, module.forward, path, dtype)  # type: ignore[method-assign]
+
+
+def _with_cast(module: nn.Module, forward: Callable[..., Any], path: str, dtype: torch.dtype) -> Callable[..., Any]:
+    def cast_forward(*args: Any, **kwargs: Any) -> Any:
+        named = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+        wide = {name: buffer for name, buffer in named if buffer.is_floating_point() and buffer.dtype != dtype}
+        narrow = {name: buffer.to(dtype) for name, buffer in wide.items()}
+        versions = {name: buffer._version for name, buffer in narrow.items()}
+        module._buffers.update(narrow)
+        try:
+            output = forward(*args, **kwargs)
+            for name, buffer in narrow.items():
+                if module._buffers.get(name) is not buffer or buffer._version != versions[name]:
+                    raise ConfigError(
+                        f"forward writes the buffer {f'{path}.{name}' if path else name}, which it has in "
+                        f"{str(dtype).removeprefix('torch.')} there, too coarse to add up in: write it after the "
+                        f"step, or use dtype fp32"
+                    )
+        finally:
+            module._buffers.update(wide)
+        return output
+
+    return cast_forward

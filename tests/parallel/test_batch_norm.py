@@ -1,0 +1,220 @@
+"""BatchNorm over the global batch, and buffers of a model's own that forward writes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmm.errors import ConfigError
+from mmm.parallel import Layout, Plan, sync_gradients
+from mmm.parallel.checks import check_techniques
+from mmm.parallel.data.batch_norm import check_batch_norm
+from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.techniques import Techniques
+from mmm.runtime.device import Precision
+from support.own_model import build, furthest, gradients, own, parameters, plain
+
+SIZE = 9  # over 2 ranks 5 and 4 samples
+
+
+class Net(nn.Module):
+    def __init__(self, momentum=0.1):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, momentum=momentum)
+        self.mix, self.plain = nn.Linear(12, 6), nn.BatchNorm1d(6, affine=False, track_running_stats=False)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.plain(self.mix(F.relu(self.norm(self.conv(x))).flatten(1))))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        shift = torch.linspace(-2, 4, SIZE, dtype=torch.float64).view(-1, 1, 1, 1)
+        yield torch.randn(SIZE, 1, 4, 4, generator=generator, dtype=torch.float64) * (1 + step) + shift
+
+
+def trained(rank, layout, technique, momentum, checkpointing):
+    """Gradients, weights, statistics, and outputs in evaluation: how far they are from plain PyTorch's."""
+
+    def make():
+        return Net(momentum)
+
+    ranks = layout.dp
+    plan = Plan({}, fsdp_units=("conv", "mix"), checkpointed=("norm",))
+    model = build(make, layout, plan, data_parallel=technique, checkpointing=checkpointing)
+    net, off = plain(model, make), []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, net)]
+    for x in batches():
+        for each, some in ((model, own(x, rank.rank, ranks)), (net, x)):
+            (each(some)[:, 0] * some.sum((1, 2, 3))).sum().div(SIZE).backward()
+        off.append(furthest(gradients(model), gradients(net)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    inner = model.module if isinstance(model, Replicas) else model
+    kept = {name.replace("_checkpoint_wrapped_module.", ""): b.double() for name, b in inner.named_buffers()}
+    off += [
+        furthest(parameters(model), parameters(net)),
+        furthest(kept, {n: b.double() for n, b in net.named_buffers()}),
+    ]
+    for each in (model, net):
+        each.eval()
+        (each.module if isinstance(each, Replicas) else each).plain.train()
+    x = next(batches())
+    return [*off, (model(own(x, rank.rank, ranks)) - own(net(x), rank.rank, ranks)).abs().max().item()]
+
+
+@pytest.mark.parametrize(
+    ("layout", "technique", "momentum", "checkpointing"),
+    [
+        (Layout(dp_shard=2), "fsdp", 0.1, "none"),
+        (Layout(dp_shard=2), "ddp", None, "none"),
+        (Layout(dp_shard=2), "zero2", 0.1, "full"),
+        pytest.param(Layout(dp_shard=1), "fsdp", 0.1, "full", marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=3), "zero1", 0.1, "none", marks=pytest.mark.long),
+        pytest.param(Layout(dp_replicate=2, dp_shard=2), "hsdp", 0.1, "full", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_statistics_of_the_global_batch(run_on_ranks, layout, technique, momentum, checkpointing):
+    for off in run_on_ranks(trained, layout.ranks, layout, technique, momentum, checkpointing):
+        assert max(off) < 1e-11, off
+
+
+@pytest.mark.parametrize(
+    ("layout", "techniques", "words"),
+    [
+        (Layout(dp_shard=1), {"microbatches": 2}, "microbatches 2 with norm, a BatchNorm2d: .*GroupNorm"),
+        (Layout(dp_shard=2, pp=2), {}, "pp 2 with norm, a BatchNorm2d: it normalizes by the statistics"),
+    ],
+)
+def test_micro_batches_are_refused(layout, techniques, words):
+    net = Net()
+    with pytest.raises(ConfigError, match=words):
+        check_techniques(net, Plan({}, fsdp_units=()), layout, Techniques(**techniques))
+    net.eval()
+    net.plain = nn.Identity()
+    check_techniques(net, Plan({}, fsdp_units=()), layout, Techniques(**techniques))
+
+
+def test_a_forward_of_its_own_is_refused():
+    class Own(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    with pytest.raises(ConfigError, match="0 is a Own, whose forward is its own"):
+        check_batch_norm(nn.Sequential(Own(2)), Layout(dp_shard=2), Techniques())
+    check_batch_norm(nn.Sequential(Own(2)), Layout(dp_shard=1), Techniques())
+
+
+class Running(nn.Module):
+    """Writes buffers: some that know the samples, and some that do not."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            self.table = torch.arange(len(x))
+            if self.kind == "in place":
+                self.mean.lerp_(x.mean(0).detach(), 0.1)
+            elif self.kind == "anew" or (self.kind == "late" and self.steps > 1):
+                self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return self.linear(x - self.mean)
+
+
+def running(rank, technique, kind):
+    model = build(lambda: Running(kind), Layout(dp_shard=2), data_parallel=technique)
+    x = own(torch.arange(12, dtype=torch.float64).view(4, 3), rank.rank, 2)
+    if kind == "late":
+        model(x).sum().backward()
+    if kind != "alike":
+        with pytest.raises(ConfigError, match=r"forward writes the buffer mean, other values on .*all_reduce"):
+            model(x)
+    else:
+        for _ in range(2):
+            model(x).sum().backward()
+    model.eval()
+    model(x)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("technique", "kind"), [("fsdp", "in place"), ("ddp", "anew"), ("zero1", "late"), ("ddp", "alike")]
+)
+def test_buffers_that_forward_writes(run_on_ranks, technique, kind):
+    assert run_on_ranks(running, 2, technique, kind) == [True, True]
+
+
+def by_hand(rank):
+    model = build(Net, Layout(dp_shard=2), data_parallel="ddp")
+    with pytest.raises(ConfigError, match=r"micro-batches with \S*norm, a BatchNorm2d"):
+        sync_gradients(model, False)
+    return True
+
+
+def test_a_loops_own_micro_batches_are_refused(run_on_ranks):
+    assert run_on_ranks(by_hand, 2) == [True, True]
+
+
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+
+
+class Scaled(nn.Module):
+    """With buffers of all kinds, on the way to matrix products."""
+
+    def __init__(self, write=False):
+        super().__init__()
+        self.write, self.up, self.norm, self.down = write, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.inner = Table()
+        self.register_buffer("mean", torch.full((4,), 0.123456789))
+        self.register_buffer("turn", torch.polar(torch.ones(2), torch.arange(2.0)), persistent=False)
+
+    def forward(self, x):
+        if self.write:
+            self.mean += 1
+        x = self.norm(self.up(x - self.mean))
+        turned = torch.view_as_complex(x.float().unflatten(-1, (2, 2)).contiguous()) * self.turn
+        return self.down(self.inner(torch.view_as_real(turned).flatten(1).to(x.dtype)))
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x + self.table)
+
+
+def narrow(rank, ranks, technique):
+    plan = Plan({}, fsdp_units=("inner",), checkpointed=("inner",))
+    outputs = []
+    for precision in (BF16, Precision("fp32", torch.float32, torch.float32)):
+        model = build(
+            Scaled, Layout(dp_shard=ranks), plan, precision=precision, data_parallel=technique, checkpointing="full"
+        )
+        x = own(torch.linspace(-1, 1, 32).view(8, 4).sin(), rank.rank, ranks)
+        output = model(x)
+        output.float().square().sum().backward()
+        outputs.append(output.float())
+        kept = {name: (b.dtype, b) for name, b in model.named_buffers() if name.endswith(("mean", "table"))}
+        assert {dtype for dtype, _ in kept.values()} == {torch.float32}
+    assert torch.equal(kept[next(n for n in kept if n.endswith("mean") and "running" not in n)][1], Scaled().mean)
+    with pytest.raises(ConfigError, match="forward writes the buffer mean, which it has in bfloat16 there"):
+        build(lambda: Scaled(True), Layout(dp_shard=ranks), Plan({}, fsdp_units=()), precision=BF16)(x)
+    return (outputs[0] - outputs[1]).abs().max().item()
+
+
+@pytest.mark.parametrize(("ranks", "technique"), [(1, "fsdp"), (2, "fsdp"), (2, "ddp")])
+def test_buffers_in_bf16(run_on_ranks, ranks, technique):
+    for off in run_on_ranks(narrow, ranks, ranks, technique):
+        assert 0 < off < 0.1
