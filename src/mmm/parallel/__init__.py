@@ -20,6 +20,7 @@ from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.values import loaded_values
 
 __all__ = [
     "DATA_PARALLEL",
@@ -40,6 +41,7 @@ __all__ = [
     "clip_grad_norm",
     "cross_entropy",
     "imbalance",
+    "loaded_values",
     "local_batches",
     "loss_of",
     "materialize",
