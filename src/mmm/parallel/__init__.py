@@ -19,7 +19,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.techniques import Techniques
-from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.tensor.replicated import PartialGradient, Replicated
 from mmm.parallel.values import loaded_values
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "ParallelModel",
+    "PartialGradient",
     "Partition",
     "Plan",
     "Replicated",

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, find
+from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
 
 
@@ -28,9 +29,11 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike.
     """
     tied = {name for tie in find_ties(model) for name in tie}  # `tie_again` refuses those
+    paths = {id(module): path for path, module in model.named_modules()}
     for pattern, style in plan.tensor.items():
         for module in find(model, pattern):
-            parallelize_module(module, mesh, style)
+            named = Replicated(paths[id(module)]) if type(style) is Replicated else style
+            parallelize_module(module, mesh, named)
     experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
     without = [name for name in plain if name not in tied]
@@ -38,5 +41,5 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         raise LayoutError(
             f"tp {mesh.size()}: the plan's `tensor` has no style for {', '.join(without[:3])}"
             f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name their modules there, as Replicated() "
-            f"where every rank computes the same"
+            f"where every rank computes the same, as PartialGradient() where each computes on its own heads or channels"
         )
