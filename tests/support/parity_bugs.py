@@ -102,8 +102,8 @@ def _buffers_of_ranks(named, spoil):
     """`spoil` each buffer of that name when a rank has given its model memory; the reference keeps its own."""
     right = mmm.parallel.parallel_model.materialize
 
-    def materialize(model, *given, **named):
-        right(model, *given, **named)
+    def materialize(model, *given, **fields):
+        right(model, *given, **fields)
         for name, buffer in model.named_buffers():
             if name.endswith(named):
                 spoil(buffer)

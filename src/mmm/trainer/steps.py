@@ -111,7 +111,8 @@ def train_steps(
     before_row: Callable[[Step], object] = lambda step: None,
     depth: int = 2,
 ) -> Iterator[Step]:
-    """The steps of a loop, fetched, timed, logged and recorded around its body.
+    """The steps of a loop, fetched, timed, logged and recorded around its body. Before each the default generators are
+    seeded: what is drawn in it is a function of seed, step and data-parallel coordinate (`mmm.runtime.seed`).
 
     Args:
         batches: this rank's, one a step; `Step.batch` is one `on_device`.
@@ -128,10 +129,10 @@ def train_steps(
     for number in range(steps):
         run.clock.start()
         run.clock.step = number
+        seed_step(run.options.seed, number, coordinate)
         if (batch := next(source, None)) is None:
             raise DataError(f"the data ended after {number} batches, and {steps} steps take one each")
         last = number == steps - 1
-        seed_step(run.options.seed, number, coordinate)
         step = Step(run, number, on_device(run, batch), last, due=last or number % run.options.log_every == 0)
         run.clock.lap("dtd")
         yield step

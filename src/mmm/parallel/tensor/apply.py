@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.errors import LayoutError
@@ -29,6 +30,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike.
     """
     tied = {name for tie in find_ties(model) for name in tie}  # `tie_again` refuses those
+    _leave_generators_alone(mesh)
     paths = {id(module): path for path, module in model.named_modules()}
     for pattern, style in plan.tensor.items():
         for module in find(model, pattern):
@@ -43,3 +45,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
             f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name their modules there, as Replicated() "
             f"where every rank computes the same, as PartialGradient() where each computes on its own heads or channels"
         )
+
+
+def _leave_generators_alone(mesh: DeviceMesh) -> None:
+    """Keep the first random operator on a `DTensor` from giving all ranks the generator of rank 0, by a collective of
+    all: ranks of a tp group have the same already, other data-parallel coordinates another (`mmm.runtime.seed`)."""
+    if mesh.device_type in ("cuda", "xpu") and dtensor_random._rng_tracker is None:
+        dtensor_random._rng_tracker = dtensor_random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
