@@ -89,6 +89,7 @@ def steps(rank, inside, precision, late, spoiled=False):
     return model.inside.weight.full_tensor()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_sums_passes(run_on_ranks, precision):
     a, b = run_on_ranks(steps, 2, PartialGradient(), precision, False)
@@ -97,9 +98,48 @@ def test_what_sums_passes(run_on_ranks, precision):
 
 @pytest.mark.parametrize(
     ("precision", "late", "spoiled"),
-    [("fp64", False, False), ("bf16", False, False), ("fp64", True, False), ("fp64", False, True)],
-    ids=["fp64", "bf16", "no gradient at first", "no number at first"],
+    [
+        pytest.param("fp64", True, False, id="no gradient at first"),
+        pytest.param("fp64", False, False, id="fp64", marks=pytest.mark.long),
+        pytest.param("bf16", False, False, id="bf16", marks=pytest.mark.long),
+        pytest.param("fp64", False, True, id="no number at first", marks=pytest.mark.long),
+    ],
 )
 def test_what_does_not_sum_is_refused_by_name(run_on_ranks, precision, late, spoiled):
     with pytest.raises(RanksFailed, match=r"tp 2: inside\.(weight|bias) is Replicated\(\), and .* PartialGradient\(\)"):
         run_on_ranks(steps, 2, Replicated(), precision, late, spoiled)
+
+
+class Shared(nn.Module):
+    """A parameter of its own, which all heads share, beside matrices that are sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        return self.down((self.up(self.norm(x)).unflatten(-1, (-1, 4)) * self.scale).flatten(-2))
+
+
+def of_its_own(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(Shared())
+    plain = nn.Sequential(Shared()).double()
+    plain.load_state_dict(model.state_dict())
+    inside = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel(), "0.norm": Replicated()}
+    plan = Plan({"0": PartialGradient(), **inside}, fsdp_units=("0",))
+    model = apply(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, PRECISIONS["fp64"])
+    materialize(model, CPU, 0)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    for net in (plain, model):
+        net(x).square().sum().backward()
+    return [
+        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+
+
+def test_a_parameter_beside_modules_of_other_styles(run_on_ranks):
+    for off in run_on_ranks(of_its_own, 2):
+        assert max(off) < 1e-14, off

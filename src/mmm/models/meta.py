@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module → its parameters' values, by their names in it
+KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module → its parameters' values, by their names in it
 
 
 @contextmanager
@@ -58,17 +58,17 @@ def keep_values(model: nn.Module) -> None:
 
 def pop_value(module: nn.Module, name: str) -> Tensor | None:
     """The kept value of a module's parameter, which is then kept no more."""
-    return _kept.get(module, {}).pop(name, None)
+    return KEPT.get(module, {}).pop(name, None)
 
 
 def kept_value(module: nn.Module, name: str) -> Tensor | None:
-    return _kept.get(module, {}).get(name)
+    return KEPT.get(module, {}).get(name)
 
 
 def drop_values(model: nn.Module) -> None:
     """Keep no values of `model` any more."""
     for module in model.modules():
-        _kept.pop(module, None)
+        KEPT.pop(module, None)
 
 
 def _move(modules: list[nn.Module]) -> None:
@@ -80,7 +80,7 @@ def _move(modules: list[nn.Module]) -> None:
                 continue
             if parameter not in moved:
                 moved[parameter] = _on_meta(parameter)
-            _kept.setdefault(module, {})[name] = parameter.detach()
+            KEPT.setdefault(module, {})[name] = parameter.detach()
             module._parameters[name] = moved[parameter]
     del originals
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError
 from mmm.models import weights
-from mmm.models.meta import drop_values
+from mmm.models.meta import KEPT, drop_values
 from mmm.parallel.data.fsdp import is_offloaded
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import local_box, to_local
@@ -68,7 +68,8 @@ def materialize(
         weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty, device=device, rules=rules)
     else:
         _take(inner, values, empty)
-    drop_values(inner)
+    if KEPT:
+        drop_values(inner)
     if isinstance(model, Replicas):
         model.connect()
 

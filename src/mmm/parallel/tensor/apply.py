@@ -32,7 +32,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     tied = {name for tie in find_ties(model) for name in tie}  # `tie_again` refuses those
     _leave_generators_alone(mesh)
     paths = {id(module): path for path, module in model.named_modules()}
-    for pattern, style in plan.tensor.items():
+    # Inner modules first: what is left of a module's parameters is then for its own style.
+    for pattern, style in sorted(plan.tensor.items(), key=lambda item: -item[0].count(".")):
         for module in find(model, pattern):
             named = Replicated(paths[id(module)]) if type(style) is Replicated else style
             parallelize_module(module, mesh, named)

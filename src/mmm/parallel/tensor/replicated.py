@@ -54,19 +54,20 @@ class PartialGradient(ParallelStyle):
     gradients are partial sums, and are added up over tp. Input and output stay as they are on each rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own: list[tuple[nn.Module, str]] = []  # those of modules inside that have another style are that style's
         for each in module.modules():
             for name, parameter in each._parameters.items():
                 if parameter is not None and not isinstance(parameter, DTensor):
                     full = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
                     each._parameters[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+                    own.append((each, name))
+        replaced: list[tuple[nn.Module, str, Any]] = []
 
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            for each in module.modules():
-                for name, parameter in each._parameters.items():
-                    if isinstance(parameter, DTensor):
-                        replaced.append((each, name, parameter))
-                        each._parameters[name] = parameter.to_local(grad_placements=[Partial()])  # type: ignore[assignment]
+            for each, name in own:
+                parameter: Any = each._parameters[name]
+                replaced.append((each, name, parameter))
+                each._parameters[name] = parameter.to_local(grad_placements=[Partial()])
 
         def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             while replaced:
