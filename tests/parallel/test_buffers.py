@@ -136,7 +136,7 @@ def offloaded(rank):
         net = Net()
     apply(net, build_mesh(Layout(dp_shard=1), "cpu"), plan(), FP64, offload=True)
     assert is_offloaded(net)
-    materialize(net, torch.device("meta"), 0)
+    materialize(net, torch.device("meta"), 0, init="by_name")
     return [{tensor.device.type for _, tensor in named} for named in (net.named_parameters(), net.named_buffers())]
 
 
@@ -180,7 +180,7 @@ def test_rules_for_parameters_are_not_for_buffers():
 def test_statistics_of_pytorchs_own_modules_need_no_values():
     with torch.device("meta"):
         net = nn.BatchNorm1d(3)
-    materialize(net, CPU, 0)
+    materialize(net, CPU, 0, init="by_name")
     assert (net.running_mean.tolist(), net.running_var.tolist()) == ([0] * 3, [1] * 3)
     assert net.num_batches_tracked.item() == 0
 

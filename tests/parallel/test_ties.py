@@ -251,7 +251,7 @@ def others(rank, layout, expected):
     ties = find_ties(model)
     mesh = build_mesh(layout, "cpu")
     apply(model, mesh, PLAN, FP64)
-    materialize(model, CPU, 0)
+    materialize(model, CPU, 0, init="by_name")
     x = torch.ones(2, 8, dtype=torch.float64) * (rank.rank + 1 if layout.dp > 1 else 1)
     for _ in range(2):
         model.zero_grad()

@@ -13,9 +13,8 @@ from mmm.parity import layouts, models
 from mmm.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, sizes_of
 
 SOURCE = Path(layouts.__file__).parent.parent
-CASES = {
-    name: list(matrix(name)) for name in ("transformer", "llama", "moe", "gpt", "regression", "branches", "vit", "cnn")
-}
+MODELS = ("transformer", "llama", "moe", "gpt", "head_norm", "regression", "branches", "batch_norm", "vit", "cnn")
+CASES = {name: list(matrix(name)) for name in MODELS}
 
 
 @pytest.mark.parametrize(
@@ -103,9 +102,7 @@ def test_techniques_in_words():
 
 
 def test_models_are_found_by_their_files():
-    assert {"transformer", "llama", "moe", "gpt", "regression", "branches", "batch_norm", "vit", "cnn"} <= set(
-        models.names()
-    )
+    assert set(MODELS) <= set(models.names())
     assert "plans" not in models.names()
     with pytest.raises(ConfigError, match=r"there is no mmm/parity/fixtures/resnet\.py; the models here are .*, cnn, "):
         models.find("resnet")

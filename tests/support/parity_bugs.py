@@ -7,7 +7,7 @@ import mmm.parallel.parallel_model
 import mmm.parallel.pipeline.pipeline
 import mmm.parallel.plans.transformer
 from mmm.parallel.mesh import Layout
-from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.tensor.replicated import Replicated, _SameGradients
 
 
 def gradients_not_summed_over_dp():
@@ -52,6 +52,7 @@ def same_samples_on_all_dp_ranks():
 def norms_not_summed_over_sequence():
     """Norms between sharded matrices see a part of the sequence, and nobody adds up the gradients of the parts."""
 
+    _SameGradients.watch = lambda self, module: None  # which would find it
     mmm.parallel.plans.transformer.SequenceParallel = lambda **_: Replicated()
 
 
@@ -101,8 +102,8 @@ def _buffers_of_ranks(named, spoil):
     """`spoil` each buffer of that name when a rank has given its model memory; the reference keeps its own."""
     right = mmm.parallel.parallel_model.materialize
 
-    def materialize(model, *given):
-        right(model, *given)
+    def materialize(model, *given, **fields):
+        right(model, *given, **fields)
         for name, buffer in model.named_buffers():
             if name.endswith(named):
                 spoil(buffer)

@@ -1,7 +1,8 @@
-"""Build a model whose parameters have shapes alone, and whose buffers have their values.
+"""Models whose parameters have shapes alone, and whose buffers have their values.
 
 ``with torch.device("meta")`` also empties buffers, such as a causal mask or a table of angles, and their values cannot
-be recovered. Parameters can: they are drawn later from their names (`mmm.models.weights`).
+be recovered. Those of parameters can: what the constructor made of them is kept until each rank takes its shards, or
+they are drawn from their names (`mmm.models.weights`).
 """
 
 from __future__ import annotations
@@ -10,27 +11,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module → its parameters' values, by their names in it
+
 
 @contextmanager
-def meta_parameters() -> Iterator[None]:
-    """Inside, a parameter moves to the meta device when a module registers it; buffers stay on the CPU with values.
+def meta_parameters(keep_values: bool = True) -> Iterator[None]:
+    """What is constructed inside has its parameters on the meta device afterwards; buffers stay on the CPU with values.
 
-    A parameter that is registered under two names stays one. Values that a constructor gave a parameter are lost. Its
-    memory is reserved for a moment, and not written unless the constructor fills it before it is registered.
+    A parameter that is registered under two names stays one.
+
+    Args:
+        keep_values: the constructor runs as always, and the values that it has given to parameters are kept in the
+            host's memory until the model is materialized. False: they are lost. A parameter then moves when a module
+            registers it, and its memory is reserved for a moment, and not written unless it is filled before.
     """
     moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    modules: list[nn.Module] = []
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or is_lazy(parameter):
+        if keep_values:
+            modules.append(module)
             return None  # as it is
+        if parameter is None or is_lazy(parameter) or (parameter.is_meta and parameter.is_contiguous()):
+            return None
         if parameter not in moved:
-            with torch.no_grad():
-                moved[parameter] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            moved[parameter] = _on_meta(parameter)
         return moved[parameter]
 
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # may return one
@@ -38,3 +48,44 @@ def meta_parameters() -> Iterator[None]:
         yield
     finally:
         hook.remove()
+    _move(modules)
+
+
+def keep_values(model: nn.Module) -> None:
+    """Move the parameters of `model` that are not on the meta device there, in place, and keep their values."""
+    _move(list(model.modules()))
+
+
+def pop_value(module: nn.Module, name: str) -> Tensor | None:
+    """The kept value of a module's parameter, which is then kept no more."""
+    return KEPT.get(module, {}).pop(name, None)
+
+
+def kept_value(module: nn.Module, name: str) -> Tensor | None:
+    return KEPT.get(module, {}).get(name)
+
+
+def drop_values(model: nn.Module) -> None:
+    """Keep no values of `model` any more."""
+    for module in model.modules():
+        KEPT.pop(module, None)
+
+
+def _move(modules: list[nn.Module]) -> None:
+    moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    originals = [p for module in modules for p in module._parameters.values()]  # none is freed, and its place taken
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta or is_lazy(parameter):
+                continue
+            if parameter not in moved:
+                moved[parameter] = _on_meta(parameter)
+            KEPT.setdefault(module, {})[name] = parameter.detach()
+            module._parameters[name] = moved[parameter]
+    del originals
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Contiguous, as FSDP needs it: a transposed matrix that became a parameter is not."""
+    empty = torch.empty_like(parameter, device="meta", memory_format=torch.contiguous_format, requires_grad=False)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)

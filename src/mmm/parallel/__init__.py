@@ -20,7 +20,8 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.techniques import Techniques
-from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.tensor.replicated import PartialGradient, Replicated
+from mmm.parallel.values import loaded_values
 
 __all__ = [
     "DATA_PARALLEL",
@@ -28,6 +29,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "ParallelModel",
+    "PartialGradient",
     "Partition",
     "Plan",
     "Replicated",
@@ -42,6 +44,7 @@ __all__ = [
     "clip_grad_norm",
     "cross_entropy",
     "imbalance",
+    "loaded_values",
     "local_batches",
     "loss_of",
     "materialize",

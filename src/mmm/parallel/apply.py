@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.models import weights
+from mmm.models.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.context.apply import apply_context_parallel
@@ -24,6 +25,7 @@ from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.techniques import Techniques
 from mmm.parallel.tensor.apply import apply_tensor_parallel
 from mmm.parallel.ties import check_tied, find_ties, tie_again
+from mmm.parallel.values import check_sizes
 from mmm.runtime.device import Precision
 
 
@@ -38,8 +40,8 @@ def apply(
     """Parallelize `model` over `mesh`, in place, and return what to train.
 
     Args:
-        model: its parameters on the meta device (`meta_parameters`), so that no rank ever has the full model in memory;
-            `materialize` then gives it memory and weights. Or one stage of it.
+        model: or one stage of it. Parameters that are not on the meta device move there (`meta_parameters`), and
+            `materialize` then gives the model memory and weights.
         mesh: of `build_mesh`, or of PyTorch's ``init_device_mesh`` with axes named as there.
         precision: data types of weights and of compute.
         techniques, fields: what the layout leaves open; single fields of `Techniques` by name take precedence.
@@ -56,6 +58,8 @@ def apply(
     if layout.pp == 1:  # a stage lacks modules on purpose: `ParallelModel` has checked the full model
         warn_unmatched(plan, model)
     ties = find_ties(model)
+    check_sizes(model)
+    keep_values(model)
     weights.convert(model, precision.storage)
 
     # 0. Chunked loss and tiles change the modules' inputs and outputs, so they precede TP, which adapts those.

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError
 from mmm.models import weights
+from mmm.models.meta import KEPT, drop_values
 from mmm.parallel.data.fsdp import is_offloaded
 from mmm.parallel.data.replicas import Replicas
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.ties import find_ties, tie_again
+from mmm.parallel.values import Values, class_name, constructed_values
+
+InitName = Literal["by_name"]
 
 
 def check_weights(model: nn.Module) -> None:
@@ -21,26 +28,78 @@ def check_weights(model: nn.Module) -> None:
         raise ConfigError("; ".join(wrong))
 
 
-def materialize(model: nn.Module, device: torch.device, seed: int, rules: weights.InitRules | None = None) -> None:
-    """Give a model memory on `device` and its initial weights; each rank draws its own shards. Buffers keep their
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    rules: weights.InitRules | None = None,
+    *,
+    init: InitName | None = None,
+    values: Values | None = None,
+) -> None:
+    """Give a model memory on `device` and its initial weights; each rank takes its own shards. Buffers keep their
     values. A collective for ddp, zero1 and zero2, whose ranks connect here: what they send must have memory first.
 
+    The weights are those of `values`. Else they are drawn, as the model's method ``init_rule`` says or `init` asks for.
+    Else they are what the constructor made; then this is a collective: ranks that made other values take the first's.
+
     Args:
-        rules: as for `weights.initialize`.
+        seed: of what is drawn. rules: as for `weights.initialize`.
+        init: ``by_name`` draws the weights from the seed by their names, those of PyTorch's own modules as PyTorch
+            documents them, whatever a constructor made of them.
+        values: where the weights come from, of `loaded_values`.
 
     Raises:
-        ConfigError: as `check_weights`.
+        ConfigError: nothing says how the weights start; ranks have constructed other modules; and as `check_weights`.
     """
     inner = model.module if isinstance(model, Replicas) else model
-    check_weights(inner)
+    if init not in (None, "by_name"):
+        raise ConfigError(f'init {init!r}: it is None or "by_name"', fields=("init",))
+    if values is None and init is None and not hasattr(inner, "init_rule"):
+        values = _constructed(inner, model.mesh if isinstance(model, Replicas) else None)
+    if values is None:
+        check_weights(inner)
     buffers, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)
     inner.to_empty(device="cpu" if is_offloaded(inner) else device)
     tie_again(inner, ties, "its memory")
     _restore_buffers(inner, buffers, device)
     empty = {name for name, buffer in buffers.items() if buffer.is_meta}
-    weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty, device=device, rules=rules)
+    if values is None:
+        weights.initialize(inner, seed, box_of=local_box, local_of=to_local, empty=empty, device=device, rules=rules)
+    else:
+        _take(inner, values, empty)
+    if KEPT:
+        drop_values(inner)
     if isinstance(model, Replicas):
         model.connect()
+
+
+def _constructed(model: nn.Module, mesh: DeviceMesh | None) -> Values:
+    """The values that the constructor made. A collective over `mesh`, or that of the parameters."""
+    names = [weights.canonical_name(name) for name, _ in model.named_parameters()]
+    if not names:
+        return lambda name, box: None
+    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    values = constructed_values(model, mesh or next(meshes, None))
+    if values is None:
+        raise ConfigError(
+            f"{names[0]} and the other parameters of {class_name(model)} have no values: build it on the CPU, inside "
+            f"mmm.parallel.meta_parameters() or not; give it a method init_rule; or say where they come from, by "
+            f'values=, or by init="by_name", which draws them from the seed and their names'
+        )
+    return values
+
+
+@torch.no_grad()
+def _take(model: nn.Module, values: Values, empty: Collection[str]) -> None:
+    """Fill parameters and buffers, one after the other."""
+    for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        name = weights.canonical_name(full_name)
+        shard = values(name, local_box(tensor))
+        if shard is not None:
+            to_local(tensor).copy_(shard)
+        elif isinstance(tensor, nn.Parameter) or full_name in empty:
+            raise ConfigError(f"nothing gives {name} of {class_name(model)} its values")
 
 
 def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:

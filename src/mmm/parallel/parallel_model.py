@@ -98,7 +98,7 @@ class ParallelModel:
             self.modules = {n: take_stage(model, partition.parts, partition.stages[n]) for n in numbers}
         for number, stage in self.modules.items():
             self.modules[number] = apply(stage, mesh, plan, precision, techniques)
-            materialize(self.modules[number], device, seed, rules)
+            materialize(self.modules[number], device, seed, rules, init="by_name")
         self.first_names = self._rules.first_names
         self.ties = StageTies(ties, self.modules, self.places, mesh["pp"]) if ties else None
         self._report = CompileReport(self.modules.values()) if techniques.compile else None

@@ -226,6 +226,14 @@ MATRIX: dict[str, dict[str, str]] = {
         "pp2·cp2": "-",
         "pp2·dp2·tp2": "-",
     },
+    "head_norm": {
+        "1": "-",
+        "dp2": _ALL_DP,
+        "tp2": "-",
+        "tp4": "-",
+        "dp2·tp2": "- full",
+        "pp2·tp2": "1F1B",
+    },
     "regression": {"1": "-", "dp2": "fsdp", "tp2": "-", "pp2": "1F1B", "dp2·tp2": "-", "pp2·dp2": "-"},
     "branches": {
         "1": "- full",

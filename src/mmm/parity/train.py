@@ -103,7 +103,7 @@ def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
     )
     inputs = batch(model.source, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
-    with meta_parameters():
+    with meta_parameters(keep_values=False):
         module = model.source.parity_model()
     partition = partition_model(module, model.plan(), layout, techniques, meta)
     return PreparedCase(model, case, training, layout, techniques, partition, has_experts(module))
@@ -111,7 +111,7 @@ def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
 
 def plan_problems(model: Model) -> list[str]:
     """What the plan of a model names in vain."""
-    with meta_parameters():
+    with meta_parameters(keep_values=False):
         return unmatched(model.plan(), model.source.parity_model())
 
 
@@ -133,7 +133,7 @@ def _train(
     began = time.perf_counter()
     model, training, layout = ready.model, ready.training, ready.layout
     dtype = DTYPES[training.dtype]
-    with meta_parameters():
+    with meta_parameters(keep_values=False):
         module = model.source.parity_model()
     precision = Precision(training.dtype, dtype, dtype)
     own_loss = partial(mean_loss, model.source) if hasattr(model.source, "parity_loss") else None
@@ -183,7 +183,7 @@ def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision:
     """
     if ready.experts or ready.techniques.checkpointing != "none":
         return None
-    with meta_parameters():
+    with meta_parameters(keep_values=False):
         module = ready.model.source.parity_model()
     inputs, *_ = batch(ready.model.source, ready.training, 0)
     try:

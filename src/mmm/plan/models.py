@@ -236,7 +236,7 @@ def _factory(name: str) -> ModelSpec:
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(where), attribute)
-        with meta_parameters():
+        with meta_parameters(keep_values=False):
             model = make()
     except UserError:
         raise

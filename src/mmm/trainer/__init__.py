@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmm.runtime.ranks import whoami
+    from mmm.trainer.build import build_model
     from mmm.trainer.flags import run_main
     from mmm.trainer.optimizer import make_optimizer
     from mmm.trainer.options import BaseOptions, BatchOptions, RunOptions, parse
     from mmm.trainer.run import Run
     from mmm.trainer.save import save_model
     from mmm.trainer.start import start_run
-    from mmm.trainer.steps import build_model, evaluate, train_steps
+    from mmm.trainer.steps import evaluate, train_steps
 
 __all__ = [
     "BaseOptions",
@@ -38,7 +39,7 @@ _PLACES = {
     "BatchOptions": "mmm.trainer.options",
     "Run": "mmm.trainer.run",
     "RunOptions": "mmm.trainer.options",
-    "build_model": "mmm.trainer.steps",
+    "build_model": "mmm.trainer.build",
     "evaluate": "mmm.trainer.steps",
     "make_optimizer": "mmm.trainer.optimizer",
     "parse": "mmm.trainer.options",

@@ -22,6 +22,7 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats, gather_objects, gather_table
 from mmm.runtime.ranks import Rank
+from mmm.runtime.seed import States
 from mmm.runtime.stop import StopSignal
 from mmm.trainer.losses import NotFinite, UnreadLosses, on_host, sums_in_order
 from mmm.trainer.options import BaseOptions
@@ -44,6 +45,8 @@ class Run:
         outdir: the run's folder; ranks: every rank's host, pid and place: both known on rank 0 only.
         stop: the signal to, if one has come. origin: the checkpoint that it goes on from, if any. identity: of those
             that it can go on from. memory: of the hosts, with --replica.
+        unnamed_models: of `mmm.trainer.build`, so far; construction: the generators' states where their constructors
+            have stopped.
     """
 
     options: BaseOptions
@@ -68,6 +71,8 @@ class Run:
     predict: Callable[[], Any] | None = None  # what is predicted for the run, on rank 0, until it is on record
     memory_before: int = 0  # of `mmm.runtime.memory.start_of_peak`, on rank 0
     seconds_per_sample: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))  # of the last rows
+    unnamed_models: int = 0
+    construction: States | None = None
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:

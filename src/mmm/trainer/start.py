@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mmm import history
@@ -42,6 +41,7 @@ from mmm.runtime.log import logging_to
 from mmm.runtime.memory import start_of_peak
 from mmm.runtime.process_group import locate, process_group
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
+from mmm.runtime.seed import seed_start
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
@@ -101,7 +101,7 @@ def start_run(
     def meet(store: dist.Store) -> None:
         agree(store, rank, facts, ADVICE, lambda: prepared.append(resume.prepare(module, options, this_attempt())))
 
-    torch.manual_seed(options.seed)
+    seed_start(options.seed, layout.dp_coordinate(rank.rank))
     times = startup.ready()
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
     group = observed(process_group(rank, device, options.timeout, meet), clock, layout, precision, resolved)

@@ -30,10 +30,12 @@ from mmm.data import Batch
 from mmm.errors import DataError
 from mmm.models.cnn import CNN
 from mmm.models.experts import has_experts
-from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, Plan, Techniques, apply, build_mesh, materialize
 from mmm.parallel.loss import detached
+from mmm.parallel.materialize import InitName
+from mmm.parallel.values import Values
+from mmm.runtime.seed import seed_step
 from mmm.trainer.image_task import ImageTask, evaluate_images
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.progress import epochs_bar
@@ -44,30 +46,23 @@ from mmm.trainer.text import ValidationOptions, validation_batches
 from mmm.trainer.vision import ResolvedCNN
 
 
-def build_model(run: Run, make: Callable[[], nn.Module], plan: Plan, **techniques: Any) -> nn.Module:
-    """The model that `make` makes, sharded on the run's layout, with the seed's initial weights. A collective.
-
-    No rank ever holds the full model: it is made with shapes alone, and then given memory for this rank's part.
+def on_mesh(
+    run: Run,
+    model: nn.Module,
+    plan: Plan,
+    techniques: Techniques,
+    seed: int | None = None,
+    init: InitName | None = None,
+    values: Values | None = None,
+) -> tuple[Mesh, nn.Module]:
+    """The mesh, and on it what to train, with its initial weights; log it. A collective.
 
     Args:
-        techniques: fields of `mmm.parallel.Techniques`, such as ``data_parallel="ddp"``.
-
-    Returns:
-        What to call and optimize: the model, or for ddp, zero1 and zero2 a wrapper around it.
-
-    Raises:
-        UserError: what does not go together, as `mmm.parallel.apply`.
+        seed: None: the run's. init, values: as for `materialize`.
     """
-    with meta_parameters():
-        model = make()
-    return on_mesh(run, model, plan, Techniques(**techniques))[1]
-
-
-def on_mesh(run: Run, model: nn.Module, plan: Plan, techniques: Techniques) -> tuple[Mesh, nn.Module]:
-    """The mesh, and on it what to train, with its initial weights; log it. A collective."""
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     trained = apply(model, mesh, plan, run.precision, techniques)
-    materialize(trained, run.device, run.options.seed)
+    materialize(trained, run.device, run.options.seed if seed is None else seed, init=init, values=values)
     run.log.info("%s\n%s", mesh, sharded_model(trained), stacklevel=3)
     return mesh, trained
 
@@ -116,7 +111,8 @@ def train_steps(
     before_row: Callable[[Step], object] = lambda step: None,
     depth: int = 2,
 ) -> Iterator[Step]:
-    """The steps of a loop, fetched, timed, logged and recorded around its body.
+    """The steps of a loop, fetched, timed, logged and recorded around its body. Before each the default generators are
+    seeded: what is drawn in it is a function of seed, step and data-parallel coordinate (`mmm.runtime.seed`).
 
     Args:
         batches: this rank's, one a step; `Step.batch` is one `on_device`.
@@ -129,10 +125,11 @@ def train_steps(
         DivergedError: a loss that is not finite, on every rank.
     """
     optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
-    source = iter(batches)
+    source, coordinate = iter(batches), run.layout.dp_coordinate(run.rank.rank)
     for number in range(steps):
         run.clock.start()
         run.clock.step = number
+        seed_step(run.options.seed, number, coordinate)
         if (batch := next(source, None)) is None:
             raise DataError(f"the data ended after {number} batches, and {steps} steps take one each")
         last = number == steps - 1

@@ -12,10 +12,12 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, find
+from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
 
 
@@ -28,9 +30,13 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike.
     """
     tied = {name for tie in find_ties(model) for name in tie}  # `tie_again` refuses those
-    for pattern, style in plan.tensor.items():
+    _leave_generators_alone(mesh)
+    paths = {id(module): path for path, module in model.named_modules()}
+    # Inner modules first: what is left of a module's parameters is then for its own style.
+    for pattern, style in sorted(plan.tensor.items(), key=lambda item: -item[0].count(".")):
         for module in find(model, pattern):
-            parallelize_module(module, mesh, style)
+            named = Replicated(paths[id(module)]) if type(style) is Replicated else style
+            parallelize_module(module, mesh, named)
     experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
     without = [name for name in plain if name not in tied]
@@ -38,5 +44,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         raise LayoutError(
             f"tp {mesh.size()}: the plan's `tensor` has no style for {', '.join(without[:3])}"
             f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name their modules there, as Replicated() "
-            f"where every rank computes the same"
+            f"where every rank computes the same, as PartialGradient() where each computes on its own heads or channels"
         )
+
+
+def _leave_generators_alone(mesh: DeviceMesh) -> None:
+    """Keep the first random operator on a `DTensor` from giving all ranks the generator of rank 0, by a collective of
+    all: ranks of a tp group have the same already, other data-parallel coordinates another (`mmm.runtime.seed`)."""
+    if mesh.device_type in ("cuda", "xpu") and dtensor_random._rng_tracker is None:
+        dtensor_random._rng_tracker = dtensor_random.OffsetBasedRNGTracker(mesh, run_state_sync=False)

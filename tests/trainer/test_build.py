@@ -1,0 +1,396 @@
+"""Models of a user's own start, on every mesh, with what their constructors made, or with a state dict."""
+
+import random
+from contextlib import nullcontext
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import mmm.trainer.start  # noqa: F401  # before `program_on` looks for it
+from mmm.checkpoint.safetensors import header_of
+from mmm.checkpoint.weights import TensorEntry
+from mmm.errors import CheckpointError, ConfigError
+from mmm.models.meta import KEPT
+from mmm.models.weights import Init
+from mmm.parallel import (
+    Layout,
+    Plan,
+    Replicated,
+    apply,
+    build_mesh,
+    loaded_values,
+    materialize,
+    meta_parameters,
+    sync_gradients,
+    to_local,
+)
+from mmm.runtime.device import Precision
+from mmm.testing import RanksFailed
+from mmm.trainer import BatchOptions, build_model, start_run
+from mmm.trainer.save import full_tensors
+from support.pool import program_on
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+SEED = 3
+
+
+class Scale(nn.Module):
+    """Parameters of its own, some of them frozen."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width))
+        self.waves = nn.Parameter(torch.arange(width).sin(), requires_grad=False)
+        self.shift = nn.Parameter(torch.tensor(np.random.rand(width)).float())
+        self.register_buffer("features", torch.randn(width))
+
+    def forward(self, x):
+        return x * self.scale + self.waves * self.features + self.shift * self.factor
+
+    factor = 1.0
+
+
+class Net(nn.Module):
+    """Weights that start in every way that people write."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.first, self.own, self.last = nn.Linear(6, 8), Scale(8), nn.Linear(8, 6, bias=False)
+        self.apply(self._init)
+        nn.init.orthogonal_(self.first.weight)
+        self.first.bias.data[2:4] = 0.5
+        with torch.no_grad():
+            self.up.weight.mul_(1 + random.random())
+        self.down.load_state_dict({"weight": torch.eye(8, 16) + 0.1 * torch.randn(8, 16), "bias": torch.ones(8)})
+        self.down.weight.requires_grad_(False)
+        self.last.weight = nn.Parameter(self.first.weight.detach().T.clone())
+        self.own.factor = torch.rand(()).item()  # no tensor, and random
+
+    @staticmethod
+    def _init(module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, x):
+        x = self.own(self.first(x))
+        return self.last(x + self.down(self.up(x).tanh()))
+
+
+PLAN = Plan(
+    {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        **dict.fromkeys(("first", "own", "last"), Replicated()),
+    },
+    fsdp_units=("up", "own"),
+)
+
+
+def plain(seed=SEED):
+    """What a program without a mesh makes."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    return [Net().double() for _ in range(2)]
+
+
+def options(outdir):
+    return BatchOptions(device="cpu", dtype="fp64", seed=SEED, outdir=outdir)
+
+
+def inputs():
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def loss_of(model, x):
+    return model(x).square().sum() / 48
+
+
+def state_of(model):
+    return {name: to_local(tensor).clone() for name, tensor in full_tensors([model])}
+
+
+def trained(rank, layout, outdir, data_parallel, microbatches):
+    """The weights that two models start with, and of the second those after a step, and its loss."""
+    with program_on(rank), start_run("build", options(outdir), layout) as run:
+        torch.rand(rank.rank + 1)  # ranks may have drawn other numbers before
+        first, model = (build_model(run, Net, PLAN, data_parallel=data_parallel) for _ in range(2))
+        starts = [state_of(first), state_of(model)]
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        samples = 8 // layout.dp
+        own = inputs()[layout.dp_coordinate(rank.rank) * samples :][:samples].chunk(microbatches)
+        losses = []
+        for number, x in enumerate(own, start=1):
+            sync_gradients(model, number == microbatches)
+            losses.append(loss_of(model, x))
+            losses[-1].backward()
+        optimizer.step()
+        return starts, state_of(model), run.global_sum(sum(losses))
+
+
+@pytest.mark.parametrize(
+    ("layout", "data_parallel", "microbatches"),
+    [
+        pytest.param(Layout(dp_shard=2), "fsdp", 2, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=2), "ddp", 1, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=2), "zero2", 2, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=1, tp=2), "fsdp", 1, marks=pytest.mark.long),
+        (Layout(dp_shard=2, tp=2), "fsdp", 2),
+    ],
+    ids=str,
+)
+def test_what_the_constructor_made_stays(run_on_ranks, tmp_path, layout, data_parallel, microbatches):
+    nets = plain()
+    starts = [net.state_dict() for net in nets]
+    starts = [{name: tensor.clone() for name, tensor in state.items()} for state in starts]
+    optimizer = torch.optim.SGD((p for p in nets[1].parameters() if p.requires_grad), lr=0.1)
+    loss = loss_of(nets[1], inputs())
+    loss.backward()
+    optimizer.step()
+    for got, after, total in run_on_ranks(trained, layout.ranks, layout, tmp_path, data_parallel, microbatches):
+        for state, expected in zip(got, starts, strict=True):
+            assert state.keys() == expected.keys()
+            for name, tensor in state.items():
+                assert torch.equal(tensor, expected[name]), name
+        assert total == pytest.approx(loss.item(), rel=1e-13)
+        for name, tensor in after.items():
+            torch.testing.assert_close(tensor, nets[1].state_dict()[name], rtol=1e-13, atol=1e-15)
+
+
+def alone(tmp_path, *made):
+    """One rank: the states of models that `build_model` makes of each of `made`."""
+    with start_run("build", options(tmp_path), Layout().fit(1)) as run:
+        return [state_of(build_model(run, Net, PLAN, **fields)) for fields in made]
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a.keys() | b.keys())
+
+
+def test_models_differ_unless_they_have_one_name(tmp_path):
+    made = ({}, {}, {"name": "critic"}, {"name": "critic"}, {"name": "other"})
+    a, b, critic, again, other = alone(tmp_path, *made)
+    assert same(critic, again)
+    for one, two in ((a, b), (a, critic), (b, critic), (critic, other)):
+        for name in ("up.weight", "first.weight", "own.scale", "own.shift", "own.features"):
+            assert not torch.equal(one[name], two[name]), name
+
+
+class Linears(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.Linear(8, 6))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 7)
+
+
+def test_models_drawn_by_name_differ_as_well(tmp_path):
+    with start_run("build", options(tmp_path), Layout().fit(1)) as run:
+        plan, named = Plan({}, fsdp_units=()), {"name": "critic"}
+        a, b, critic, again = (
+            state_of(build_model(run, Linears, plan, init="by_name", **fields)) for fields in ({}, {}, named, named)
+        )
+    with meta_parameters(keep_values=False):
+        net = Linears().double()
+    materialize(net, CPU, SEED, init="by_name")
+    assert same(a, net.state_dict())  # the first is what the seed alone gives
+    assert same(critic, again)
+    assert not torch.equal(a["0.weight"], b["0.weight"])
+    assert not torch.equal(a["0.weight"], critic["0.weight"])
+
+
+class Ruled(Linears):
+    def init_rule(self, name):
+        return Init("constant", 2.0)
+
+
+def test_a_model_with_rules_starts_by_them(tmp_path):
+    with start_run("build", options(tmp_path), Layout().fit(1)) as run:
+        state = state_of(build_model(run, Ruled, Plan({}, fsdp_units=())))
+    assert all((tensor == 2).all() for tensor in state.values())
+
+
+# ---- weights=
+
+
+def test_weights_come_from_a_state_dict(tmp_path):
+    expected = {name: tensor + 1 for name, tensor in plain()[0].state_dict().items()}
+    torch.save(expected, tmp_path / "model.pt")
+    torch.save(expected, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    write_safetensors(tmp_path / "model.safetensors", expected)
+    files = [tmp_path / name for name in ("model.pt", "old.bin", "model.safetensors")]
+    sources = [expected, *files, str(files[0]), expected.get]
+    for state in alone(tmp_path / "run", *({"weights": source} for source in sources)):
+        assert state.keys() == expected.keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def write_safetensors(path, state):
+    with open(path, "wb") as file:
+        file.write(header_of({name: TensorEntry(tuple(t.shape), t.dtype) for name, t in state.items()}))
+        for tensor in state.values():
+            file.write(tensor.contiguous().numpy().tobytes())
+
+
+def loaded(rank, layout, outdir, path):
+    with program_on(rank), start_run("build", options(outdir), layout) as run:
+        return state_of(build_model(run, Net, PLAN, weights=path))
+
+
+@pytest.mark.long
+def test_each_rank_reads_its_shards(run_on_ranks, tmp_path):
+    expected = plain()[1].state_dict()
+    write_safetensors(tmp_path / "model.safetensors", expected)
+    layout = Layout(dp_shard=2, tp=2)
+    for state in run_on_ranks(loaded, 4, layout, tmp_path / "run", tmp_path / "model.safetensors"):
+        assert same(state, expected)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.tokens(x)))
+
+
+def without(state, *names):
+    return {name: tensor for name, tensor in state.items() if name not in names}
+
+
+def test_a_tied_weight_needs_one_of_its_names():
+    state = Tied().state_dict()
+    for given in (without(state, "head.weight"), without(state, "tokens.weight"), state):
+        with meta_parameters():
+            model = Tied()
+        materialize(model, CPU, 0, values=loaded_values(model, given))
+        assert torch.equal(model.tokens.weight, state["tokens.weight"])
+        assert model.head.weight is model.tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: without(s, "norm.bias"), r"it has no norm\.bias of Tied"),
+        (lambda s: without(s, "norm.running_var"), r"it has no norm\.running_var of Tied"),
+        (lambda s: without(s, "tokens.weight", "head.weight"), r"it has no tokens\.weight, head\.weight of Tied"),
+        (lambda s: {**s, "more": torch.ones(1)}, "Tied has no more"),
+        (lambda s: {**s, "norm.bias": torch.ones(4)}, r"norm\.bias has shape \[4\], and in the model \[3\]"),
+        (lambda s: {**s, "norm.bias": torch.ones(3, dtype=torch.complex64)}, r"norm\.bias is of torch\.complex64"),
+        (lambda s: {**s, "head.weight": torch.ones(5, 3)}, r"tokens\.weight and head\.weight are one tied weight"),
+        (lambda s: {"model": s, "step": 3}, "its 'model' is a OrderedDict, and no tensor"),
+        (lambda s: lambda name: None, r"weights\('tokens\.weight'\) of Tied returned NoneType"),
+        (lambda s: lambda name: torch.ones(2), r"weights\('tokens\.weight'\) does not fit: .* has shape \[2\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, words):
+    with meta_parameters():
+        model = Tied()
+    with pytest.raises(ConfigError, match=words):
+        materialize(model, CPU, 0, values=loaded_values(model, change(Tied().state_dict())))
+
+
+def test_what_is_no_file_of_weights_is_named(tmp_path):
+    (tmp_path / "text.pt").write_text("no weights")
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name, words in (
+        ("text.pt", "is not read as a state dict"),
+        ("list.pt", "holds a list, and no state dict"),
+        ("none.pt", "cannot be read: No such file"),
+        (".", "is a folder: give a file"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            loaded_values(Tied(), tmp_path / name)
+
+
+# ---- what ranks make differently
+
+
+def on_each_rank_another(rank, outdir, kind):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(6, 6 if kind == "values" else 6 + rank.rank)
+            self.register_buffer("mask", torch.tensor([rank.rank == 0, True]))
+            if kind == "values":
+                nn.init.constant_(self.fc.bias, rank.rank + 2)
+
+    with program_on(rank), start_run("build", options(outdir), Layout(tp=2).fit(4)) as run:
+        return state_of(build_model(run, Other, Plan({"fc": Replicated()}, fsdp_units=())))
+
+
+def test_where_ranks_construct_other_values_the_first_ones_are_taken(run_on_ranks, tmp_path):
+    states = run_on_ranks(on_each_rank_another, 4, tmp_path, "values")
+    for state in states:
+        assert (state["fc.bias"] == 2).all()
+        assert state["mask"].all()
+        assert same(state, states[0])
+
+
+@pytest.mark.long
+def test_ranks_that_construct_other_shapes_are_refused(run_on_ranks, tmp_path):
+    with pytest.raises(RanksFailed, match="have constructed Other with different parameters or buffers"):
+        run_on_ranks(on_each_rank_another, 4, tmp_path, "shapes")
+
+
+def built_in_parts(rank, kind):
+    """By `apply` and `materialize`: what `build_model` calls."""
+    mesh = build_mesh(Layout().fit(rank.world_size), "cpu", 60)
+    torch.manual_seed(rank.rank if kind == "other seeds" else 0)
+    pretrained = nn.Linear(6, 8)
+    nn.init.constant_(pretrained.weight, 5)
+    with nullcontext() if kind == "plainly" else meta_parameters(keep_values=kind != "lost"):
+        models = [nn.Sequential(deepcopy(pretrained), Linears(), nn.Linear(6, 6)) for _ in range(2)]
+    starts = []
+    for model in models:
+        model = apply(model, mesh, Plan({}, fsdp_units=()), FP64)
+        materialize(model, CPU, 0)
+        starts.append(state_of(model))
+        assert not any(module in KEPT for module in model.modules())
+    return starts
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["inside", pytest.param("plainly", marks=pytest.mark.long), pytest.param("other seeds", marks=pytest.mark.long)],
+)
+def test_a_model_built_in_parts_keeps_its_values(run_on_ranks, kind):
+    ranks = run_on_ranks(built_in_parts, 2, kind)
+    for first, second in ranks:
+        assert same(first, ranks[0][0])
+        for state in (first, second):
+            assert (state["0.weight"] == 5).all()
+            assert all((state[name] == 7).all() for name in state if name.startswith("1."))
+        assert not torch.equal(first["2.weight"], second["2.weight"])
+
+
+def test_values_are_not_lost_without_a_word(run_on_ranks):
+    with pytest.raises(RanksFailed, match=r"1\.0\.weight of Sequential has no values, and others have"):
+        run_on_ranks(built_in_parts, 1, "lost")
+
+
+def test_what_has_no_values_is_named(tmp_path):
+    def on_meta():
+        with torch.device("meta"):
+            return nn.Linear(6, 6)
+
+    with start_run("build", options(tmp_path), Layout().fit(1)) as run:
+        for make, words in (
+            (on_meta, "weight and the other parameters of Linear have no values"),
+            (lambda: nn.LazyLinear(6), "weight, bias of LazyLinear would get its shape from the first input"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                build_model(run, make, Plan({}, fsdp_units=()))
+        with pytest.raises(ConfigError, match="the weights come from one of them"):
+            build_model(run, Net, PLAN, init="by_name", weights={})
+        with pytest.raises(ConfigError, match=r'init \'name\': it is None or "by_name"'):
+            build_model(run, Linears, Plan({}, fsdp_units=()), init="name")
