@@ -130,7 +130,7 @@ def to_columns(
         "rank": ("rank", np.arange(len(header.ranks)), {"long_name": "rank"}),
     }
     for name in dict.fromkeys(key for place in header.ranks for key in place):
-        if all(isinstance(place.get(name, -1), int) for place in header.ranks):
+        if _ints([place.get(name, -1) for place in header.ranks]):
             at = np.array([place.get(name, -1) for place in header.ranks], dtype=np.int64)
         else:
             at = np.array([str(place.get(name, "")) for place in header.ranks])
@@ -162,7 +162,7 @@ def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
 def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes as text, int or float, which every HDF5 reader knows; all else as JSON text."""
     return {
-        str(key): value if type(value) in (str, int, float) else json.dumps(value, default=str)
+        str(key): value if type(value) in (str, float) or _ints([value]) else json.dumps(value, default=str)
         for key, value in attrs.items()
     }
 
