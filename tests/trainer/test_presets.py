@@ -1,14 +1,17 @@
 """What a preset sets besides sizes, and what a command line may say against it."""
 
+import re
 import shlex
 from dataclasses import fields
 
 import pytest
 
-from mmm.errors import ConfigError
+from mmm.checkpoint.weights import open_weights
+from mmm.cli import main as cli
+from mmm.errors import CheckpointError, ConfigError
 from mmm.examples import fsdp_tp
 from mmm.models.transformer import PRESETS
-from mmm.trainer import lm
+from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import parse
 from mmm.trainer.presets import TRAINING, preset_defaults
 
@@ -44,6 +47,41 @@ def test_every_value_is_of_a_flag():
     names = {field.name for field in fields(lm.Config)}
     for values in TRAINING.values():
         assert values.keys() <= names
+
+
+def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
+    """`mmm.trainer.lm --preset shakespeare-cpu … --outdir DIR`, then `mmm sample DIR`, as the README has them."""
+    (tmp_path / "a.txt").write_text("ROMEO: but soft, what light\n" * 400)
+    line = f"--preset shakespeare-cpu --tokenizer chars --text {tmp_path / 'a.txt'} --outdir {tmp_path / 'b'}"
+    small = "--max_iters 2 --n_layers 1 --dim 32 --n_heads 2 --n_kv_heads 2 --ffn_dim 32 --eval_batches 1 --no_plots"
+    lm.train(parsed(monkeypatch, f"{line} {small} --device cpu"))
+    assert "will leave no weights" not in capsys.readouterr().out
+    assert (
+        cli.main(["sample", str(tmp_path / "b"), "--prompt", "ROMEO:", "--max_new_tokens", "3", "--device", "cpu"]) == 0
+    )
+    assert capsys.readouterr().out.startswith("ROMEO:")
+
+
+LITTLE = {"max_iters": 1, "plots": False, "device": "cpu", "preset": "debug"}
+RANDOM = {**LITTLE, "dataset": "random", "seq_length": 16}
+CNN = {"max_iters": 1, "plots": False, "device": "cpu", "dataset": "digits"}
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "said"),
+    [
+        (lm, RANDOM, "this run will leave no weights; --checkpoint_every N"),
+        pytest.param(lm, {**RANDOM, "save_model": True}, "leave model.pt, which plain", marks=pytest.mark.long),
+        pytest.param(vit, LITTLE, "this run will leave no weights", marks=pytest.mark.long),
+        pytest.param(fsdp, CNN, "this run will leave no weights", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_leaves_no_weights_says_so_at_its_start(tmp_path, program, flags, said):
+    program.train(program.Config(**flags, outdir=tmp_path))
+    log = (tmp_path / "log.txt").read_text()
+    assert 0 < log.index(said) < re.search("iter=0|epoch=1", log).start()
+    with pytest.raises(CheckpointError, match="where --checkpoint_every leaves them; model"):
+        open_weights(tmp_path)
 
 
 def test_an_example_takes_no_tied_preset():

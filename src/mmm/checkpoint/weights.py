@@ -133,8 +133,8 @@ def open_weights(path: Path) -> Weights:
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         return HuggingFace(path)
     raise CheckpointError(
-        f"{path}: no weights are there; give a checkpoint or a run's folder, a folder with config.json and "
-        "*.safetensors, or a GGUF file"
+        f"{path}: no weights are there; give a checkpoint or a run's folder (where --checkpoint_every leaves them; "
+        "model.pt is for plain PyTorch), a folder with config.json and *.safetensors, or a GGUF file"
     )
 
 

@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     """The lines of the table: name and text."""
     from mmm.history.figures import facts
+    from mmm.history.journal import LEFT_OUT
     from mmm.history.series import PARTS, metrics, series
 
     known, rows = metrics(ds), ds.sizes["draw"]
@@ -76,6 +77,8 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     for name in ("tps", "sps"):
         if name in known and np.isfinite(y := series(ds, name).y).any():
             table.append((name, f"{np.nanmedian(y):,.1f} {series(ds, name).unit}, median"))
+    if LEFT_OUT in ds.attrs:
+        table.append(("journal", ds.attrs[LEFT_OUT]))
     if slow := straggler(ds):
         table.append(("slowest", slow))
     return table

@@ -130,7 +130,7 @@ def to_columns(
         "rank": ("rank", np.arange(len(header.ranks)), {"long_name": "rank"}),
     }
     for name in dict.fromkeys(key for place in header.ranks for key in place):
-        if all(isinstance(place.get(name, -1), int) for place in header.ranks):
+        if _ints([place.get(name, -1) for place in header.ranks]):
             at = np.array([place.get(name, -1) for place in header.ranks], dtype=np.int64)
         else:
             at = np.array([str(place.get(name, "")) for place in header.ranks])
@@ -166,7 +166,7 @@ def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """
 
     def plain(value: Any) -> str | int | float:
-        if type(value) in (int, float):
+        if type(value) is float or _ints([value]):
             return value
         text = value if type(value) is str else json.dumps(value, default=str)
         return text.encode("utf-8", "backslashreplace").decode()

@@ -13,7 +13,7 @@ import numpy as np
 import mmm
 from mmm.errors import RecordError
 from mmm.history.ending import RUNNING, Ending, ending_of, write_ending
-from mmm.history.journal import Header, Journal, LoggedRow
+from mmm.history.journal import Header, Journal, LoggedRow, name_problem, taken_names
 from mmm.history.record import DATASET, JOURNAL, reason
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class History:
         self.flush_every, self._tracker = flush_every, tracker
         self._ranks = _plain_ranks(ranks)
         self._full = len(ranks) <= full_ranks
-        self._taken = {"draw", "rank", *(key for place in self._ranks for key in place)}
+        self._taken = taken_names(self._ranks)
         self._names: set[str] = set()
         self._pending: list[LoggedRow] = []
         self._next = 0  # draw
@@ -177,10 +177,8 @@ class History:
             log.warning("the record in %s was not finalized: %s", self.outdir, second)
 
     def _admit(self, name: str) -> None:
-        if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":
-            raise RecordError(f"{name!r} cannot name a variable: no '/', '=', space or leading '.'; say val_loss.")
-        if name in self._taken:
-            raise RecordError(f"{name!r} is a coordinate of the dataset and cannot name a variable. Choose another.")
+        if problem := name_problem(name, self._taken):
+            raise RecordError(f"{problem}.")
         self._names.add(name)
 
     def _one_a_rank(self, name: str, given: Any) -> list[float | int]:

@@ -1,7 +1,8 @@
 """The journal: an append-only file of rows beside the dataset, so that a killed run keeps what it measured.
 
 The first line is a header (version, ranks, attributes, writing process), every further line one row with its draw
-index. A line that a kill has truncated is not a JSON object, so a reader recognises it.
+index. A line that a kill has truncated is not a JSON object, so a reader recognises it. A line that is no row of this
+run, whatever has made it so, is left out, and the record says which and why (`LEFT_OUT`).
 
 Rows reach the operating system at each append: they survive the process, but not a power failure.
 """
@@ -10,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ from mmm.history.alive import Lock, lock, this_process
 from mmm.history.record import cannot_write, reason, write_atomically
 
 VERSION = 1
+LEFT_OUT = "left_out"  # the dataset's attribute: lines of a journal that are no rows
+MOST_SAID = 5  # of those lines
+INT64_MAX = 2**63 - 1
 log = logging.getLogger("mmm")
 
 
@@ -40,11 +44,12 @@ class Header(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The content of a journal, of which `size` bytes have been read."""
+    """The content of a journal, of which `size` bytes have been read. `left_out`: of lines that are no rows."""
 
     header: Header
     rows: list[LoggedRow]
     size: int
+    left_out: str = ""
 
 
 class Journal:
@@ -143,7 +148,7 @@ class Journal:
 def read_journal(path: Path) -> Kept | None:
     """The header and every complete row of the journal at `path`, in order; None if there is no such file.
 
-    A truncated last line is left out. A broken line before it is left out with a warning.
+    A truncated last line is left out. Any other line that is no row is left out with a warning that says why.
 
     Raises:
         RecordError: the file cannot be read, or its first line is not a journal's header.
@@ -156,25 +161,130 @@ def read_journal(path: Path) -> Kept | None:
         raise RecordError(f"cannot read {path}: {reason(error)}.") from error
     lines = content.split(b"\n")
     header = _header(path, lines[0])
-    last = len(lines) - 1
-    rows = []
-    for number, line in enumerate(lines[1:], start=1):
+    taken = taken_names(header.ranks)
+    rows: list[tuple[int, LoggedRow]] = []  # with the line's number
+    problems: dict[int, str] = {}  # by the line's number
+    for number, line in enumerate(lines[1:], start=2):
         if not line:
             continue
         try:
-            kept = json.loads(line)
-            rows.append(LoggedRow(kept["draw"], kept["row"], kept["per_rank"]))
-        except (ValueError, KeyError, TypeError):
-            if number != last:
-                log.warning("%s: line %d is not a row (%d bytes) and is left out", path, number + 1, len(line))
-    return Kept(header, rows, len(content))
+            rows.append((number, _row(_parsed(line), taken, len(header.ranks))))
+        except _NotJSON as error:
+            if number < len(lines):  # else truncated
+                problems[number] = str(error)
+        except ValueError as error:
+            problems[number] = str(error)
+    problems |= {number: f"its draw {row.draw} is not between its neighbours'" for number, row in _out_of_order(rows)}
+    left_out = ""
+    if problems:
+        said = [f"line {number} is not a row ({problems[number]})" for number in sorted(problems)[:MOST_SAID]]
+        more = [f"and {len(problems) - MOST_SAID} more"] if len(problems) > MOST_SAID else []
+        left_out = f"{len(problems)} of {sum(map(bool, lines[1:]))} lines left out: {', '.join([*said, *more])}"
+        log.warning("%s: %s", path, left_out)
+    return Kept(header, [row for number, row in rows if number not in problems], len(content), left_out)
+
+
+def _out_of_order(rows: Sequence[tuple[int, LoggedRow]]) -> list[tuple[int, LoggedRow]]:
+    """The rows whose draw does not rise from the row before to the row after, and continues neither of the two.
+
+    A draw says which row of the dataset it is: with a wrong one, a row would stand in another's place.
+    """
+    found = []
+    for place, (_, row) in enumerate(rows):
+        before = rows[place - 1][1].draw if place else None
+        after = rows[place + 1][1].draw if place + 1 < len(rows) else None
+        rises = (before is None or before < row.draw) and (after is None or row.draw < after)
+        if not rises and row.draw - 1 != before and row.draw + 1 != after:
+            found.append(rows[place])
+    return found
+
+
+class _NotJSON(ValueError):
+    """A line is not JSON, or no UTF-8."""
+
+
+def _parsed(line: bytes) -> Any:
+    """A line's value. Raises ValueError."""
+    try:
+        return json.loads(line.decode(), object_pairs_hook=_unique)
+    except _TwiceError:
+        raise
+    except (ValueError, RecursionError):
+        raise _NotJSON(f"{len(line)} bytes that are no JSON") from None
+
+
+class _TwiceError(ValueError):
+    """A name stands twice in a JSON object."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise _TwiceError(f"{name!r} stands in it twice")
+    return found
+
+
+def _row(found: Any, taken: set[str], ranks: int) -> LoggedRow:
+    """A parsed line as a row that fits into the dataset. Raises ValueError, which says what does not."""
+    if not isinstance(found, dict) or not {"draw", "row", "per_rank"} <= found.keys():
+        raise ValueError("it has not draw, row and per_rank")
+    draw, row, per_rank = found["draw"], found["row"], found["per_rank"]
+    if type(draw) is not int or not 0 <= draw <= INT64_MAX:
+        raise ValueError(f"its draw is {_short(draw)}")
+    if not isinstance(row, dict) or not isinstance(per_rank, dict):
+        raise ValueError("its row or per_rank has no names")
+    for name in (*row, *per_rank):
+        if problem := name_problem(name, taken):
+            raise ValueError(problem)
+    for name, value in row.items():
+        _check_number(name, value)
+    for name, values in per_rank.items():
+        if not isinstance(values, list) or not 1 <= len(values) <= ranks:
+            raise ValueError(f"{name!r} is {_short(values)}, and there are {ranks} ranks")
+        for value in values:
+            _check_number(name, value)
+    return LoggedRow(draw, row, per_rank)
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raises ValueError for what no column of float64 can hold."""
+    try:
+        fits = type(value) in (int, float) and float(value) is not None
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name!r} is {_short(value)}, and no number of a row")
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an int of thousands of digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= 30 else f"{text[:30]}…"
+
+
+def taken_names(ranks: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names of the dataset's dimensions and coordinates."""
+    return {"draw", "rank", *(key for place in ranks for key in place)}
+
+
+def name_problem(name: object, taken: set[str]) -> str | None:
+    """Why this cannot name a variable of the dataset; None: it can."""
+    if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/= ") or name[0] == ".":
+        return f"{name!r} cannot name a variable: no '/', '=', space or leading '.'; say val_loss"
+    if name in taken:
+        return f"{name!r} is a coordinate of the dataset and cannot name a variable. choose another"
+    return None
 
 
 def _header(path: Path, line: bytes) -> Header:
     try:
-        found = json.loads(line)
+        found = _parsed(line)
         version, header = found["mmm_journal"], Header(found["ranks"], found["attrs"], found.get("writer", {}))
-    except (ValueError, KeyError, TypeError) as error:
+        _check_header(header)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecordError(
             f"{path}: its first line is not a journal's header ({line[:60]!r}), so its rows cannot be named. "
             "Restore the first line, or move the file away to read what else is in the folder."
@@ -182,3 +292,16 @@ def _header(path: Path, line: bytes) -> Header:
     if version != VERSION:
         raise RecordError(f"{path} is a journal of version {version}; this mmm reads version {VERSION}.")
     return header
+
+
+def _check_header(header: Header) -> None:
+    """Raises ValueError or TypeError for what no dataset can be made of."""
+    ranks, attrs, writer = header
+    if not isinstance(ranks, list) or not ranks or not isinstance(writer, dict):
+        raise ValueError("ranks or the writer are of another type")
+    names = set(attrs).union(*ranks)
+    if any(name_problem(name, {"draw", "rank"}) for name in names):
+        raise ValueError("names that no dataset can have")
+    for text in (value for of in (attrs, *ranks) for value in of.values() if isinstance(value, str)):
+        if "\0" in text or not text.isprintable():  # lone surrogates are not
+            raise ValueError("text that no dataset can have")

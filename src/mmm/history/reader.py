@@ -21,7 +21,7 @@ from mmm.history.ending import (
     read_ending,
     write_ending,
 )
-from mmm.history.journal import read_journal
+from mmm.history.journal import LEFT_OUT, read_journal
 from mmm.history.record import DATASET, JOURNAL, reason
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def load(outdir: Path | str) -> "xarray.Dataset":
     """Every row of the run in `outdir`, as one dataset in memory. Only reads: a running run is not disturbed.
 
     Dimension ``draw`` is one a row, ``rank`` one a rank, with the coordinates ``host``, ``local_rank``, ``pid`` and
-    ``axis_<mesh axis>`` over it. ``ds.attrs["state"]`` is as of `state`, ``ds.attrs["error"]`` the failure, and
-    ``ds.attrs["config"]`` config.json's text.
+    ``axis_<mesh axis>`` over it. ``ds.attrs["state"]`` is as of `state`, ``ds.attrs["error"]`` the failure,
+    ``ds.attrs["config"]`` config.json's text, and ``ds.attrs["left_out"]`` which lines of the journal were no rows.
 
     Raises:
         RecordError: no such folder, no record in it, or a file of it is damaged.
@@ -57,11 +57,13 @@ def _load(folder: Path, ending: Ending | None) -> "tuple[Columns | xarray.Datase
         if stored is None:
             raise _no_record(folder)
         return stored, 0
-    header, rows, size = journal
+    header, rows, size, left_out = journal
     if stored is not None:
         rows = to_rows(stored) + rows
     config, ending = read_config(folder), ending or Ending(RUNNING)
     attrs = {"config": config_with(config, ending)} if config else {}
+    if left_out := "; ".join(filter(None, (str(header.attrs.get(LEFT_OUT, "")), left_out))):
+        attrs[LEFT_OUT] = left_out
     return to_columns(header, rows, ending.attrs() | attrs, _startup(config, len(header.ranks))), size
 
 

@@ -11,7 +11,7 @@ from mmm.history.alive import why_going_on
 from mmm.history.attempts import Attempt, attempt_of
 from mmm.history.dataset import to_columns, to_rows, write_dataset
 from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_config
-from mmm.history.journal import Header
+from mmm.history.journal import LEFT_OUT, Header
 from mmm.history.reader import _startup, _still_writing, _writer, dataset_of
 from mmm.history.record import DATASET, JOURNAL
 
@@ -80,6 +80,8 @@ def reopen(folder: Path, resume: Resume, header: Header) -> Header:
         rows = [row for row in to_rows(earlier) if row.draw < resume.rows]
         marks = [mark for mark in marks_of(earlier) if mark["draw"] <= resume.rows]
         attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
+        if LEFT_OUT in earlier.attrs:
+            attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
         before = _ranks_of(earlier)
         ranks = [*ranks, *before[len(ranks) :]]
         kept = Header(before, {**earlier.attrs, MARKS: marks})

@@ -20,8 +20,20 @@ from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats
+from mmm.trainer.options import BaseOptions
 from mmm.trainer.resume import CHECKPOINTS
 from mmm.trainer.run import Run
+
+
+def without_checkpoints(options: BaseOptions) -> str:
+    """What a run that saves no checkpoint leaves of its weights, and the flag for more; said before its first step."""
+    flag = "--checkpoint_every N (of a large N: one, at the end)"
+    if options.save_model:
+        return (
+            "this run will leave model.pt, which plain PyTorch loads, and no checkpoint, which --resume reads, and "
+            f"of a language model mmm sample, mmm export and --init_from; {flag} leaves those"
+        )
+    return f"this run will leave no weights; {flag} leaves checkpoints, and --save_model what plain PyTorch loads"
 
 
 class Checkpoints:
@@ -57,6 +69,8 @@ class Checkpoints:
             self._blocking = run.options.checkpoint_mode == "blocking"
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
             self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, origins)
+        else:
+            run.log.info("%s", without_checkpoints(run.options))
         self.replicas: ReplicaSaver | None = None
         if (memory := run.memory) is not None:
             from mmm.checkpoint.replica import ReplicaSaver  # a run with --replica only

@@ -117,6 +117,7 @@ class BaseOptions:
     log_every = 1
     plots = False
     break_ = None
+    save_model = False
     checkpoint_every = None
     replica = None
     resume = None

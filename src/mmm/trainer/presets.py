@@ -17,6 +17,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "warmup": 100,
         "max_iters": 2000,
         "eval_every": 250,
+        "checkpoint_every": 2000,  # a gigabyte, at the end: the weights that `mmm sample` reads
         "log_every": 10,
     },
     "shakespeare-cpu": {
@@ -30,6 +31,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "decay": 1400,
         "max_iters": 2000,
         "eval_every": 500,
+        "checkpoint_every": 1000,
         "eval_batches": 145,  # all of the text's last tenth
         "log_every": 10,
     },
