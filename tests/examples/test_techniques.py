@@ -112,7 +112,9 @@ def trained(name, rank, layout, model, factor=1):
             loss = cross_entropy(model(inputs), targets, count)
             (loss * factor).backward()
         gradients = {canonical_name(n): p.grad for n, p in model.named_parameters()}
-        gradients = {n: (g.full_tensor() if isinstance(g, DTensor) else g).flatten() for n, g in gradients.items()}
+        gradients = {
+            n: (g.full_tensor() if isinstance(g, DTensor) else g).flatten().clone() for n, g in gradients.items()
+        }
         found.append((float(loss.full_tensor() if isinstance(loss, DTensor) else loss), gradients))
         optimizer.step()
         if isinstance(model, zero.Slices):

@@ -22,7 +22,7 @@ def build(
     with meta_parameters():
         model = make()
     model = apply(model, build_mesh(layout, "cpu"), plan or Plan({}, fsdp_units=()), precision, **how)
-    materialize(model, CPU, seed)
+    materialize(model, CPU, seed, init="by_name")
     return model
 
 
