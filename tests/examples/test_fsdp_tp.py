@@ -95,6 +95,10 @@ def marks_of(outdir):
     return marks
 
 
+def test_the_learning_rate_is_in_every_row(finished):
+    assert set(mmm.history.load(finished[1]).lr.values) == {Config.lr}
+
+
 def test_startup(finished):
     done, outdir = finished
     marks = marks_of(outdir)

@@ -105,6 +105,7 @@ def test_micro_batches_clipping_and_schedule(run_on_ranks, kind):
     rows, evaluated = run_on_ranks(train, ranks, kind, accumulate, techniques)[0]
     assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
     assert [row["iter"] for row in rows] == list(range(STEPS))
+    assert [row["lr"] for row in rows] == [0.1 * halving(step) for step in range(STEPS)]
     assert ["test_acc" in row for row in rows] == [False, False, True] * 2
     assert evaluated["test_acc"] == rows[-1]["test_acc"]
     assert all(row["dt"] == row["dtd"] + row["dtf"] + row["dtb"] + row["dto"] for row in rows)
@@ -114,6 +115,7 @@ def test_one_row_an_epoch(run_on_ranks):
     rows, _ = run_on_ranks(train, 2, "fsdp", None, {}, True)[0]
     losses = reference()
     assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["lr"] for row in rows] == [0.1, 0.1]
     assert rows[0]["train_loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-9)
     assert rows[0]["sps"] == pytest.approx(4 * BATCH / rows[0]["dt"])
 

@@ -1,6 +1,7 @@
 """A run that ends in the middle and goes on is the run that did not: to the last bit, or on another layout to 1e-9."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -135,6 +136,40 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     (refused, *_) = go_on(run_on_ranks, LM, 1, {**plain, "document_mask": False, "max_iters": 99}, two)
     assert "--document_mask True there, none here" in refused
     assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
+
+
+def rates(folder):
+    return mmm.history.load(folder)["lr"].values.tolist()
+
+
+def test_another_curve_of_the_learning_rate_is_said(run_on_ranks, tmp_path, text):
+    """A run that had come to its end, at 0, goes on at 0.25 of its height: both are in the record, and in one line."""
+    flags = {**TEXT, "text": text, "n_layers": 1, "lr": 0.01, "warmup": 2, "checkpoint_every": 4, "eval_every": 0}
+    assert run_on_ranks(train, 1, LM, {**flags, "max_iters": 8, "outdir": tmp_path}, timeout=120) == [""]
+    cosine = [0.005 * (1 + math.cos(math.pi * along / 5)) for along in range(6)]
+    assert rates(tmp_path) == pytest.approx([0.005, 0.01, *cosine], abs=1e-15)
+    assert go_on(run_on_ranks, LM, 1, {**flags, "max_iters": 12}, tmp_path) == [""]
+    cosine = [0.005 * (1 + math.cos(math.pi * along / 9)) for along in range(10)]
+    assert rates(tmp_path)[8:] == pytest.approx(cosine[6:], abs=1e-15)
+    (note,) = [note for note in notes_of(tmp_path) if "learning rate" in note]
+    assert note.startswith(
+        "the learning rate leaves its curve: it was 0 in step 7, for which this run's flags say 0.00413176; "
+        "step 8, the next, is made with 0.0025 ("
+    )
+    assert note in (tmp_path / "log.txt").read_text()
+
+
+def notes_of(folder):
+    return json.loads((folder / "config.json").read_text())["notes"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("more", "said"), [({}, 0), ({"lr": 0.02}, 1), ({"max_iters": 30}, 1)], ids=str)
+def test_only_another_curve_is_said(run_on_ranks, tmp_path, text, more, said):
+    flags = {**TEXT, "text": text, "lr": 0.01, "warmup": 2, "outdir": tmp_path}
+    assert run_on_ranks(train, 1, LM, flags, ENDS, timeout=120) == ["ended"]
+    assert go_on(run_on_ranks, LM, 1, {**flags, **more}, tmp_path) == [""]
+    assert len([note for note in notes_of(tmp_path) if "learning rate leaves" in note]) == said
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, NoReturn
@@ -20,6 +22,7 @@ from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats
+from mmm.trainer.optimizer import learning_rate
 from mmm.trainer.options import BaseOptions
 from mmm.trainer.resume import CHECKPOINTS
 from mmm.trainer.run import Run
@@ -113,6 +116,23 @@ class Checkpoints:
         local_loss = torch.tensor(local, dtype=widest(run.device), device=run.device)
         return manifest.step, state["since"], state["counted"], local_loss
 
+    def compare_rates(self, rate: Callable[[int], float]) -> None:
+        """Say it where the learning rate leaves the curve that it had in the run that goes on.
+
+        Args:
+            rate: of a step, by this run's flags.
+        """
+        manifest = None if self.run.origin is None else self.run.origin.manifest
+        if manifest is None or not manifest.step or (before := manifest.state.get("lr")) is None:
+            return
+        last, step = manifest.step - 1, manifest.step
+        if not math.isclose(before, rate(last), rel_tol=1e-9, abs_tol=1e-12):
+            self.run.note(
+                f"the learning rate leaves its curve: it was {before:.6g} in step {last}, for which this run's flags "
+                f"say {rate(last):.6g}; step {step}, the next, is made with {rate(step):.6g} (--max_iters, --epochs, "
+                "--lr and the schedule's flags as they were before go on along the same curve)"
+            )
+
     def stop_asked(self) -> bool:
         """Whether a signal to stop has come to any rank. A collective. On CUDA and XPU, where the host is ahead of the
         device, whether one had come when the step before was over: the host waits for that step alone."""
@@ -158,6 +178,7 @@ class Checkpoints:
         state = {
             "rows": 0 if run.record is None else len(run.record),
             "scaler": self.scaler.state_dict(),
+            "lr": learning_rate(self.optimizer),
             "since": since,
             "counted": float(counted),
             "losses": losses,

@@ -15,6 +15,7 @@ from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.checkpoints import Checkpoints
+from mmm.trainer.optimizer import learning_rate
 from mmm.trainer.profile_options import profile_of
 from mmm.trainer.progress import StepsBar, epochs_bar
 from mmm.trainer.run import Run
@@ -68,6 +69,7 @@ def _fit(
     counted: float | Tensor  # steps in it
     local_loss: Tensor | None  # on the device
     first, since, counted, local_loss = checkpoints.load()
+    checkpoints.compare_rates(lambda step: max(rates) * options.schedule(step))
     batches, profile = task.all_batches(first), profile_of(run, model, first, options.steps)
     profile(first)
     clock.start()
@@ -116,7 +118,9 @@ def _fit(
 
         row = evaluate_now or not options.by_epoch
         if row:
-            more: dict[str, Any] = {} if imbalance is None else {"imbalance": imbalance}
+            more: dict[str, Any] = {"lr": learning_rate(optimizer)}
+            if imbalance is not None:
+                more["imbalance"] = imbalance
             if grad_norm is not None and not options.by_epoch:
                 more["grad_norm"] = grad_norm
             if evaluate_now:

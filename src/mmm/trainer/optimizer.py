@@ -65,3 +65,8 @@ def groups_of(
 def fused(groups: Iterable[dict[str, Any]]) -> bool | None:
     """Whether AdamW of these is one kernel; None for what PyTorch takes instead."""
     return {parameter.device.type for group in groups for parameter in group["params"]} <= FUSED or None
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The rate that a row of the record has as ``lr``: where groups have several, the largest."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)

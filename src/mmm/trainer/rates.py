@@ -13,6 +13,7 @@ iter         optimizer step, from 0
 loss         of the global batch, on which the step is made: the training loss
 dt           seconds of the step; of them dtd for data, dtf forward, dtb backward, dto clipping and optimizer, and in a
              pipeline dtw waiting
+lr           learning rate of the step; of parameters with several the largest
 grad_norm    2-norm of the full gradient before it is clipped
 val_loss     mean loss of the validation batches; val_bpb the same in bits a byte of text
 sps, tps     samples and tokens a second, of all ranks; sps_per_gpu, tps_per_gpu a rank

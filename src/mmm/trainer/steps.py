@@ -38,6 +38,7 @@ from mmm.parallel.values import Values
 from mmm.runtime.seed import seed_step
 from mmm.trainer.image_task import ImageTask, evaluate_images
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
+from mmm.trainer.optimizer import learning_rate
 from mmm.trainer.progress import epochs_bar
 from mmm.trainer.report import sharded_model
 from mmm.trainer.resolve import Resolved
@@ -124,7 +125,7 @@ def train_steps(
         DataError: there are fewer batches than steps.
         DivergedError: a loss that is not finite, on every rank.
     """
-    optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
+    rates = _laps_updates(run, optimizer)
     source, coordinate = iter(batches), run.layout.dp_coordinate(run.rank.rank)
     for number in range(steps):
         run.clock.start()
@@ -143,10 +144,22 @@ def train_steps(
             {"loss": step.local_loss},
             samples=samples,
             tokens=tokens,
-            more=step.row,
+            more={**rates, **step.row},
             due=step.due,
             depth=depth,
         )
+
+
+def _laps_updates(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Let each update of an optimizer end the backward (``dtb``). ``lr``, of the newest, stands in what is returned."""
+    rates: dict[str, float] = {}
+
+    def before_update(*_: object) -> None:
+        run.clock.lap("dtb")
+        rates["lr"] = learning_rate(optimizer)
+
+    optimizer.register_step_pre_hook(before_update)
+    return rates
 
 
 @torch.no_grad()
@@ -256,7 +269,7 @@ def image_steps(
         with torch.device("meta"):
             full = CNN(resolved.sizes)
         one_device = OneDevice(run, full, [model], optimizer, global_batch)
-    optimizer.register_step_pre_hook(lambda *_: run.clock.lap("dtb"))
+    rates = _laps_updates(run, optimizer)
     run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
     batches, losses = task.all_batches(), list[Tensor]()
     for number in epochs_bar(range(steps), per_epoch, run.rank):
@@ -281,7 +294,7 @@ def image_steps(
                 {"epoch": number // per_epoch + 1},
                 {"train_loss": sum(losses[1:], losses[0]) / len(losses)},
                 samples=len(losses) * resolved.global_batch_size,
-                more={**step.row, **evaluate_images(run, model, task.test_loader)},
+                more={**rates, **step.row, **evaluate_images(run, model, task.test_loader)},
                 depth=2,
             )
             losses.clear()
