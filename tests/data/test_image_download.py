@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ import pytest
 import mmm.data.datasets as datasets
 from mmm.data.datasets import download, idx, load_images
 from mmm.data.datasets.download import File, Refused, cache_folder, obtain
-from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 from mmm.runtime.ranks import Rank
 from support.clock import PATIENCE, stretched
@@ -38,7 +38,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     def files(self):
         return tuple(
-            File(name, hashlib.md5(content).hexdigest(), (self.url(name),)) for name, content in self.contents.items()
+            File(name, hashlib.sha256(content).hexdigest(), len(content), (self.url(name),))
+            for name, content in self.contents.items()
         )
 
     def url(self, name=""):
@@ -146,10 +147,10 @@ def test_a_download_killed_half_way_leaves_nothing_to_read(tmp_path, serve):
     assert not leftovers(folder)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"share": 0.5}, "256000 bytes of md5"), ({}, "HTTP Error 404")])
+@pytest.mark.parametrize(("options", "message"), [({"share": 0.5}, "256000 bytes of sha256"), ({}, "HTTP Error 404")])
 def test_half_an_answer_or_none_is_refused(tmp_path, serve, options, message):
     server = serve(CONTENTS, **options)
-    files = server.files() if options else (File("gone", "0" * 32, (server.url("gone"),)),)
+    files = server.files() if options else (File("gone", "0" * 64, 9, (server.url("gone"),)),)
     with pytest.raises(Refused, match=message):
         obtain(tmp_path / "set", files)
     assert not (tmp_path / "set").exists()
@@ -158,9 +159,35 @@ def test_half_an_answer_or_none_is_refused(tmp_path, serve, options, message):
 
 def test_another_address_is_tried_after_a_wrong_answer(tmp_path, serve):
     wrong, right = serve({"one.bin": b"other"}), serve(CONTENTS)
-    md5 = hashlib.md5(CONTENTS["one.bin"]).hexdigest()
-    obtain(tmp_path / "set", (File("one.bin", md5, (wrong.url("one.bin"), right.url("one.bin"))),))
+    wanted = right.files()[0]
+    obtain(
+        tmp_path / "set", (File("one.bin", wanted.sha256, wanted.size, (wrong.url("one.bin"), right.url("one.bin"))),)
+    )
     assert contents_of(tmp_path / "set") == {"one.bin": CONTENTS["one.bin"]}
+
+
+def test_an_answer_without_an_end_is_left(tmp_path, serve):
+    endless = serve({"one.bin": bytes(10_000_000)}, pause=0.01, pieces=40)
+    wanted = serve(CONTENTS).files()[0]
+    with pytest.raises(Refused, match="more, not 512000 of"):
+        obtain(tmp_path / "set", (replace(wanted, urls=(endless.url("one.bin"),)),))
+    assert not leftovers(tmp_path / "set")
+
+
+@pytest.mark.timeout(20)
+def test_what_somebody_has_planted_in_a_shared_cache(tmp_path, serve):
+    theirs, server = tmp_path / "theirs", serve({})
+    theirs.write_text("theirs")
+    os.mkfifo(tmp_path / ".fifo.lock")
+    (tmp_path / ".link.lock").symlink_to(tmp_path / "made")
+    for name in ("fifo", "link"):
+        with pytest.raises(Refused, match="cannot be written to"):
+            obtain(tmp_path / name, serve(CONTENTS).files())
+    assert not (tmp_path / "made").exists()
+    (tmp_path / ".set.refused").symlink_to(theirs)
+    with pytest.raises(Refused, match="404"):
+        obtain(tmp_path / "set", (File("x", "0" * 64, 9, (server.url("x"),)),))
+    assert theirs.read_text() == "theirs"
 
 
 def test_servers_that_never_answer_share_one_patience(tmp_path, monkeypatch):
@@ -168,13 +195,13 @@ def test_servers_that_never_answer_share_one_patience(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         with pytest.raises(Refused) as caught:
-            obtain(tmp_path / "set", (File("x", "0" * 32, (url, url, url)), File("y", "0" * 32, (url,))))
+            obtain(tmp_path / "set", (File("x", "0" * 64, 9, (url, url, url)), File("y", "0" * 64, 9, (url,))))
     assert str(caught.value) == f"{url}: no answer in 0.3 s"
 
 
 def test_ranks_of_one_host_share_a_refusal(tmp_path, serve):
     server = serve({})
-    files = (File("x", "0" * 32, (server.url("x"),)),)
+    files = (File("x", "0" * 64, 9, (server.url("x"),)),)
     results = race(tmp_path / "set", files, 6, Rank(0, 6, 0, 6, "launch"))
     assert results == [("refused", f"{server.url('x')}: HTTP Error 404: Not Found")] * 6
     assert server.asked == ["x"]
@@ -182,7 +209,7 @@ def test_ranks_of_one_host_share_a_refusal(tmp_path, serve):
 
 def test_a_refusal_does_not_outlive_its_run(tmp_path, serve):
     with pytest.raises(Refused):
-        obtain(tmp_path / "set", (File("x", "0" * 32, ("http://127.0.0.1:9/",)),))
+        obtain(tmp_path / "set", (File("x", "0" * 64, 9, ("http://127.0.0.1:9/",)),))
     obtain(tmp_path / "set", serve(CONTENTS).files())
     assert contents_of(tmp_path / "set") == CONTENTS
     assert not (tmp_path / ".set.refused").exists()
@@ -224,9 +251,8 @@ def offered(serve, monkeypatch, tmp_path):
         for name, array in zip(idx.FILES, arrays, strict=True)
     }
     server = serve(contents)
-    dataset = import_torchvision("datasets").MNIST
-    monkeypatch.setattr(dataset, "mirrors", [server.url()])
-    monkeypatch.setattr(dataset, "resources", [(file.name, file.digest) for file in server.files()])
+    known = tuple((file.sha256, file.size) for file in server.files())
+    monkeypatch.setitem(idx.PUBLISHED, "mnist", ((server.url(),), known))
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     return server
 
@@ -263,7 +289,7 @@ def test_real_digits_stand_in_and_it_is_said(monkeypatch, tmp_path, name, option
 
 def test_no_network_stands_in_at_once(offered, monkeypatch):
     mirrors = ["http://127.0.0.1:9/", "http://no.invalid/"]
-    monkeypatch.setattr(import_torchvision("datasets").MNIST, "mirrors", mirrors)
+    monkeypatch.setitem(idx.PUBLISHED, "mnist", (tuple(mirrors), idx.PUBLISHED["mnist"][1]))
     began = time.monotonic()
     data = load_images("mnist")
     assert time.monotonic() - began < stretched(download.ANSWER_SECONDS)

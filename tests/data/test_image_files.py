@@ -71,7 +71,7 @@ def test_four_files_plain_or_packed_in_any_of_the_places(mnist, tmp_path_factory
     ("name", "change", "message"),
     [
         ("train-images-idx3-ubyte", lambda b: b[:-1], r"holds 15695 bytes, and its header \(20×28×28\) says 15696"),
-        ("train-images-idx3-ubyte", lambda b: b + b"x", "holds 15697 bytes"),
+        ("train-images-idx3-ubyte", lambda b: b + b"x", "holds more than 15696 bytes, and"),
         ("train-images-idx3-ubyte", lambda b: b[:9], "has 9 bytes, fewer than the 16 of its header"),
         ("train-labels-idx1-ubyte", lambda b: b"", "begins with nothing, not with 00000801"),
         ("t10k-labels-idx1-ubyte", lambda b: b"<html>", "begins with 3c68746d, not with 00000801"),
@@ -100,6 +100,15 @@ def test_a_broken_gzip_file_is_named(mnist, change):
     path.unlink()
     with pytest.raises(DataError, match=rf"{packed} \(\d+ bytes\) is not a whole gzip file"):
         load_images("mnist", folder)
+
+
+def test_a_small_file_that_would_become_a_large_one(tmp_path, monkeypatch):
+    """Gigabytes of zeros are a small .gz: it is left before it is in memory."""
+    monkeypatch.setattr(idx, "LARGEST", 1000)
+    path = tmp_path / "zeros.gz"
+    path.write_bytes(gzip.compress(idx_bytes(np.zeros((300, 60, 60), np.uint8))))
+    with pytest.raises(DataError, match=r"its header \(300×60×60\) says 1080016 bytes, more than"):
+        idx.read(path, 3)
 
 
 def test_what_is_missing_is_named_and_nothing_stands_in(mnist, tmp_path_factory):

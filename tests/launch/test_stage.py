@@ -203,7 +203,7 @@ def test_a_host_without_room(hosts):
     (made.launcher.folder / "h2" / f"mmm-stage-{os.getuid()}").write_text("not a folder")
     done = made.run("python3", "-c", WHERE)
     assert done.returncode == 1
-    assert f": h2: File exists: {made.launcher.folder}/h2/mmm-stage-{os.getuid()}\n" in done.stderr
+    assert f": h2: {made.launcher.folder}/h2/mmm-stage-{os.getuid()}: File exists (--stage-to" in done.stderr
     assert done.stderr.count("launch: ") == 1
     assert made.left() == []
     assert done.stdout == ""
@@ -327,6 +327,7 @@ def test_too_little_room(tmp_path, monkeypatch):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "f").write_bytes(b"x" * 10_000_000)
     copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy.own_folder()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 2_000_000))
     with pytest.raises(LaunchError, match=r"10 MB are needed in .*, and 2 MB are free \(--stage-to\)"):
         copy.make_room()
@@ -346,6 +347,7 @@ def test_a_copy_whose_maker_is_killed_while_it_is_tried_does_not_stay(tmp_path, 
     """The process that makes it is another than the agent, which ends it when the run is over."""
     (tmp_path / "s").mkdir()
     copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy.own_folder()
     copy.make_room()
     monkeypatch.setattr(copies.staging, "interpreter", lambda source, path: "python")
     monkeypatch.setattr(copies, "_try", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -363,6 +365,7 @@ def test_a_copy_that_nobody_has_come_to_hold_does_not_stay(tmp_path):
     """The run was over between the end of the process that has made it, and the agent's lock on it."""
     (tmp_path / "s").mkdir()
     copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy.own_folder()
     copy.make_room()
     assert made_by_another(lambda: copy) == 0
     assert copy.path.exists()
@@ -377,6 +380,7 @@ def test_a_copy_that_nobody_has_come_to_hold_does_not_stay(tmp_path):
 def test_a_copy_of_another_run_stays(tmp_path):
     (tmp_path / "s").mkdir()
     copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy.own_folder()
     copy.make_room()
     assert made_by_another(lambda: copy) == 0
     copy.path.rename(tmp_path / "away")  # as if another had removed it, and made its own

@@ -118,7 +118,7 @@ _CIFAR_STATISTICS: tuple[Values, Values] = ((0.4914, 0.4822, 0.4465), (0.2470, 0
 
 def _idx_set(name: str, torchvision_name: str, classes: tuple[str, ...], mean: float, std: float) -> _Published:
     folders = (name, f"{torchvision_name}/raw", "raw")
-    listed = partial(idx.files, torchvision_name)
+    listed = partial(idx.files, name)
     find = partial(idx.find, subfolders=folders)
     return _Published(name, find, idx.read_folder, listed, _IDX_NEEDED, classes, 28, (mean,), (std,))
 

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -40,13 +41,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """A file to fetch: its name in the cache, its hash in hexadecimal, where it is offered, best first, and the hash's
-    algorithm."""
+    """A file to fetch: its name in the cache, its sha256 in hexadecimal, its size in bytes, and where it is offered,
+    best first."""
 
     name: str
-    digest: str
+    sha256: str
+    size: int
     urls: tuple[str, ...]
-    algorithm: str = "md5"
 
 
 def cache_folder() -> Path:
@@ -82,7 +83,7 @@ def obtain(folder: Path, files: tuple[File, ...], ranks: Rank | None = None) -> 
             except Refused as refused:
                 note = {"run": _run(), "time": time.time(), "reason": str(refused)}
                 with contextlib.suppress(OSError):
-                    refusal.write_text(json.dumps(note), encoding="utf-8")
+                    _write(refusal, json.dumps(note))
                 raise
             refusal.unlink(missing_ok=True)
     except OSError as error:
@@ -98,7 +99,11 @@ def _lock(path: Path) -> Iterator[None]:
 
     filelock replaces a missing flock (Lustre) by a marker file, which a killed job would leave in the next one's way.
     """
-    with path.open("a") as file:
+    # The cache may be shared: what somebody has put there as a link is not followed, and no FIFO is waited for.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    with open(descriptor, "rb+", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, f"{path.name} is no file")
         deadline = time.monotonic() + WAIT_SECONDS
         while lock(file.fileno()) is Lock.TAKEN:
             if time.monotonic() > deadline:
@@ -110,6 +115,15 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
+def _write(path: Path, text: str) -> None:
+    """Put it in the place of whatever is there, through no link."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f"{path.name}.", delete=False
+    ) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
 def _run() -> str:
     """An identifier of the run on this host, by the process that started its ranks."""
     return f"{socket.gethostname()}:{os.getppid()}"
@@ -118,9 +132,10 @@ def _run() -> str:
 def _already_refused(refusal: Path, ranks: Rank | None, asked: float) -> str:
     """Why the download failed just now, for another rank of this run or while this process waited; else empty."""
     try:
-        note = json.loads(refusal.read_text(encoding="utf-8"))
+        with open(os.open(refusal, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
+            note = json.loads(file.read(4096))
         age, reason, run = time.time() - note["time"], str(note["reason"]), note["run"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
     of_this_run = ranks is not None and ranks.local_world_size != 1 and run == _run() and 0 <= age < 600
     return reason if of_this_run or note["time"] >= asked else ""
@@ -164,22 +179,23 @@ def _fetch(file: File, path: Path) -> None:
     """
     reasons, patience = [], ANSWER_SECONDS
     for url in file.urls:
-        digest, asked = hashlib.new(file.algorithm, usedforsecurity=False), time.monotonic()
+        digest, size, asked = hashlib.sha256(), 0, time.monotonic()
         try:
             try:
                 answer = _open(url, patience)
             finally:
                 patience -= time.monotonic() - asked
             with answer, path.open("wb") as out:
-                while chunk := answer.read(1 << 18):
+                while size <= file.size and (chunk := answer.read(1 << 18)):
+                    size += len(chunk)
                     digest.update(chunk)
                     out.write(chunk)
                 out.flush()
                 os.fsync(out.fileno())
-            if digest.hexdigest() == file.digest:
+            if size == file.size and digest.hexdigest() == file.sha256:
                 return
-            found = f"{path.stat().st_size} bytes of {file.algorithm} {digest.hexdigest()}"
-            reasons.append(f"{url}: {found}, not {file.digest}")
+            found = f"{size} bytes of sha256 {digest.hexdigest()}" if size <= file.size else "more"
+            reasons.append(f"{url}: {found}, not {file.size} of {file.sha256}")
         except _FETCH_ERRORS as error:
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 raise

@@ -15,22 +15,47 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from mmm.data.datasets.download import File
-from mmm.data.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 
+LARGEST = 64 << 20  # bytes that a .gz of any size may become
+RATIO = 100  # above that, times as many as it has; MNIST's images become 5 times as many
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def files(torchvision_name: str) -> tuple[File, ...]:
-    """The files to download of the data set that torchvision calls so."""
-    dataset = getattr(import_torchvision("datasets"), torchvision_name)
+# Where they are offered, and of each file sha256 and bytes.
+_MNIST = (
+    ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+    (
+        ("440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", 9_912_422),
+        ("3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", 28_881),
+        ("8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6", 1_648_877),
+        ("f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6", 4_542),
+    ),
+)
+_FASHION_MNIST = (
+    ("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",),
+    (
+        ("3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84", 26_421_880),
+        ("a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845", 29_515),
+        ("346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073", 4_422_102),
+        ("67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5", 5_148),
+    ),
+)
+PUBLISHED = {"mnist": _MNIST, "fashion_mnist": _FASHION_MNIST}
+
+
+def files(name: str) -> tuple[File, ...]:
+    """What there is to download of the data set `name`, a key of PUBLISHED."""
+    mirrors, known = PUBLISHED[name]
     return tuple(
-        File(name, md5, tuple(f"{mirror}{name}" for mirror in dataset.mirrors)) for name, md5 in dataset.resources
+        File(f"{file}.gz", sha256, size, tuple(f"{mirror}{file}.gz" for mirror in mirrors))
+        for file, (sha256, size) in zip(FILES, known, strict=True)
     )
 
 
@@ -84,26 +109,39 @@ def read(path: Path, dims: int) -> np.ndarray:
         DataError: it cannot be read, or is not such a file, or is shorter or longer than its header says.
     """
     try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            size = path.stat().st_size
+            return _read(gzip.GzipFile(fileobj=file) if packed else file, path, dims, max(LARGEST, RATIO * size))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path} ({path.stat().st_size} bytes) is not a whole gzip file ({error}): fetch it again"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _read(file: BinaryIO | gzip.GzipFile, path: Path, dims: int, most: int) -> np.ndarray:
     magic, header = bytes((0, 0, 8, dims)), 4 + 4 * dims
-    if content[:4] != magic:
+    head = file.read(header)
+    if head[:4] != magic:
         raise DataError(
-            f"{path} begins with {content[:4].hex() or 'nothing'}, not with {magic.hex()} as an IDX file "
+            f"{path} begins with {head[:4].hex() or 'nothing'}, not with {magic.hex()} as an IDX file "
             f"of {dims} dims does: fetch it again"
         )
-    if len(content) < header:
-        raise DataError(f"{path} has {len(content)} bytes, fewer than the {header} of its header: fetch it again")
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", dims, offset=4))
+    if len(head) < header:
+        raise DataError(f"{path} has {len(head)} bytes, fewer than the {header} of its header: fetch it again")
+    shape = tuple(int(size) for size in np.frombuffer(head, ">u4", dims, offset=4))
     expected = header + int(np.prod(shape, dtype=object))
-    if len(content) != expected:
-        sizes = "×".join(map(str, shape))
-        raise DataError(f"{path} holds {len(content)} bytes, and its header ({sizes}) says {expected}: fetch it again")
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    sizes = "×".join(map(str, shape))
+    if expected > most:
+        raise DataError(
+            f"{path}: its header ({sizes}) says {expected} bytes, more than {most}, the most it is taken for"
+        )
+    content = file.read(expected - header + 1)
+    found = header + len(content)
+    if found != expected:
+        holds = found if found < expected else f"more than {expected}"
+        raise DataError(f"{path} holds {holds} bytes, and its header ({sizes}) says {expected}: fetch it again")
+    return np.frombuffer(content, np.uint8).reshape(shape)

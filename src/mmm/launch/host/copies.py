@@ -2,6 +2,7 @@
 
 A copy is complete or absent: it is made under another name, and renamed. Its name has the source's key, so a source
 that has changed has another. Who uses it holds a shared lock on its folder, and nobody removes it from under them.
+Ranks run what is in it, and its path can be foretold: it is in a folder that this user alone can write to, or refused.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from mmm.errors import LaunchError
+from mmm.launch.host.own import open_own
 from mmm.launch.job import staging
 
 CHUNK = 1 << 20  # bytes
@@ -82,27 +84,37 @@ class Copy:
         self.trial = self.parent / f"{TRIAL}{self.path.name}.{maker}"  # the folder that is to become it; until it has
         self.lock: int | None = None
 
+    def own_folder(self) -> None:
+        """Make sure of the folder that copies are in, before anything in it is opened. Raises `LaunchError`."""
+        try:
+            self.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(open_own(self.parent))
+        except OSError as error:
+            raise LaunchError(f"{self.parent}: {error.strerror} (--stage-to names another)") from None
+        above = self.parent.parent.stat().st_mode
+        if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+            raise LaunchError(f"{self.parent.parent}: anybody can replace what is in it (--stage-to names another)")
+
     def there(self) -> bool:
         """Whether it is there and complete; then nobody removes it until this process ends, not even `discard`."""
-        with contextlib.suppress(OSError, ValueError):
-            lock = os.open(self.path, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_SH)
+        with contextlib.suppress(OSError, ValueError, RecursionError), contextlib.ExitStack() as opened:
+            lock = open_own(self.path)
+            opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # who has it for itself is removing the copy
             mark = json.loads((self.path / MARK).read_text())
-            if os.path.samestat(os.fstat(lock), os.stat(self.path)) and mark["contents"] == _contents(self.path):
+            complete = isinstance(mark, dict) and mark.get("contents") == _contents(self.path)
+            if complete and os.path.samestat(os.fstat(lock), os.stat(self.path)):
+                opened.pop_all()
                 self.lock = lock
                 self.trial.unlink(missing_ok=True)
                 return True
-            os.close(lock)
         return False
 
     def make_room(self) -> None:
         """Remove what killed processes have left. Raises `LaunchError`: too little space."""
-        self.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.parent.stat().st_uid != os.getuid():
-            raise LaunchError(f"{self.parent} belongs to somebody else")
         for path in self.parent.glob(f".*.{socket.gethostname()}.*"):
             name, _, pid = path.name.rpartition(".")
-            if not _alive(int(pid)):
+            if pid.isdecimal() and not _alive(int(pid)):
                 if name.startswith(TRIAL):
                     copy = name.removeprefix(TRIAL).removesuffix(f".{socket.gethostname()}")
                     _undo(path, self.parent / copy)
@@ -123,7 +135,7 @@ class Copy:
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, CHUNK)
         errors: list[Exception] = []
-        self.part.mkdir()
+        self.part.mkdir(mode=0o700)
         thread = threading.Thread(target=self._unpack, args=(read, errors), daemon=True)
         thread.start()
 
@@ -173,7 +185,7 @@ class Copy:
             with open(read, "rb", buffering=CHUNK) as stream:
                 with tarfile.open(fileobj=stream, mode="r|*", bufsize=CHUNK) as tar:
                     if hasattr(tarfile, "tar_filter"):  # not in the first releases of Python 3.10 and 3.11
-                        tar.extractall(self.part, filter="tar")
+                        tar.extractall(self.part, filter=_own)
                     else:
                         tar.extractall(self.part)
                     if not tar.fileobj.read(1):  # two blocks of zeros end it, and tarfile does without
@@ -191,6 +203,7 @@ class Copy:
         if len(inside) == 1 and inside[0].is_dir() and os.path.isfile(self.source.path):
             made = inside[0]  # an archive of a folder, not of what is in it
         _repoint(made, self.source.path, str(self.path))
+        (made / MARK).unlink(missing_ok=True)  # whatever an archive has there
         (made / MARK).write_text(json.dumps({"contents": _contents(made), "source": self.source.path}))
         self.trial.write_text(str(made.stat().st_ino))  # by which `discard` tells it from another run's
         try:
@@ -206,12 +219,18 @@ class Copy:
             _try(python, self.path, self.source.path)
 
 
+def _own(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
+    """What is unpacked is of who unpacks it, also of root, whatever the archive says."""
+    return tarfile.tar_filter(member, path).replace(uid=None, gid=None, uname=None, gname=None, deep=False)  # type: ignore[arg-type]
+
+
 def _undo(trial: Path, copy: Path) -> None:
     """Remove the copy that `trial` is about, if it got as far as its place, and `trial`."""
     with contextlib.suppress(OSError, ValueError):  # no trial; cut short, and so before there was a copy
         if copy.stat().st_ino == int(trial.read_text()):
             shutil.rmtree(copy, ignore_errors=True)
-    trial.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        trial.unlink(missing_ok=True)
 
 
 def _try(python: str, copy: Path, source: str) -> None:
@@ -282,7 +301,7 @@ def _drain(stream: IO[bytes]) -> None:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass

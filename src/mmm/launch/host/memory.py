@@ -13,6 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from mmm.contract import MEMORY_VARIABLE
+from mmm.launch.host.own import open_own
 
 TMPFS = Path("/dev/shm")
 PREFIX = "mmm-memory-"
@@ -48,7 +49,7 @@ def remove(environ: MutableMapping[str, str] = os.environ) -> None:
 
 def _remove_unlocked(path: Path) -> None:
     with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
-        lock = os.open(path, os.O_RDONLY)
+        lock = open_own(path)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

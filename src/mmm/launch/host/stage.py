@@ -44,6 +44,7 @@ def on_this_host(stage: Stage) -> Iterator[str]:
     try:
         with ending_raises():
             copy = Copy(copies.scan(stage.source), stage.to)
+            copy.own_folder()
             if not copy.there():
                 copy.make_room()
                 with made_or_discarded(copy), copy.unpacking() as feed:
@@ -100,6 +101,7 @@ class Stager:
     def prepare(self, source: dict[str, Any], folder: str | None, keep: bool, listen_at: str) -> dict[str, Any]:
         """The copy, if it is there; else a port at which other hosts can ask for it. listen_at: "": any address."""
         copy, self.keep = Copy(Source(**source), folder), keep
+        copy.own_folder()
         self.copy = copy
         if copy.there():
             return {"copy": str(copy.path), "port": self.listen(listen_at)}
