@@ -100,11 +100,23 @@ def test_any_cluster_with_slurm():
     assert (part.environ, part.shared["A"], part.shared["MASTER_ADDR"]) == ({"A": "b,c"}, "b,c", "127.0.0.1")
 
 
+@pytest.mark.parametrize("version", [HYDRA, PALS, OPENMPI])
+def test_values_of_variables_are_on_no_command_line(version):
+    """`ps` shows a command line to everybody: an MPI has them from its environment, and is told names at most."""
+    made = plan({}, version, hosts="a,b", nproc=4, env={"TOKEN": "s3cret"})
+    assert made.environ == {"TOKEN": "s3cret"}
+    assert made.shared["TOKEN"] == "s3cret"
+    assert ("-x TOKEN " in line(made)) == (version is OPENMPI)
+    assert "s3cret" not in line(made) + table(made) + table(made, explain=True)
+    assert "TOKEN" in table(made, explain=True)
+
+
 def test_pbs_with_any_mpi(pbs, tmp_path):
     repeated = plan(pbs("a", "a", "b", "b"))
     assert line(repeated) == "mpiexec -n 4 -ppn 2 -hosts a,b " + ENTRY
     once = plan(pbs("a", "b"), per_host=3, env={"K": "V"})
-    assert line(once) == f"mpiexec -n 6 -ppn 3 -f {tmp_path}/nodes -genv K V " + ENTRY
+    assert line(once) == f"mpiexec -n 6 -ppn 3 -f {tmp_path}/nodes " + ENTRY  # which passes on its own
+    assert once.environ == {"K": "V"}
     assert once.why["hosts"] == f"PBS_NODEFILE={tmp_path}/nodes"
 
 

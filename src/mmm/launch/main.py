@@ -18,7 +18,7 @@ from mmm.launch.control.wire import CPUS_VARIABLE
 from mmm.launch.job import binding, cluster, local, scheduler, staging, target, walltime
 from mmm.launch.job.cluster import ClusterPlan
 from mmm.launch.job.local import LaunchPlan
-from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split
+from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split, untold
 from mmm.launch.job.target import Target
 
 __all__ = ["main", "parser", "split"]
@@ -52,7 +52,7 @@ def _main(words: list[str], begin: float) -> int:
     what = target.parse(command)
     target.check(what)
     shared = {
-        contract.LINE_VARIABLE: shlex.join(["launch", *words]),
+        contract.LINE_VARIABLE: shlex.join(["launch", *untold(words)]),
         contract.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
         **startup(os.environ, begin),
     }

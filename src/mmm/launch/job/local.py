@@ -145,7 +145,7 @@ def describe(plan: LaunchPlan, preloads: list[str]) -> str:
     lines.append("every rank:")
     for name, value in plan.shared.items():
         note = why.get(name)
-        lines.append(f"  {name}={value}" + (f"   ({note})" if note else ""))
+        lines.append(f"  {name}={'…' if note == '--env' else value}" + (f"   ({note})" if note else ""))
     for rank in plan.ranks:
         lines.append(f"rank {rank['RANK']}:")
         lines += [f"  {name}={value}" for name, value in rank.items()]

@@ -34,7 +34,7 @@ class Request:
     hostfile: str | None = None  # a file with exactly these hosts, each once
     subset: bool = False  # these are not all of the job's hosts
     bind: Sequence[str] = ()  # words that say how processes are bound
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # in the environment of mpiexec: `ps` shows words to everybody
     environ: Mapping[str, str] = field(default_factory=dict)  # launch's own
     more: Sequence[str] = ()  # --launcher-args
 
@@ -98,7 +98,7 @@ def line(kind: str, mpiexec: str, request: Request) -> list[str]:
 
 
 def _mpich(kind: str, request: Request) -> list[str]:
-    """Hydra's words, and those of PALS, which spells some of them in another way."""
+    """The words of hydra and of PALS, which spells some in another way. Both pass their own environment on."""
     words = ["-ppn", str(request.counts[0])]
     if not is_filled(request.counts):  # hydra; PALS starts one process a host then
         words = ["-hosts", joined(request.slots)]
@@ -106,15 +106,13 @@ def _mpich(kind: str, request: Request) -> list[str]:
         words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
     else:
         words += ["-hosts" if kind == "hydra" else "--hosts", joined(request.hosts)]
-    for name, value in request.env.items():
-        words += ["-genv", name, value] if kind == "hydra" else ["--env", f"{name}={value}"]
     return [*words, *request.bind]
 
 
 def _openmpi(request: Request) -> list[str]:
     words = ["--host", joined(request.slots), "--map-by", "slot", "--bind-to", "none"]
-    for name, value in request.env.items():
-        words += ["-x", f"{name}={value}"]
+    for name in request.env:
+        words += ["-x", name]
     if not all(map(is_here, request.hosts)):
         for name in sorted({*request.environ, AGENT_VARIABLE}):
             if name.startswith(CARRIED) and name not in request.env:

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NoReturn
 
 from mmm.errors import LaunchError
@@ -226,6 +227,16 @@ def seconds(name: str, text: str | None) -> float | None:
     if not 0 < value < 1e9:
         raise LaunchError(f"{name} {text}: it has to be a number of seconds, greater than 0.")
     return value
+
+
+def untold(words: Sequence[str]) -> list[str]:
+    """A command line for records: the variables of `--env` are named, their values are not told."""
+    own = len(words) - len(split(words)[1])
+    shown = []
+    for before, word in pairwise(["", *words[:own]]):
+        of_env = word.removeprefix("--env=") if word.startswith("--env=") else word if before == "--env" else ""
+        shown.append(f"{word[: len(word) - len(of_env)]}{of_env.partition('=')[0]}=…" if of_env else word)
+    return [*shown, *words[own:]]
 
 
 def _variable(text: str) -> tuple[str, str]:

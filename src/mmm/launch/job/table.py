@@ -48,7 +48,11 @@ def table(plan: ClusterPlan, explain: bool = False) -> str:
             )
         )
         told = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, SITE_VARIABLE, "OMP_NUM_THREADS")
-        rows += [(name, value, why.get(name, "launch")) for name, value in plan.shared.items() if name not in told]
+        rows += [
+            (name, "…" if why.get(name) == "--env" else value, why.get(name, "launch"))
+            for name, value in plan.shared.items()
+            if name not in told
+        ]
     elif plan.settings:
         rows.append(("settings", " ".join(f"{name}={value}" for name, value in plan.settings.items()), ""))
     if plan.device_order:
