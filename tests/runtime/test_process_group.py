@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -321,3 +322,18 @@ def on_ipv6(rank):
 
 def test_a_master_address_may_be_ipv6():
     assert fork_ranks(on_ipv6, 2, timeout=PATIENCE) == [2.0, 2.0]
+
+
+def where_the_store_listens(rank, address):
+    with process_group(replace(rank, address=address), CPU, 20.0):
+        tables = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+        listening = [words[1] for words in tables if words[3] == "0A"]
+        dist.barrier()
+        return [place for place, _, port in (each.rpartition(":") for each in listening) if int(port, 16) == rank.port]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_the_store_of_a_run_on_one_host_listens_on_loopback_alone(address):
+    loopback = "0" * 24 + "01000000" if ":" in address else "0100007F"
+    assert fork_ranks(where_the_store_listens, 2, address, timeout=PATIENCE) == [[loopback]] * 2

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import signal
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -147,14 +149,41 @@ def _find_store(rank: Rank, limit: timedelta) -> dist.Store:
         _store.clear()
         if rank.address in LOOPBACK:
             check_loopback(rank.address)
-        address = f"[{rank.address}]" if ":" in (rank.address or "") else rank.address
-        url = f"tcp://{address}:{rank.port}"
-        _store[where], *_ = next(dist.rendezvous(url, rank.rank, rank.world_size, timeout=limit))
+        _store[where] = _listen_here(rank, limit) if _listens_here(rank) else _rendezvous(rank, limit)
     store = _store[where]
     store.set_timeout(limit)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return dist.PrefixStore(f"mmm/meeting/{find_meeting(store, rank)}", store)
     return store
+
+
+def _rendezvous(rank: Rank, limit: timedelta) -> dist.Store:
+    address = f"[{rank.address}]" if ":" in (rank.address or "") else rank.address
+    store, *_ = next(dist.rendezvous(f"tcp://{address}:{rank.port}", rank.rank, rank.world_size, timeout=limit))
+    return store
+
+
+def _listens_here(rank: Rank) -> bool:
+    """Whether this rank has the store, and all ranks are on its host."""
+    return rank.is_main and rank.address in LOOPBACK and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+
+
+def _listen_here(rank: Rank, limit: timedelta) -> dist.Store:
+    """The store of a run on one host: who reaches it can write to it, and PyTorch's own listens on every interface."""
+    family = socket.AF_INET6 if ":" in (rank.address or "") else socket.AF_INET
+    try:
+        server = socket.create_server((rank.address, rank.port), family=family, backlog=2048)
+    except OSError as error:
+        raise dist.DistNetworkError(f"{errno.errorcode.get(error.errno or 0, '')}: {error.strerror}") from None
+    return dist.TCPStore(
+        rank.address or "",
+        rank.port or 0,
+        rank.world_size,
+        is_master=True,
+        timeout=limit,
+        multi_tenant=True,
+        master_listen_fd=server.detach(),
+    )
 
 
 @contextlib.contextmanager
