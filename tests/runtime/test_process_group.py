@@ -326,7 +326,9 @@ def test_a_master_address_may_be_ipv6():
 
 def where_the_store_listens(rank, address):
     with process_group(replace(rank, address=address), CPU, 20.0):
-        tables = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+        tables = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
+        ]
         listening = [words[1] for words in tables if words[3] == "0A"]
         dist.barrier()
         return [place for place, _, port in (each.rpartition(":") for each in listening) if int(port, 16) == rank.port]

@@ -14,6 +14,8 @@ from mmm.contract import PORTS
 from mmm.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+MOST = 1 << 17  # hosts of a job, ranks of one, and slots: more is a slip, and would fill this host's memory
+BRACKETS = 8  # of one name
 Hosts = dict[str, int]  # name → its slots, or how often it was listed; 0: once, without a number. In the list's order
 
 
@@ -63,8 +65,21 @@ def expand(text: str) -> list[str]:
     """The hosts in Slurm's compact form, in order: `n[1-2,07],gpu3` is n1, n2, n07, gpu3. Raises `LaunchError`."""
     found: list[str] = []
     for word in _split(text):
+        if word.count("[") > BRACKETS:
+            raise LaunchError(f"host list {text[:80]!r}: {word[:40]!r} has more than {BRACKETS} brackets.")
         found += _expand_word(word, text)
+        _check_number(len(found), text)
     return found
+
+
+def _check_number(number: int, text: str) -> None:
+    if number > MOST:
+        raise LaunchError(f"host list {text[:80]!r} names more than {MOST:,} hosts.")
+
+
+def whole(text: str) -> int | None:
+    """The whole number from 0 to `MOST` that `text` is, in plain digits; None: it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and int(text) <= MOST else None
 
 
 def _split(text: str) -> Iterable[str]:
@@ -88,12 +103,14 @@ def _expand_word(word: str, text: str) -> list[str]:
         return [word]
     inside, closed, tail = rest.partition("]")
     tails = _expand_word("x" + tail, text) if tail else ["x"]  # a second bracket: rack[1-2]n[1-2]
-    found = []
+    found: list[str] = []
     for part in inside.split(","):
         low, _, high = part.partition("-")
         high = high or low
-        if not closed or not (low.isdigit() and high.isdigit()) or int(high) < int(low):
+        numbers = re.fullmatch(r"[0-9]{1,18}", low) and re.fullmatch(r"[0-9]{1,18}", high)
+        if not closed or not numbers or int(high) < int(low):
             raise LaunchError(f"host list {text!r}: [{inside}] is not a list of numbers and ranges such as [1-3,07].")
+        _check_number((len(found) + int(high) - int(low) + 1) * len(tails), text)
         found += [f"{head}{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
     return [name + t[1:] for name in found for t in tails]
 
@@ -133,9 +150,10 @@ def free_port(address: str = "127.0.0.1") -> int:
 def _slots(text: str, where: str) -> int:
     if ":" in text:
         raise LaunchError(f"{where}: an IPv6 address cannot name a host here. Write its name, or its IPv4 address.")
-    if not text.isdigit() or int(text) < 1:
-        raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 on is.")
-    return int(text)
+    slots = whole(text)
+    if not slots:
+        raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 to {MOST} is.")
+    return slots
 
 
 def _add(found: Hosts, name: str, count: int, where: str) -> None:
