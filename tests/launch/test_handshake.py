@@ -70,7 +70,26 @@ def test_who_answers_without_the_token_is_not_believed():
         thread.join()
 
 
-def test_the_first_address_that_is_of_the_run(reception):
+def test_an_address_that_refuses_at_first_is_tried_again(reception, monkeypatch):
+    tries, real = [], socket.create_connection
+
+    def refused_twice(*args, **named):
+        tries.append(args)
+        if len(tries) < 3:
+            raise ConnectionRefusedError(111, "Connection refused")
+        return real(*args, **named)
+
+    monkeypatch.setattr(socket, "create_connection", refused_twice)
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(reach([list(reception.server.getsockname())], TOKEN, 10.0)))
+    thread.start()
+    assert len(welcomed(reception)) == 1
+    thread.join()
+    assert (len(ends), len(tries)) == (1, 3)
+
+
+def test_the_first_address_that_is_of_the_run(reception, monkeypatch):
+    monkeypatch.setattr(handshake, "AGAIN", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = list(closed.getsockname())
     with pytest.raises(Lost, match=f"127.0.0.1:{nobody[1]}: Connection refused"):
@@ -84,7 +103,8 @@ def test_the_first_address_that_is_of_the_run(reception):
     assert len(ends) == 1
 
 
-def test_a_silent_address_costs_its_time_alone():
+def test_a_silent_address_costs_its_time_alone(monkeypatch):
+    monkeypatch.setattr(handshake, "AGAIN", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         with pytest.raises(Lost, match="no answer"):

@@ -23,6 +23,7 @@ from mmm.launch.control.link import Link, Lost, describe
 
 PROOF_TIMEOUT = 5.0  # s that a connection has to prove that it is of this run
 STRANGERS = 32  # connections without a proof, beyond those that are expected
+AGAIN = 3.0  # s in which an address is tried again
 SIZE = 32  # bytes of a challenge, and of a proof
 
 
@@ -174,15 +175,22 @@ class Reception:
 def reach(addresses: list[list[Any]], token: str, timeout: float) -> Link:
     """Connect to this run at the first of `addresses` where it answers.
 
+    Those that nobody answers at are tried again for `AGAIN` seconds: a name server or a network may fail for a moment.
+
     Raises:
         Lost: at none.
     """
-    tried = []
-    for host, port in addresses:
-        try:
-            return connect((host, port), token, timeout)
-        except OSError as error:
-            tried.append(f"{host}:{port}: {describe(error)}")
-        except Lost as error:
-            tried.append(f"{host}:{port}: {error}")
-    raise Lost("; ".join(tried))
+    tried: dict[str, str] = {}
+    until = time.monotonic() + AGAIN
+    while True:
+        silent = False
+        for host, port in addresses:
+            try:
+                return connect((host, port), token, timeout)
+            except OSError as error:
+                tried[f"{host}:{port}"], silent = describe(error), True
+            except Lost as error:
+                tried[f"{host}:{port}"] = str(error)
+        if not silent or time.monotonic() > until:
+            raise Lost("; ".join(f"{where}: {why}" for where, why in tried.items()))
+        time.sleep(0.2)
