@@ -77,6 +77,20 @@ def test_a_plot_list_cannot_name_files_elsewhere(tmp_path):
     assert (folder / "mine").exists()
 
 
+@pytest.mark.parametrize("linked", ["plots", "plots/mplot"])
+def test_what_is_behind_a_link_stays(tmp_path, linked):
+    """Another user may have made the folder, and a link to somebody's files in it."""
+    folder, outside = tmp_path / "run", tmp_path / "theirs"
+    (outside / "mplot").mkdir(parents=True)
+    (outside / "a.png").write_text("theirs")
+    (folder / linked).parent.mkdir(parents=True)
+    (folder / linked).symlink_to(outside)
+    (folder / "plots/files.json").write_text(json.dumps([f"{linked}/a.png"]))
+    prepare(folder, "vit", True)
+    assert (outside / "a.png").read_text() == "theirs"
+    assert (folder / "plots/files.json").exists() == (linked == "plots")
+
+
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RecordError, match=r"file is a file"):

@@ -186,13 +186,19 @@ def writable(folder: Path) -> Path:
 
 def own_files(folder: Path) -> list[Path]:
     """The files that a record may have, without the user's files and checkpoints."""
-    own = [folder / name for name in _OWN]
+    own = [folder / name for name in _OWN if _is_below(folder, name)]
     try:
         plots = json.loads((folder / PLOT_LIST).read_text())
-        own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and ".." not in Path(name).parts]
+        own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and _is_below(folder, name)]
     except (OSError, ValueError, TypeError, IndexError):
         pass  # without the list no plot counts as ours
     return own
+
+
+def _is_below(folder: Path, name: str) -> bool:
+    """Whether a file of that name would be in `folder`, by no ``..`` and no link of a folder to elsewhere."""
+    place = (folder / name).parent
+    return ".." not in Path(name).parts and place.resolve() == folder.resolve() / place.relative_to(folder)
 
 
 def _remove_record(folder: Path) -> None:
