@@ -172,7 +172,7 @@ def known_here(device: str, site: str | None, hosts: int, ranks: int, threads: i
         ConfigError: the file is wrong, or has no rate for several hosts.
     """
     path = calibrated_path()
-    if hosts == 1 and path.exists():
+    if hosts == 1 and os.path.exists(path):
         machine = load(str(path), "--machine")
     elif site is not None and site.lower() in known_machines():
         machine = load(site, "--site")

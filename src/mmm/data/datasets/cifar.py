@@ -6,6 +6,7 @@ torchvision's reader unpacks the tar.gz beside it; this one reads it in place, s
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import tarfile
 import zlib
@@ -33,10 +34,10 @@ def find(folder: Path) -> Path | None:
     cifar = import_torchvision("datasets").CIFAR10
     first = cifar.train_list[0][0]
     for place in (folder, folder / cifar.base_folder, folder / "cifar10" / cifar.base_folder):
-        if (place / first).is_file():
+        if os.path.isfile(place / first):
             return place
     for place in (folder / cifar.filename, folder / "cifar10" / cifar.filename):
-        if place.is_file():
+        if os.path.isfile(place):
             return place
     return None
 
@@ -67,7 +68,7 @@ def read(place: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _from_folder(folder: Path, wanted: dict[str, str]) -> dict[str, bytes]:
-    missing = [name for name in wanted if not (folder / name).is_file()]
+    missing = [name for name in wanted if not os.path.isfile(folder / name)]
     if missing:
         raise DataError(f"{folder} lacks {', '.join(missing)}: put all of {', '.join(wanted)} there")
     try:

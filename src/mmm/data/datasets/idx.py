@@ -13,6 +13,7 @@ costs 2 s on every rank: this one needs NumPy alone.
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from pathlib import Path
 from typing import BinaryIO
@@ -99,7 +100,7 @@ def read_folder(folder: Path) -> Arrays:
 
 
 def _file(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+    return next((path for path in (folder / name, folder / f"{name}.gz") if os.path.isfile(path)), None)
 
 
 def read(path: Path, dims: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from mmm.data.datasets.download import File, Refused, cache_folder, obtain
@@ -26,7 +27,7 @@ def shakespeare(ranks: Rank | None = None) -> Path:
         DataError: it is not in the cache, and cannot be downloaded.
     """
     home = cache_folder() / "shakespeare"
-    if not (home / FILE.name).is_file():
+    if not os.path.isfile(home / FILE.name):
         try:
             obtain(home, (FILE,), ranks)
         except Refused as refused:

@@ -132,9 +132,9 @@ def load(environ: Mapping[str, str]) -> dict[str, Site]:
     found = {}
     for place in filter(None, places):
         path = Path(place).expanduser()
-        if place not in places[:2] and not path.exists():
+        if place not in places[:2] and not os.path.exists(path):
             raise LaunchError(f"{VARIABLE} names {place}, and there is no such file or folder.")
-        for file in sorted(path.glob("*.json")) if path.is_dir() else [path] if path.exists() else []:
+        for file in sorted(path.glob("*.json")) if os.path.isdir(path) else [path] if os.path.exists(path) else []:
             site = read(file)
             found[site.name.lower()] = site
     return found

@@ -1,0 +1,50 @@
+"""A home folder that cannot be read, as on a compute node where it is not mounted: nothing that looks there fails."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.clock import PATIENCE
+
+# Root reads everything unless it gives that up.
+ORDINARY = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search"]
+LOOK = """
+import os
+from pathlib import Path
+from mmm.data.datasets import cifar, idx
+from mmm.data.datasets.download import Refused, cache_folder, obtain
+from mmm.data.datasets.shakespeare import shakespeare
+from mmm.errors import DataError
+from mmm.launch.job import sites
+from mmm.plan import machine
+
+assert not os.access(os.environ["HOME"], os.R_OK)
+assert "aurora" in sites.load(os.environ)
+assert idx.find(cache_folder(), ("mnist",)) is None
+assert cifar.find(cache_folder()) is None
+assert machine.known_here("cpu", None, 1, 1) is None
+for ask, error in ((lambda: obtain(cache_folder() / "x", ()), Refused), (shakespeare, DataError)):
+    try:
+        ask()
+    except error as refused:
+        assert "Permission denied" in str(refused), refused
+    else:
+        raise AssertionError(f"{ask} has found something")
+"""
+
+
+def test_a_home_folder_that_cannot_be_read(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0)
+    command = [*(ORDINARY if os.geteuid() == 0 else []), sys.executable, "-c", LOOK]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "MMM_"))}
+    try:
+        done = subprocess.run(
+            command, env=environ | {"HOME": str(home)}, capture_output=True, text=True, timeout=PATIENCE
+        )
+    finally:
+        home.chmod(0o700)
+    assert done.returncode == 0, done.stderr
