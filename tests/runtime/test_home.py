@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from support.clock import PATIENCE
 
 # Root reads everything unless it gives that up.
