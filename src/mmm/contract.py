@@ -262,7 +262,7 @@ def report(kind: str, text: str, exit_code: int, caught: float | None = None) ->
 # The start-up.
 
 PROC = Path("/proc")
-AHEAD = 3600.0  # s by which another host's clock may be ahead
+AHEAD = 1.0  # s; what is later is by another clock, or by this one before it was set back
 
 
 @dataclass
@@ -303,11 +303,11 @@ def started(environ: Mapping[str, str], otherwise: float) -> tuple[float, str]:
         otherwise: the time to take where neither the environment nor the system has one.
 
     Raises:
-        LaunchError: a variable's value is not a time.
+        LaunchError: a variable's value is not a time. One in the future is passed over.
     """
     for name, source in ((STARTED_VARIABLE, STARTED_VARIABLE), (BEGAN_VARIABLE, "launch")):
-        if environ.get(name):
-            return _time(name, environ[name]), source
+        if environ.get(name) and (at := _time(name, environ[name])) < time.time() + AHEAD:
+            return at, source
     return process_start() or otherwise, "process"
 
 
@@ -316,7 +316,7 @@ def _time(name: str, text: str) -> float:
         at = float(text)
     except ValueError:
         at = float("nan")
-    if not 0 < at < time.time() + AHEAD:
+    if not at > 0:
         raise LaunchError(
             f"{name}={text} in the environment is not a time in the past, in seconds since 1970: set it "
             f"with `export {name}=$(date +%s.%N)`, or unset it"

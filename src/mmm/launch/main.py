@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import resource
 import shlex
 import sys
 import time
@@ -21,6 +22,8 @@ from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split, untold
 from mmm.launch.job.target import Target
 
+LEAST_FILES = 64
+
 __all__ = ["main", "parser", "split"]
 
 
@@ -31,12 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     streams.take_any_text()
     try:
         contract.check_folder()
+        check_files()
         return _main(words, begin)
     except UserError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before there are ranks; later it is passed on to them
         return 130
+
+
+def check_files() -> None:
+    """Raises `LaunchError`: this process may not open enough files to start any rank."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < LEAST_FILES and (limit := contract.open_files()) < LEAST_FILES:
+        raise LaunchError(f"a process may have {limit} files open here, and launch needs {LEAST_FILES}: ulimit -n 1024")
 
 
 def _main(words: list[str], begin: float) -> int:

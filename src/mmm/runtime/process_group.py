@@ -55,7 +55,8 @@ def process_group(
             rank costs no waiting for ranks that another backend would never meet.
 
     Raises:
-        LaunchError: rank 0 cannot listen on MASTER_PORT. DeviceError: two ranks have one device; on every rank.
+        LaunchError: rank 0 cannot listen on MASTER_PORT, or a rank may not open enough files. DeviceError: two ranks
+            have one device; on every rank.
     """
     _free_in_time()
     free_ended_groups()
@@ -63,7 +64,26 @@ def process_group(
     # Gloo connects each rank with every other, once a group: more sockets than 1,024, which many systems begin with.
     # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
     # from those that are still connecting: barrier, then destroy, on 16 ranks failed in 4 of 30 runs, and without in 0.
-    open_files()
+    with _files(open_files()):
+        yield from _group(rank, device, limit, meet)
+
+
+@contextlib.contextmanager
+def _files(limit: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if "Too many open files" not in str(error):
+            raise
+        raise LaunchError(
+            f"a rank's groups need more than the {limit} files that a process may have open: raise it (ulimit -n), "
+            "or the system's limit"
+        ) from error
+
+
+def _group(
+    rank: Rank, device: torch.device, limit: timedelta, meet: Callable[[dist.Store], None] | None
+) -> Iterator[None]:
     options: dict = {"backend": backend_for(device), "timeout": limit}
     if device.type in ("cuda", "xpu"):
         options["device_id"] = device
