@@ -28,6 +28,8 @@ from mmm.runtime.ranks import DRY_RUN, Rank
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
 
+FULL = "Too many open files"
+
 # The groups of the last `process_group` that ended, until ranks meet again, the process forks (a fork has none of their
 # threads), or it ends (while Python does, a thread that needs its lock ends the process). DDP's reducer must not be the
 # last to let a group go: it waits for gloo's threads with Python's lock held, which a thread needs to free a tensor.
@@ -73,7 +75,7 @@ def _files(limit: int) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if "Too many open files" not in str(error):
+        if FULL not in str(error):
             raise
         raise LaunchError(
             f"a rank's groups need more than the {limit} files that a process may have open: raise it (ulimit -n), "
@@ -149,6 +151,8 @@ def _meeting(rank: Rank, limit: timedelta) -> Iterator[dist.Store]:
     try:
         yield rank.store or _find_store(rank, limit)
     except dist.DistNetworkError as error:
+        if FULL in str(error):
+            raise
         if rank.is_main and "EADDRINUSE" in str(error):
             raise LaunchError(
                 f"MASTER_PORT {rank.port} is already in use on {rank.address}: choose another port "
