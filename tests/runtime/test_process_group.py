@@ -22,7 +22,7 @@ from mmm.runtime import process_group as groups
 from mmm.runtime.clock import StepClock
 from mmm.runtime.process_group import bound_if_it_splits, gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank
-from mmm.testing import RanksFailed, fork_ranks
+from mmm.testing import fork_ranks
 from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
@@ -341,12 +341,15 @@ def test_the_store_of_a_run_on_one_host_listens_on_loopback_alone(address):
     assert fork_ranks(where_the_store_listens, 2, address, timeout=PATIENCE) == [[loopback]] * 2
 
 
-def with_too_few_files(rank):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6,) * 2)
-    with process_group(rank, CPU, 20.0):
-        return "there is a group"
+@pytest.mark.parametrize("when", ["init_process_group", "rendezvous"])
+def test_too_few_files_for_a_group(monkeypatch, when):
+    def fail(*_, **__):
+        raise dist.DistNetworkError("[enforce fail at tcp/socket.cc:24] rv != -1. socket: Too many open files")
 
-
-def test_too_few_files_for_a_group():
-    with pytest.raises(RanksFailed, match=r"a rank's groups need more than the \d+ files that a process may have open"):
-        fork_ranks(with_too_few_files, 2, timeout=PATIENCE)
+    monkeypatch.setattr(dist, when, fail)
+    rank = Rank(0, 2, 0, 2, "torchrun", "localhost.localdomain", 1)
+    with (
+        pytest.raises(LaunchError, match=r"a rank's groups need more than the \d+ files that a process may have open"),
+        process_group(rank if when == "rendezvous" else Rank(0, 1, 0, 1, "alone"), CPU, 5.0),
+    ):
+        pass
