@@ -71,9 +71,9 @@ def parallelize(mesh: Mesh, mode: FakeTensorMode) -> parallel_model.ParallelMode
     partition = partition_model(model, plan, layout, techniques, tokens)
     materialize = parallel_model.materialize
 
-    def fake(*given):
+    def fake(*given, **named):
         with mode:
-            materialize(*given)
+            materialize(*given, **named)
 
     parallel_model.materialize = fake
     return parallel_model.ParallelModel(model, plan, mesh, FP32, techniques, partition, device=CPU, seed=0)

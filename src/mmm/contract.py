@@ -38,6 +38,7 @@ PORTS = range(20_000, 32_000)  # for rank 0: below those that systems give to ou
 USER_ERROR_EXIT = 2
 LOOPBACK, LOOPBACK_TIMEOUT = ("127.0.0.1", "localhost", "::1"), 5.0  # s
 SAVED_EXIT = 75  # a rank whose run a signal has stopped, once it was saved; as EX_TEMPFAIL of sysexits.h: try again
+REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C: a terminal signals the group, launchers pass it on
 
 # What a rank's traceback says when it failed because another had gone.
 CONSEQUENCES = (
@@ -192,6 +193,7 @@ class Report:
 
     kind is "traceback" (an exception nobody caught), "user" (a `UserError`: `error: <text>` is all there is to say),
     "layout" (such a one that another number of ranks may not have) or "exit" (`sys.exit("text")`: the text as it is).
+    "saves" is no end: the rank will save its state, and then end, when somebody ends the run.
     `time` is `time.monotonic()` where it was caught.
     """
 

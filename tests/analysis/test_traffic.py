@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -24,6 +23,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
+from mmm.testing.pool import clear_sharding_cache
 from support import reference, vision
 from support.clock import PATIENCE
 from support.shards import shard_batch
@@ -58,7 +58,7 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
     """Counted and expected bytes of the third step, by axis; and what was sent in all, stated and by gloo."""
     # The ranks have had other process groups before: DTensor keeps what it has worked out for meshes that were like
     # this one, and with it the names of their groups, which are gone.
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
     layout = layout.fit(rank.world_size)
     model, mesh = build(kind), build_mesh(layout, "cpu")
     plan = PLANS[type(model)]()
@@ -145,7 +145,7 @@ def test_one_more_all_gather_is_seen(run_on_ranks):
 
 
 def pipeline_steps(rank, layout, schedule, microbatches):
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
     layout = layout.fit(rank.world_size)
     whole, mesh, plan = build("text", DEEP), build_mesh(layout, "cpu"), transformer_plan()
     parts = parts_of(whole, plan)

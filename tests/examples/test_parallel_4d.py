@@ -79,6 +79,9 @@ def test_a_layout_is_chosen_for_any_number_of_ranks(ranks, layout):
 def test_what_is_given_is_not_chosen():
     assert str(parallel_4d.Config(tpsize=2).layout(8)) == "dp4·tp2"
     assert str(parallel_4d.Config(dp_shard=4).layout(4)) == "dp4"
+    assert str(parallel_4d.Config(pp=1, cp=1, tpsize=1).layout(4)) == "dp4"  # as far as they are the defaults, too
+    assert str(parallel_4d.Config(tpsize=1).layout(4)) == "dp4"
+    assert str(parallel_4d.Config(dp_shard=-1).layout(4)) == "dp4"
 
 
 @pytest.mark.parametrize(

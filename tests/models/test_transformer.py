@@ -20,6 +20,7 @@ from mmm.models.transformer import (
     rotate,
     takes_grouped_heads,
 )
+from mmm.parallel.context import block_attention
 
 SMALL = TransformerConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=48)
 
@@ -153,7 +154,7 @@ def test_a_scaling_that_is_refused(given, words):
 @pytest.mark.parametrize("grouped", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     """Documents in one sequence are computed as each alone; positions begin anew with each."""
-    monkeypatch.setattr("mmm.models.transformer.CPU_TAKES_GROUPED_HEADS", grouped)
+    monkeypatch.setattr("mmm.models.transformer.takes_grouped_heads", lambda _: grouped)  # on CPU they are
     x, begins = tokens(), [[0, 5, 6, 12], [0, 12]]  # of sample 0 three documents, of sample 1 one
     starts = torch.tensor([[0] * 5 + [5] + [6] * 6, [0] * 12])
     together = model(x, document_starts=starts)
@@ -271,17 +272,23 @@ def test_sizes_that_do_not_fit(changes, words):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "there"),
+    ("device", "dtype", "head_dim", "major", "there"),
     [
-        ("cpu", torch.float32, 64, True),
-        ("cuda", torch.bfloat16, 64, True),
-        ("cuda", torch.bfloat16, 512, False),
-        ("cuda", torch.float32, 64, False),
-        ("xpu", torch.bfloat16, 64, False),
-        ("mps", torch.float32, 64, False),
+        ("cpu", torch.float32, 64, 0, True),
+        ("cuda", torch.bfloat16, 64, 8, True),
+        ("cuda", torch.float16, 64, 9, True),
+        ("cuda", torch.float16, 64, 7, False),  # V100
+        ("cuda", torch.bfloat16, 512, 8, False),
+        ("cuda", torch.float32, 64, 8, False),
+        ("xpu", torch.bfloat16, 64, 0, False),
+        ("mps", torch.float32, 64, 0, False),
     ],
 )
-def test_where_heads_are_grouped_by_the_kernel(monkeypatch, device, dtype, head_dim, there):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=8))
+def test_where_flash_attention_is_and_heads_are_grouped_by_the_kernel(
+    monkeypatch, device, dtype, head_dim, major, there
+):
+    """The Transformer's attention and context parallelism's blocks ask alike."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
     q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, 8, head_dim))
-    assert takes_grouped_heads(q) == (there and (device != "cpu" or torch.__version__ >= "2.9"))
+    assert takes_grouped_heads(q) == there
+    assert block_attention._has_flash(q) == (there and device == "cuda")

@@ -2,13 +2,17 @@
 that is not used has the gradient zero."""
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from mmm.errors import LayoutError
 from mmm.parallel import Layout, Plan, sync_gradients
+from mmm.parallel.data.unit_order import groups_of
 from mmm.runtime.log import get_logger
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
@@ -182,3 +186,27 @@ class Gate(nn.Module):
 @pytest.mark.parametrize("technique", ["ddp", "zero2", "fsdp"])
 def test_a_rank_that_uses_no_parameter_at_all(run_on_ranks, technique):
     assert max(run_on_ranks(only_inputs, RANKS, technique)) < 1e-13
+
+
+def ended_twice(rank):
+    """Reductions of the units' gradients in a backward, and in a second end of each unit."""
+    plan = Plan({}, fsdp_units=(("common", "head"), "left", "right", "never"))
+    model, x = build(Net, Layout(dp_shard=RANKS), plan), next(batches())
+    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    groups = {id(group): group for unit in units for group in groups_of(unit)}.values()
+    calls = []
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", counted(calls)):
+        for _ in range(2):  # it is reduced again in the next backward
+            model(own(x, rank.rank, RANKS)).square().sum().backward()
+        first = len(calls)
+        for group in groups:
+            group.post_backward()
+    return len(groups), first, len(calls) - first
+
+
+def counted(calls, reduce=_fsdp_param_group.foreach_reduce):
+    return lambda *given, **named: calls.append(1) or reduce(*given, **named)
+
+
+def test_a_unit_that_ends_twice_is_reduced_once(run_on_ranks):
+    assert run_on_ranks(ended_twice, RANKS) == [(4, 8, 0)] * RANKS

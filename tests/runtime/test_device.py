@@ -107,24 +107,18 @@ def test_float64_everywhere_but_on_mps():
 
 
 def test_an_accelerators_backend_alone():
-    """PyTorch 2.8 and 2.9 refuse `cpu:gloo,cuda:nccl` for the groups of a mesh; gloo would connect all ranks to all."""
+    """gloo beside it would connect all ranks to all."""
     assert devices.backend_for(torch.device("cuda")) == "nccl"
     assert devices.backend_for(torch.device("cpu")) == "gloo"
 
 
 def test_intel_backend(monkeypatch):
-    """PyTorch's own xccl first, then Intel's bindings, else a clear word."""
     xpu = torch.device("xpu")
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True)
     assert devices.backend_for(xpu) == "xccl"
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
-    with pytest.raises(DeviceError, match="oneccl-bindings-for-pytorch is not installed"):
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False)
+    with pytest.raises(DeviceError, match="no xccl backend"):
         devices.backend_for(xpu)
-    imported = []
-    monkeypatch.setattr(devices, "_installed", lambda package: True)
-    monkeypatch.setattr(devices.importlib, "import_module", imported.append)
-    assert devices.backend_for(xpu) == "ccl"
-    assert imported == ["oneccl_bindings_for_pytorch"]
 
 
 class Properties:

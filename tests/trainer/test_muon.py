@@ -63,7 +63,6 @@ def test_a_step_is_the_written_out_one():
     assert torch.equal(rest, theirs)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch has it from 2.9 on")
 def test_it_is_pytorchs_up_to_bfloat16():
     start = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())

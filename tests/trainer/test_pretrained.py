@@ -134,6 +134,7 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
         ({"dim": 64}, "has dim 32, and the flags say 64"),
         ({"vocab_size": 80}, "has vocab_size 67, and the flags say 80"),
         ({"preset": "debug"}, "--preset debug and --init_from"),
+        ({"preset": "small"}, "--preset small and --init_from"),  # also the one that stands where none is given
         ({"prompt": "Zoë"}, "--prompt: character 'ë' is not among the"),
         ({"prompt": "x" * 25}, "--prompt has 25 tokens, and the model's block 24: shorten it"),
         ({"prompt": None}, "--sample_tokens 30 without --prompt: no text is sampled"),

@@ -530,3 +530,23 @@ def test_sigterm_after_another_ranks_failure_saves_nothing(monkeypatch):
         assert wish.came == signal.SIGUSR1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_ctrl_c_does_what_the_first_did_before(monkeypatch, capfd):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr("mmm.runtime.stop.REPEAT", 0.2)
+    try:
+        with stop_signal() as wish:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # the same, passed on by a launcher
+            assert wish.came == signal.SIGINT
+            time.sleep(0.3)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err.count("Ctrl-C again ends it at once") == 1
+        assert signal.signal(signal.SIGINT, signal.SIG_IGN) == signal.default_int_handler
+        with stop_signal() as wish:  # a script's `program &`
+            signal.raise_signal(signal.SIGINT)
+        assert wish.came is None
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -6,15 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import mmm.history
+from mmm.contract import REPEAT
 from mmm.history.resume import marks_of
 from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.resuming import curve, tensors
+from support.signals import as_from_a_terminal
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 RUN = "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu"
@@ -103,3 +106,85 @@ def test_random_kills(tmp_path, mode):
     assert found["wrong"] == []
     assert found["kills"] > 0
     assert found["most_steps_lost"] <= found["every"] * {"async": 2, "blocking": 1}[mode]
+
+
+CTRL_C = """
+import os, time
+from mmm.trainer.flags import run_main
+from mmm.trainer import lm, loop
+from mmm.trainer.options import parse
+
+def seed_step(seed, step, coordinate, real=loop.seed_step):
+    if step == 2 and not os.path.exists("again"):
+        open("at-" + os.environ.get("RANK", "0"), "w").close()
+        time.sleep(SLEEP)
+    real(seed, step, coordinate)
+
+loop.seed_step = seed_step
+run_main(lambda: lm.train(parse(lm.Config, "")))
+"""
+INTERRUPTED = "--preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --eval_every 0 "
+INTERRUPTED += "--max_iters 4 --no-plots --outdir run"
+
+
+def started(launcher, how, sleep, flags=INTERRUPTED):
+    """A run whose third step takes `sleep` seconds, in that step."""
+    (launcher.folder / "slow.py").write_text(CTRL_C.replace("SLEEP", str(sleep)))
+    words, ranks = ["slow.py", *flags.split()], 1 if how == "alone" else 2
+    if how == "alone":
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=launcher.folder,
+            env=launcher.environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=as_from_a_terminal(),
+        )
+        launcher.process = process
+    else:
+        hosts = launcher.on_hosts("host") if how == "hosts" else []
+        process = launcher.start(*hosts, "-n", "2", "--device", "cpu", "python3", *words)
+    launcher.wait_for(*(f"at-{rank}" for rank in range(ranks)))
+    return process
+
+
+ALONE_LAUNCHED = pytest.mark.parametrize("how", ["alone", "launch", pytest.param("hosts", marks=pytest.mark.long)])
+
+
+@ALONE_LAUNCHED
+def test_ctrl_c_saves(launcher, how):
+    """The step takes longer than launch gives ranks that save nothing."""
+    process = started(launcher, how, 1.5, f"{INTERRUPTED} --checkpoint_every 100")
+    os.killpg(process.pid, signal.SIGINT) if how == "alone" else process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == (75 if how == "alone" else 130), out + err
+    words = "Ctrl-C again ends it at once" if how == "alone" else "once they have saved (Ctrl-C again: at once)"
+    assert err.count(words) == 1
+    assert "stopped by a signal after 3 steps, and saved: the same command with --resume auto goes on from there" in out
+    assert os.listdir(launcher.folder / "run/checkpoints") == ["step-3"]
+    assert mmm.history.load(launcher.folder / "run").attrs["state"] == "interrupted"
+
+
+@pytest.mark.long
+@ALONE_LAUNCHED
+def test_a_second_ctrl_c_ends_at_once(launcher, how):
+    process = started(launcher, how, 90, f"{INTERRUPTED} --checkpoint_every 100")
+    process.send_signal(signal.SIGINT)
+    time.sleep(2 * REPEAT)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == (-signal.SIGINT if how == "alone" else 130), out + err
+    assert not list(launcher.folder.glob("run/checkpoints/step-*"))
+
+
+@pytest.mark.long
+@ALONE_LAUNCHED
+def test_ctrl_c_without_checkpoints_ends_as_any_program(launcher, how):
+    process = started(launcher, how, 90)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == (-signal.SIGINT if how == "alone" else 130), out + err
+    assert err.count("Traceback") == (how == "alone")

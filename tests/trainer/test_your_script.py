@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.errors import DataError
+from mmm.errors import ConfigError, DataError
 from support.clock import PATIENCE
 from support.pool import program_on
 
@@ -90,6 +90,27 @@ def test_data_that_ends_before_the_steps_is_said(script, tmp_path):
         denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path / "out"))
     torch.distributed.destroy_process_group()  # a run that does not end leaves it
     assert len(mmm.history.load(tmp_path / "out").loss) == 2
+
+
+def test_a_step_that_was_not_logged_is_said(script, tmp_path):
+    denoise = load(script)
+    with (
+        patch("mmm.trainer.steps.Step.log", lambda *_: None),
+        pytest.raises(ConfigError, match=r"step 0 ended without step\.log\(loss\)"),
+    ):
+        denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path / "out"))
+    torch.distributed.destroy_process_group()
+
+
+def test_no_batch_to_evaluate_on_is_said(script, tmp_path):
+    denoise = load(script)
+    evaluate = denoise.evaluate
+    with (
+        patch.object(denoise, "evaluate", lambda run, batches, loss: evaluate(run, iter(()), loss)),
+        pytest.raises(DataError, match="there is no batch to evaluate on"),
+    ):
+        denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path / "out"))
+    torch.distributed.destroy_process_group()
 
 
 def test_plain_pytorch_reads_its_model(script, alone):

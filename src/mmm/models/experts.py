@@ -48,8 +48,8 @@ def to_host_list(counts: Tensor, total: int) -> list[int]:
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch multiplies the rows of each expert by its own matrix in one kernel: from 2.10 on, in bf16, on
-    CUDA. On other devices its function is a loop that reads the offsets on the host.
+    """Whether PyTorch multiplies the rows of each expert by its own matrix in one kernel: in bf16, on CUDA. On other
+    devices its function is a loop that reads the offsets on the host.
 
     Args:
         x: (rows, dim). weight: (experts, hidden, dim). Rows of both have to be multiples of 16 bytes.
@@ -57,7 +57,7 @@ def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
     fits = len(x) > 0 and all(size % 8 == 0 for size in weight.shape[1:])
     if x.device.type != "cuda" or {x.dtype, weight.dtype} != {torch.bfloat16} or not fits or torch.version.hip:
         return False
-    return hasattr(F, "grouped_mm") and torch.cuda.get_device_properties(x.device).major >= 8
+    return torch.cuda.get_device_properties(x.device).major >= 8
 
 
 def expert_forward(

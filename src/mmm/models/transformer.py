@@ -167,22 +167,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
 
 
-CPU_TAKES_GROUPED_HEADS = torch.__version__ >= "2.9"
+def cuda_has_flash(q: Tensor) -> bool:
+    """Whether PyTorch has flash attention for heads such as q's, (…, head_dim), on its device: CUDA from compute
+    capability 8.0 on (so not on a V100), in half precision, head_dim up to 256."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256:
+        return False
+    return torch.cuda.get_device_properties(q.device).major >= 8
 
 
 def takes_grouped_heads(q: Tensor) -> bool:
     """Whether PyTorch trains fewer heads of k and v than of q by a fused kernel. Elsewhere ``enable_gqa`` repeats them
     and computes all scores, and repeated heads with a fused kernel are better.
 
-    CUDA: flash attention alone does, in half precision. CPU: from PyTorch 2.9 on. XPU: without gradients only.
+    CUDA: flash attention alone does. CPU: yes. XPU: without gradients only.
 
     Args:
         q: (batch, heads, seq, head_dim).
     """
-    if q.device.type == "cuda":
-        half = q.dtype in (torch.bfloat16, torch.float16)
-        return half and q.shape[-1] <= 256 and torch.cuda.get_device_properties(q.device).major >= 8
-    return q.device.type == "cpu" and CPU_TAKES_GROUPED_HEADS
+    return q.device.type == "cpu" or cuda_has_flash(q)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:

@@ -231,7 +231,7 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 def meshes_made_once() -> Iterator[None]:
     """Inside, PyTorch makes the same mesh once. Each has a list of all ranks, 4 MB on 100,000, and FSDP makes two a
     parameter: the one axis of HSDP's that it shards over, and its mesh joined with that of tp."""
-    originals = {name: vars(DeviceMesh)[name] for name in ("__getitem__", "_concatenate") if name in vars(DeviceMesh)}
+    originals = {name: vars(DeviceMesh)[name] for name in ("__getitem__", "_concatenate")}
     made: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
 
     def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
@@ -246,8 +246,7 @@ def meshes_made_once() -> Iterator[None]:
 
     try:
         DeviceMesh.__getitem__ = once(DeviceMesh.__getitem__)  # type: ignore[method-assign]
-        if "_concatenate" in originals:  # PyTorch 2.8 has none
-            DeviceMesh._concatenate = staticmethod(once(DeviceMesh._concatenate))  # type: ignore
+        DeviceMesh._concatenate = staticmethod(once(DeviceMesh._concatenate))  # type: ignore
         yield
     finally:
         for name, original in originals.items():

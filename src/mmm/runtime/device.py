@@ -1,13 +1,10 @@
 """Which device this rank computes on, which backend its collectives use, and which data types are real there.
 
-Intel GPUs: PyTorch's own ``torch.xpu`` comes first. intel-extension-for-pytorch and oneccl-bindings-for-pytorch are
-looked for only where an older PyTorch has no XPU or no xccl of its own.
+Intel GPUs: PyTorch's own ``torch.xpu`` and its xccl backend.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,25 +21,12 @@ from mmm.runtime.ranks import Rank
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _xpu_available() -> bool:
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        return True
-    if _installed("intel_extension_for_pytorch"):
-        importlib.import_module("intel_extension_for_pytorch")  # registers torch.xpu on older builds
-        return bool(torch.xpu.is_available())
-    return False
-
-
 def is_available(kind: str) -> bool:
     """Whether this PyTorch can compute on devices of that kind here."""
     if kind == "cuda":
         return torch.cuda.is_available()
     if kind == "xpu":
-        return _xpu_available()
+        return torch.xpu.is_available()
     if kind == "mps":
         return torch.backends.mps.is_available()
     return kind == "cpu"
@@ -100,21 +84,18 @@ def identity(device: torch.device) -> str:
 
 
 def backend_for(device: torch.device) -> str:
-    """The process-group backend: nccl, xccl (or Intel's older ccl), gloo.
+    """The process-group backend: nccl, xccl, gloo.
 
-    An accelerator's alone: groups of meshes do not take two before PyTorch 2.10, and gloo connects all ranks to all.
+    An accelerator's alone, without gloo beside it, which connects all ranks to all.
     """
     if device.type == "cuda":
         return "nccl"
     if device.type == "xpu":
-        if getattr(dist, "is_xccl_available", lambda: False)():
+        if dist.is_xccl_available():
             return "xccl"
-        if _installed("oneccl_bindings_for_pytorch"):
-            importlib.import_module("oneccl_bindings_for_pytorch")  # registers the ccl backend
-            return "ccl"
         raise DeviceError(
-            "this PyTorch has no xccl backend and oneccl-bindings-for-pytorch is not installed: collectives between "
-            "Intel GPUs need one of them (docs/install.md)"
+            "this PyTorch has no xccl backend, which collectives between Intel GPUs need: use a build of PyTorch for "
+            "XPU (docs/install.md)"
         )
     return "gloo"
 
@@ -213,14 +194,9 @@ def _float32_flags() -> list[tuple[Callable[[], Any], Callable[[Any], None], Any
     Both generations, in this order: PyTorch's own readers of an older flag fail where only the newer one was set, and
     an older one changes the newer ones.
     """
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    owners: list[tuple[Any, str, Any]] = [(cudnn, "allow_tf32", False)]
-    for owner in (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul):  # since PyTorch 2.9
-        try:
-            if owner is not None and owner.fp32_precision:
-                owners.append((owner, "fp32_precision", "ieee"))
-        except AttributeError:
-            continue
+    cudnn: Any = torch.backends.cudnn
+    newer = [(owner, "fp32_precision", "ieee") for owner in (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)]
+    owners: list[tuple[Any, str, Any]] = [(cudnn, "allow_tf32", False), *newer]
     flags = [(partial(getattr, owner, name), partial(setattr, owner, name), value) for owner, name, value in owners]
     products = (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
     return [flags[0], products, *flags[1:]]

@@ -216,7 +216,7 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
 
     The groups of a `DeviceMesh` are made without one, and do not take over the default group's. Afterwards PyTorch can
     change it for gloo and nccl alone: those of xccl would wait half an hour. Options by axis (``backend_override``) are
-    newer than the oldest PyTorch that is supported.
+    of another class for each backend.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_timeout

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from mmm.runtime.failure import first_failure
+from mmm.contract import REPEAT, attached, report
+from mmm.runtime.failure import first_failure, rank
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+INTERRUPTED = b"\nCtrl-C: the run ends when the step is over and saved; Ctrl-C again ends it at once\n"
 
 
 class StopSignal:
@@ -23,15 +26,25 @@ class StopSignal:
 
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Inside, SIGTERM and SIGUSR1 only note that they have come: a scheduler sends the first some time before SIGKILL,
-    and `launch --signal USR1@60` the second.
+    """Inside, SIGINT, SIGTERM and SIGUSR1 only note that they have come: Ctrl-C sends the first, a scheduler the second
+    some time before SIGKILL, and `launch --signal USR1@60` the third.
 
-    Where launch ends the ranks because one has failed, SIGTERM does what it did before: no other step can be made.
+    A second SIGINT does what the first did before. So does SIGTERM where launch ends the ranks because one has failed:
+    no other step can be made. A SIGINT that is ignored (a script's `program &`) stays so.
     """
-    wish, before = StopSignal(), dict[int, Any]()
+    wish, before, owner = StopSignal(), dict[int, Any](), os.getpid()
+    interrupted: float | None = None
 
     def note(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGTERM or not first_failure():
+        nonlocal interrupted
+        again = False
+        if number == signal.SIGINT and interrupted is not None:
+            again = time.monotonic() - interrupted > REPEAT
+        elif number == signal.SIGINT:
+            interrupted = time.monotonic()
+            if rank() == 0 and not attached() and os.getpid() == owner:  # launch says it; data loaders inherit this
+                os.write(2, INTERRUPTED)  # print may be what the signal has come into
+        if not again and (number == signal.SIGUSR1 or not first_failure()):
             wish.came = wish.came or signal.Signals(number)
         elif callable(before[number]):
             before[number](number, frame)
@@ -40,7 +53,10 @@ def stop_signal() -> Iterator[StopSignal]:
             os.kill(os.getpid(), number)
 
     if threading.current_thread() is threading.main_thread():
-        before.update({number: signal.signal(number, note) for number in STOPPING})
+        for stopping in STOPPING:
+            if stopping != signal.SIGINT or signal.getsignal(stopping) != signal.SIG_IGN:
+                before[stopping] = signal.signal(stopping, note)
+        report("saves", "", 0)
     try:
         yield wish
     finally:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-from torch.distributed.tensor import DTensor, _redistribute, debug
+from torch.distributed.tensor import _redistribute, debug
 
 from mmm.launch.job.hosts import free_port
 from mmm.runtime.process_group import free_ended_groups, process_group
@@ -115,13 +115,19 @@ def _call_in_group(rank: Rank, timeout: float, job: bytes, caches: list[Any]) ->
         result = _call(rank, job)
         dist.barrier()  # a rank that leaves while another still connects ends that one's start
     # DTensor keeps what it has found for a mesh, with the names of groups that are gone after a call.
-    if hasattr(debug, "_clear_sharding_prop_cache"):
-        debug._clear_sharding_prop_cache()
-    else:  # PyTorch 2.8
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear_sharding_cache()
     _release_groups(caches)
     free_ended_groups()
     return result
+
+
+def clear_sharding_cache() -> None:
+    """Have DTensor forget how it has sharded operators. Newer versions of PyTorch have one function for its two caches;
+    2.10 has one for each."""
+    both = getattr(debug, "_clear_sharding_prop_cache", None)
+    each = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
+    for clear in [both] if both else [getattr(debug, name) for name in each]:
+        clear()
 
 
 def _caches() -> list[Any]:
@@ -140,8 +146,7 @@ def _release_groups(caches: list[Any]) -> None:
     Args:
         caches: those from before the fork, which the collector does not look at here.
     """
-    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # PyTorch 2.10
-        _redistribute.clear_redistribute_planner_cache()
+    _redistribute.clear_redistribute_planner_cache()
     for cache in (*caches, *_caches()):
         cache.cache_clear()
     gc.collect()

@@ -217,8 +217,11 @@ class Checkpoints:
 
     def stop(self, done: int) -> NoReturn:
         """End the run, which is saved as of so many steps. A collective."""
-        complete = self.wait()
-        self.run.note(f"stopped by a signal after {done} steps{', and saved' if complete else ''}")
+        complete, saved = self.wait(), ""
+        if complete and self.saver is not None:
+            where = self.saver.folder.parent if self.run.options.outdir is None else "auto"
+            saved = f", and saved: the same command with --resume {where} goes on from there"
+        self.run.note(f"stopped by a signal after {done} steps{saved}")
         raise SystemExit(SAVED_EXIT if complete else 1)
 
     def wait(self) -> bool:

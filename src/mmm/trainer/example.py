@@ -45,9 +45,14 @@ class FourAxesOptions(TextExampleOptions):
     NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "microbatches": PIPELINE}
     model: str = "transformer"
     """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.fsdp."""
-    pp: int = 1
-    dp_shard: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = -1
-    cp: int = 1
+    pp: int | None = None
+    """Ranks along pp. Where no axis has a size, each in turn gets 2 ranks, as long as they divide; else 1."""
+    dp_shard: Annotated[int | None, tyro.conf.arg(aliases=["--dp"])] = None
+    """Data-parallel ranks. Default, and -1: all that the other axes leave."""
+    cp: int | None = None
+    """Ranks along cp. Default: as of --pp."""
+    tpsize: Annotated[int | None, tyro.conf.arg(aliases=["--tp"])] = None  # type: ignore[assignment]
+    """Ranks along tp. Default: as of --pp."""
     schedule: Literal["GPipe", "1F1B"] | None = None
     microbatches: int | None = None
     """Parts that a batch goes through the stages in. Default: pp."""
@@ -63,7 +68,9 @@ class FourAxesOptions(TextExampleOptions):
     def axes(self, ranks: int) -> dict[str, int]:
         if self.model != "transformer":
             raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp")
-        sizes = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
+        asked = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
+        unset = {"pp": 1, "dp_shard": -1, "cp": 1, "tp": 1}
+        sizes = {axis: unset[axis] if size is None else size for axis, size in asked.items()}
         if not self.chooses():
             return sizes
         for place, axis in enumerate(("pp", "tp", "dp_shard", "cp"), start=1):
@@ -72,7 +79,7 @@ class FourAxesOptions(TextExampleOptions):
         return sizes
 
     def chooses(self) -> bool:
-        return (self.pp, self.dp_shard, self.cp, self.tpsize) == (1, -1, 1, 1)
+        return all(size is None for size in (self.pp, self.dp_shard, self.cp, self.tpsize))
 
     def note_choice(self, run: Run) -> None:
         """Say which layout was chosen."""

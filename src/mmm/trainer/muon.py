@@ -10,7 +10,7 @@ matrix products alone. It needs the full matrix, of which a rank has a shard::
 
 The update has the root mean square of one of AdamW, so that learning rate and weight decay are the same for both.
 
-``torch.optim.Muon`` (from 2.9 on) iterates in bfloat16, in which the last bits of a sum, and so the mesh, would show.
+``torch.optim.Muon`` iterates in bfloat16, in which the last bits of a sum, and so the mesh, would show.
 Here it is the dtype of the weights.
 
 Sources: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is scalable

@@ -12,7 +12,7 @@ from mmm.data.tokenizer import Tokenizer, tokenizer_of
 from mmm.errors import CheckpointError, ConfigError
 from mmm.models.experts import has_experts
 from mmm.models.rope import RopeScaling
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.models.weights import Init
 from mmm.parallel import Layout, Techniques, build_mesh, partition_model
 from mmm.parallel.local import local_box, to_local
@@ -22,7 +22,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
 from mmm.trainer.run import Run
-from mmm.trainer.text import ModelOptions
+from mmm.trainer.text import ModelOptions, Preset, TransformerOptions
 
 # Sizes that the weights decide. The others (epsilon, rotary positions) change no shape.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "n_experts", "tie_word_embeddings")
@@ -106,6 +106,8 @@ def load_weights(rank: Rank, model: ParallelModel, weights: Weights) -> None:
 class PretrainedOptions(ModelOptions):
     """Where a model's sizes and first weights come from."""
 
+    preset: Preset | None = None  # type: ignore[assignment]
+    """Sizes to start from; the flags below change single ones. Default: small, or those of --init_from."""
     init_from: Path | None = None
     """Start from these weights, in place of drawn ones: a folder of safetensors and config.json, a GGUF file, a
     checkpoint of `mmm import`, or a run's folder. Sizes are theirs, and so is the tokenizer where nothing else says."""
@@ -126,9 +128,12 @@ class PretrainedOptions(ModelOptions):
     def base_config(self) -> TransformerConfig:
         weights = self.weights()
         if weights is None:
-            return super().base_config()
-        if self.preset != PretrainedOptions.preset:
-            raise ConfigError(f"--preset {self.preset} and --init_from {self.init_from} contradict each other")
+            return PRESETS[self.preset or TransformerOptions.preset]
+        if self.preset is not None:
+            raise ConfigError(
+                f"--preset {self.preset} and --init_from {self.init_from} contradict each other: sizes are those of "
+                "the weights; leave one out"
+            )
         return config_of(weights)
 
     def model_config(self, default_vocab: int | None = None) -> TransformerConfig:

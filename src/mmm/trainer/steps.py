@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.errors import DataError
+from mmm.errors import ConfigError, DataError
 from mmm.models.cnn import CNN
 from mmm.models.experts import has_experts
 from mmm.models.transformer import Transformer
@@ -87,7 +87,12 @@ class Step:
 
     @property
     def local_loss(self) -> Tensor:
-        """This rank's, once `log` has been called: on the device."""
+        """This rank's, once `log` has been called: on the device. A ConfigError before."""
+        if not self._losses:
+            raise ConfigError(
+                f"step {self.number} ended without step.log(loss): the body of the loop calls it once the forward is "
+                "over, with this rank's part of the loss"
+            )
         return sum(self._losses[1:], self._losses[0])
 
     def log(self, loss: Tensor) -> None:
@@ -122,6 +127,7 @@ def train_steps(
         depth: as of `Run.row`.
 
     Raises:
+        ConfigError: the body has not called `Step.log`.
         DataError: there are fewer batches than steps.
         DivergedError: a loss that is not finite, on every rank.
     """
@@ -168,8 +174,16 @@ def evaluate(run: Run, batches: Iterable[Any], local_loss: Callable[[Any], Tenso
 
     Args:
         batches: of this rank, each of which `local_loss` gets `on_device`, and gives this rank's part of the loss for.
+
+    Raises:
+        DataError: there is none.
     """
     losses = [detached(local_loss(on_device(run, batch))) for batch in batches]
+    if not losses:
+        raise DataError(
+            "there is no batch to evaluate on: the data held out are fewer than a batch, or the iterator over them has "
+            "been used up; give it a loader that begins anew each time"
+        )
     return run.global_sum(sum(losses[1:], losses[0])) / len(losses)
 
 

@@ -176,9 +176,8 @@ class Controller(RunControl):
         del self.connections[agent.link.fileno()]
         agent.link.close()
         if not self.connections and (self.under_way or self.exit_code is not None):
-            self.stop_launcher_at = time.monotonic() + (
-                LAUNCHER_END if self.exit_code is not None else LAUNCHER_LINGERS
-            )
+            left = LAUNCHER_END if self.exit_code is not None else LAUNCHER_LINGERS
+            self.stop_launcher_at = time.monotonic() + left
 
     def on_hello(self, agent: RemoteAgent, message: Message) -> None:
         """A new agent names itself."""
@@ -243,8 +242,9 @@ class Controller(RunControl):
                 f"{signal_name(number)} came to the ranks on {agent.host}, and not from launch: the scheduler, or "
                 f"{self.plan.launcher}, ends the run"
             )
-            first = Failure(min(agent.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True)
-            self.failures.append(first)
+            self.failures.append(Failure(min(agent.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True))
+        elif "saves" in message:
+            self.saves = True
         elif "stacks" in message:
             self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
             self.silent.discard(agent.index)

@@ -214,7 +214,7 @@ class ElasticController(Controller):
         self.total, self.places = ranks, self.free()[:ranks]
         self.failures, self.ended, self.first, self.verdict = [], set(), None, ""
         self.decide_at = self.kill_at = self.grace = self.ask_at = self.drop_at = None
-        self.again, self.under_way = False, True
+        self.again, self.under_way, self.saves = False, True, False
         if self.output is not None:
             self.output.last = time.monotonic()
         by_host: dict[int, list[int]] = {}

@@ -2,6 +2,7 @@
 
     launch ◀ hello    go: what to run ▶    signal, kill ▶
            ◀ failure, ended: a rank's    ◀ interrupted: a signal that launch has not sent    ◀ bye
+           ◀ saves: ranks save when somebody ends the run
 
 Both ends have proven that they are of the run (`handshake`), and every line begins with a MAC of its place and content:
 what somebody else puts on the connection, leaves out or repeats ends it. Both ends have the kernel ask whether the

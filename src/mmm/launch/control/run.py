@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from mmm.contract import ENDING
+from mmm.contract import ENDING, REPEAT
 from mmm.launch.control import failures, stacks
 from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
@@ -18,7 +18,7 @@ from mmm.launch.control.wire import PASSED_ON
 from mmm.launch.job.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
-REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C
+SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise
 
 
 class RunControl(ABC):
@@ -35,6 +35,7 @@ class RunControl(ABC):
         self.kill_at: float | None = None
         self.grace: float | None = None  # s, of the signal that ends the ranks; None: GRACE
         self.after_failure: float | None = None  # s, the same of those that are left when one has failed
+        self.saves = False  # ranks have said that they save when somebody ends the run
         self.interrupted_at = -REPEAT
         self.again = False  # a new start may help: no signal, no user's mistake
         self.attempts_left = 0  # how often --retries may start it after this one
@@ -131,7 +132,7 @@ class RunControl(ABC):
         self.exit_code, self.decide_at = first.exit_code, None
         self.again = first.again and not self.signalled
         failures.tell(first, self.failures)
-        self.grace = self.limits.grace if first.final else self.after_failure
+        self.grace = self.grace_to_save() if first.final else self.after_failure
         self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
 
     def end(self, number: int, verdict: str = "") -> None:
@@ -218,9 +219,14 @@ class RunControl(ABC):
         if self.exit_code is None:
             self.exit_code = 128 + number
             self.decide_at = None
-            say(f"launch: {signal_name(number)}: ending {self.left()}")
-            self.grace = self.limits.grace if number == signal.SIGTERM else None
+            saving = ", once they have saved (Ctrl-C again: at once)" if self.saves and number == signal.SIGINT else ""
+            say(f"launch: {signal_name(number)}: ending {self.left()}{saving}")
+            self.grace = None if number == signal.SIGHUP else self.grace_to_save()
             self.end(number)
+
+    def grace_to_save(self) -> float | None:
+        """Seconds, where somebody ends the run."""
+        return self.limits.grace or (SAVING if self.saves else None)
 
     def stop(self) -> None:
         """Ctrl-Z: stop launch, until it is continued."""

@@ -85,8 +85,13 @@ class Supervisor(RunControl):
         with contextlib.suppress(BlockingIOError):
             while True:
                 report = Report.loads(self.server.reports.recv(SOCKET_BUFFER))
-                if not any(f.report and f.rank == report.rank for f in self.failures):
+                if report.kind == "saves":
+                    self.on_saves()
+                elif not any(f.report and f.rank == report.rank for f in self.failures):
                     self.failures.append(Failure.reported(report, self.host))
+
+    def on_saves(self) -> None:
+        self.saves = True
 
     def on_status(self, status: Status) -> None:
         if status.code is None:

@@ -80,6 +80,11 @@ class Entry(Supervisor):
         elif "signal" in message:
             self.forward_signal(message["signal"])
 
+    def on_saves(self) -> None:
+        if not self.saves:
+            self.tell({"saves": True})
+        super().on_saves()
+
     def on_status(self, status: Status) -> None:
         super().on_status(status)
         if status.code is not None:
@@ -128,6 +133,7 @@ class Entry(Supervisor):
         if self.exit_code is None:
             self.exit_code = 0
             self.tell({"interrupted": number})
+            self.grace = self.grace_to_save()
             self.end(number)
 
     def finish(self) -> int:

@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--grace",
         metavar="S",
-        help="seconds that ranks have to save when launch is told to end by SIGTERM (default: 1)",
+        help="seconds that ranks have to save when Ctrl-C or SIGTERM ends launch (default: 60 if they save, else 1)",
     )
     made.add_argument("--dry-run", action="store_true", help="print what would be started and why, and start nothing")
     made.add_argument("--explain", action="store_true", help="as --dry-run, and where every detected value came from")

@@ -25,7 +25,7 @@ class Limits:
     signal: int | None = None
     signal_at: float = 0.0  # time.time()
     job_end: float | None = None  # time.time() at which the scheduler ends the job, for words only
-    grace: float | None = None  # seconds that ranks have between SIGTERM and SIGKILL, where somebody ends the run
+    grace: float | None = None  # seconds that ranks have before SIGKILL, where Ctrl-C or SIGTERM ends the run
 
 
 def limits(

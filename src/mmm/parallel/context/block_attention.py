@@ -9,8 +9,9 @@ logarithm of its sum of exponentials (``lse``)::
 Backward needs no merging: given ``out`` and ``lse`` of all keys, the gradients of the blocks simply add up.
 
 Kernels: on CPU the fused one, in any dtype; on CUDA flash attention, in bf16 and fp16 with a head_dim that is a
-multiple of 8 up to 256; elsewhere matrix products, of `TILE` queries and `TILE` keys at a time: the scores of a block,
-(queries, keys), never exist. All take k and v with fewer heads than q, each of which serves several heads of q.
+multiple of 8 up to 256, where the device has it (a V100 does not); elsewhere matrix products, of `TILE` queries and
+`TILE` keys at a time: the scores of a block, (queries, keys), never exist. All take k and v with fewer heads than q,
+each of which serves several heads of q.
 
 Where a sequence has several documents, a query sees the keys of a block from its document's first one on. None of the
 fused kernels returns the ``lse`` of that on all devices: this, too, is done in tiles.
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmm.models.transformer import CPU_TAKES_GROUPED_HEADS
+from mmm.models.transformer import cuda_has_flash
 
 aten = torch.ops.aten
 TILE = 512  # tokens
@@ -48,7 +49,7 @@ def block_forward(
     """
     if first_key is not None:
         return tiled_forward(q, k, v, causal, first_key)
-    if _has_cpu_kernel(q, k):
+    if _has_cpu_kernel(q):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if _has_flash(q):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
@@ -72,7 +73,7 @@ def block_backward(
     """
     if first_key is not None:
         return tiled_backward(gradient, q, k, v, out, lse, causal, first_key)
-    if _has_cpu_kernel(q, k):
+    if _has_cpu_kernel(q):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(gradient, q, k, v, out, lse, 0.0, causal)
     if _has_flash(q):
@@ -97,13 +98,12 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0)
 
 
-def _has_cpu_kernel(q: Tensor, k: Tensor) -> bool:
-    return q.device.type == "cpu" and (q.shape[1] == k.shape[1] or CPU_TAKES_GROUPED_HEADS)
+def _has_cpu_kernel(q: Tensor) -> bool:
+    return q.device.type == "cpu"
 
 
 def _has_flash(q: Tensor) -> bool:
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and fits
+    return q.shape[-1] % 8 == 0 and cuda_has_flash(q)  # the operator itself does not pad heads
 
 
 def tiled_forward(

@@ -215,15 +215,23 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 
 def reduce_unused(group: Any) -> None:
     """Have FSDP reduce all gradients of a unit where it reduces any: one that a rank's samples have not used is zero.
-    FSDP itself would leave it out, on this rank alone.
+    FSDP itself would leave it out, on this rank alone. It may end a unit twice in a backward (PyTorch 2.10 does, a unit
+    of several modules): the second time, before the unit is gathered again, nothing is zero but reduced.
 
     Args:
         group: of `groups_of`.
     """
-    reduce = group.post_backward
+    reduce, gather, reduced = group.post_backward, group.unshard, False
+
+    def unshard(*given: Any, **named: Any) -> None:
+        nonlocal reduced
+        reduced = False
+        gather(*given, **named)
 
     def post_backward(*unused: Any) -> None:
-        if group.reduce_grads:
+        nonlocal reduced
+        if group.reduce_grads and not reduced:
+            reduced = True
             used = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
             several = any(
                 p.unsharded_accumulated_grad is not None for p in used
@@ -235,7 +243,7 @@ def reduce_unused(group: Any) -> None:
                     p.to_accumulated_grad_if_needed()
         reduce(*unused)
 
-    group.post_backward = post_backward
+    group.unshard, group.post_backward = unshard, post_backward
 
 
 def follow_shards(model: FSDPModule) -> None:

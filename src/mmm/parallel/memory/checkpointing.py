@@ -68,11 +68,10 @@ def _ignore_profiler_marks() -> None:
     is read until the last backward, so that they stay on it.
     """
     profiler = torch.ops.profiler
-    if hasattr(torch_checkpoint, "SAC_IGNORED_OPS"):  # newer than the oldest PyTorch that is supported
-        torch_checkpoint.SAC_IGNORED_OPS |= {
-            profiler._record_function_enter_new.default,
-            profiler._record_function_exit._RecordFunction,
-        }
+    torch_checkpoint.SAC_IGNORED_OPS |= {
+        profiler._record_function_enter_new.default,
+        profiler._record_function_exit._RecordFunction,
+    }
 
 
 # torch.compile accepts `checkpoint` only when it is called with its arguments written out, as here: it would silently

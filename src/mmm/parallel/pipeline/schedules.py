@@ -15,9 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.pipelining import schedules
-
 from mmm.errors import ConfigError, LayoutError
 from mmm.parallel.advice import smaller
 from mmm.parallel.mesh import Layout
@@ -56,12 +53,9 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def find_schedule(name: str) -> Schedule:
-    """Raises ConfigError where there is no such schedule, or PyTorch lacks it."""
+    """Raises ConfigError where there is no such schedule."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
-    if not (SCHEDULES[name].own or hasattr(schedules, f"Schedule{name}")):
-        text = f"schedule {name}: PyTorch {torch.__version__} lacks it; use 1F1B, or a newer PyTorch"
-        raise ConfigError(text, fields=("schedule",))
     return SCHEDULES[name]
 
 
@@ -96,11 +90,6 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
         )
     schedule, pp = techniques.schedule, layout.pp
     kind = find_schedule(schedule)
-    if not hasattr(schedules._PipelineSchedule, "eval"):
-        raise ConfigError(
-            f"pp {pp}: the pipelines of PyTorch {torch.__version__} train only, and cannot be evaluated; use a newer "
-            f"PyTorch, or pp 1"
-        )
     each = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
     microbatches = kind.microbatches(pp)[0] if techniques.microbatches is None else techniques.microbatches
     wrong = []

@@ -9,6 +9,7 @@ Source: Shoeybi et al., "Megatron-LM", 2019; with the sequence sharded in betwee
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -51,5 +52,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
 def _leave_generators_alone(mesh: DeviceMesh) -> None:
     """Keep the first random operator on a `DTensor` from giving all ranks the generator of rank 0, by a collective of
     all: ranks of a tp group have the same already, other data-parallel coordinates another (`mmm.runtime.seed`)."""
-    if mesh.device_type in ("cuda", "xpu") and dtensor_random._rng_tracker is None:
+    if mesh.device_type not in ("cuda", "xpu") or not getattr(torch, mesh.device_type).is_available():
+        return  # no generator would be given away, and the tracker asks for a device
+    if dtensor_random._rng_tracker is None:
         dtensor_random._rng_tracker = dtensor_random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
