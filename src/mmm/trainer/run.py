@@ -76,7 +76,9 @@ class Run:
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
-        """Say what was chosen or done instead of what was expected, and keep it in the record."""
+        """Say what was chosen or done instead of what was expected, once, and keep it in the record."""
+        if text in self.notes:
+            return
         self.log.info(text, stacklevel=2)
         self.notes.append(text)
         self.describe(notes=self.notes)

@@ -42,6 +42,7 @@ from mmm.runtime.memory import start_of_peak
 from mmm.runtime.process_group import locate, process_group
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 from mmm.runtime.seed import seed_start
+from mmm.runtime.sockets import use_short_socket_folder
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
@@ -149,7 +150,8 @@ def start_run(
             precision.reason,
             rank_table(ranks) if ranks else "(rank 0 has the table)",
         )
-        for note in filter(None, (left_out(options.device, device), prepared[0].note if prepared else "")):
+        notes = (left_out(options.device, device), use_short_socket_folder(), prepared[0].note if prepared else "")
+        for note in filter(None, notes):
             run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])
