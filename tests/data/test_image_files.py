@@ -274,7 +274,7 @@ def test_folders_without_classes_or_images(tmp_path):
     with pytest.raises(DataError, match="any class folder"):
         load_images("folder", tmp_path)
     (tmp_path / ".git").mkdir()
-    with pytest.raises(DataError, match="any class folder in .* that is not hidden"):
+    with pytest.raises(DataError, match=r"any class folder in .* that is not hidden"):
         load_images("folder", tmp_path)
     (tmp_path / "cat").mkdir()
     with pytest.raises(DataError, match="no valid file for the classes cat"):

@@ -156,7 +156,7 @@ def _list(root: Path) -> tuple[list[str], Files]:
     datasets = import_torchvision("datasets")
     extensions = datasets.folder.IMG_EXTENSIONS
 
-    class Visible(datasets.ImageFolder):
+    class Visible(datasets.ImageFolder):  # type: ignore[name-defined, misc]
         def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
             names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
             if not names:
@@ -188,7 +188,8 @@ def _check_classes(root: Path, classes: Sequence[str], files: Files) -> None:
     images = f"{len(files)} image{'s' * (len(files) != 1)}"
     below = sorted(entry.name for entry in os.scandir(root / name) if entry.is_dir() and not entry.name.startswith("."))
     if below:
-        advice = f"if its subfolders ({', '.join(below[:5])}{', …' * (len(below) > 5)}) are, give --data_dir {root / name}"
+        names = ", ".join(below[:5]) + ", …" * (len(below) > 5)
+        advice = f"if its subfolders ({names}) are, give --data_dir {root / name}"
     else:
         advice = "put the images of each class into a folder of its own"
     raise DataError(f"{root} has one class, {name}, with {images}: it takes at least 2 to learn from; {advice}")
