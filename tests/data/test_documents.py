@@ -120,6 +120,20 @@ def test_documents_as_they_come(text):
             assert targets[at] == (PADDING if token + 1 in ENDS else token + 1)
 
 
+@pytest.mark.parametrize("at_once", [1 << 18, 100])
+def test_documents_of_one_token_are_refused(monkeypatch, text, at_once):
+    monkeypatch.setattr(mmm.data.documents, "AT_ONCE", at_once)
+    single = np.arange(1, len(TOKENS) + 1)
+    with pytest.raises(DataError, match=f"none of its {len(TOKENS)} documents has two tokens"):
+        DocumentTokens(text, single, SEQ, 0, vocab_size=1 << 20)
+    some = np.delete(single, 1234)  # a document of two
+    assert DocumentTokens(text, some, SEQ, 0, vocab_size=1 << 20).samples == (len(TOKENS) - 1) // SEQ
+    train, validation = text.split()
+    DocumentTokens(train, some, SEQ, 0, vocab_size=1 << 20)
+    with pytest.raises(DataError, match=f"none of its {len(validation)} documents"):
+        DocumentTokens(validation, some, SEQ, 0, vocab_size=1 << 20)
+
+
 def test_a_part_of_a_file_has_its_own_documents(text):
     _, validation = text.split()
     tokens = DocumentTokens(validation, ENDS, SEQ, 0, shuffle=False, vocab_size=1 << 20)

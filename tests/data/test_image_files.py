@@ -237,7 +237,7 @@ def test_workers_decode_the_same(pictures):
 def test_other_kinds_of_pixels_are_converted(tmp_path, mode, channels):
     suffix = "jpg" if mode == "CMYK" else "png"
     for i in range(2):
-        path = tmp_path / "class" / f"{i}.{suffix}"
+        path = tmp_path / f"class {i}" / f"0.{suffix}"
         path.parent.mkdir(exist_ok=True)
         Image.new("RGB", (20, 10), (i, 255, 255)).convert(mode).save(path)
     data = load_images("folder", tmp_path, image_size=4, channels=channels)
@@ -248,8 +248,8 @@ def test_the_middle_square_is_cut_out(tmp_path):
     wide = Image.new("L", (48, 16), 0)
     wide.paste(255, (16, 0, 32, 16))
     for i in range(2):
-        (tmp_path / "a").mkdir(exist_ok=True)
-        wide.save(tmp_path / "a" / f"{i}.png")
+        (tmp_path / f"{i}").mkdir()
+        wide.save(tmp_path / f"{i}" / "0.png")
     assert load_images("folder", tmp_path, image_size=16, channels=1).train.pixels([0]).unique().tolist() == [255]
 
 
@@ -274,7 +274,7 @@ def test_half_an_image_is_named_when_it_is_read(pictures, workers):
 
 def test_sixteen_bit_images_are_refused(tmp_path):
     for i in range(2):
-        picture(tmp_path / "a" / f"{i}.png", 4000, mode="I;16")
+        picture(tmp_path / f"{i}" / "0.png", 4000, mode="I;16")
     with pytest.raises(DataError, match="mode I;16, more than 8 bits"):
         load_images("folder", tmp_path)
 
@@ -282,17 +282,44 @@ def test_sixteen_bit_images_are_refused(tmp_path):
 def test_folders_without_classes_or_images(tmp_path):
     with pytest.raises(DataError, match="any class folder"):
         load_images("folder", tmp_path)
+    (tmp_path / ".git").mkdir()
+    with pytest.raises(DataError, match=r"any class folder in .* that is not hidden"):
+        load_images("folder", tmp_path)
     (tmp_path / "cat").mkdir()
-    with pytest.raises(DataError, match="cat"):
+    with pytest.raises(DataError, match="no valid file for the classes cat"):
         load_images("folder", tmp_path)
-    picture(tmp_path / "cat" / "0.png", 0, mode="L")
-    with pytest.raises(DataError, match="has 1 image: it takes at least 2"):
-        load_images("folder", tmp_path)
-    picture(tmp_path / "cat" / "1.png", 0, mode="L")
+    for name in ("cat", "dog"):
+        picture(tmp_path / name / "0.png", 0, mode="L")
     data = load_images("folder", tmp_path)
     assert (data.train.samples, data.test.samples) == (1, 1)
     with pytest.raises(DataError, match="1 or 3 channels, not 4"):
         load_images("folder", tmp_path, channels=4)
+
+
+def test_what_is_hidden_is_passed_over(pictures):
+    plain = load_images("folder", pictures, image_size=8)
+    picture(pictures / ".ipynb_checkpoints" / "0-checkpoint.png", 0)
+    picture(pictures / "cat" / ".ipynb_checkpoints" / "1-checkpoint.png", 0)
+    (pictures / ".empty").mkdir()
+    (pictures / "dog" / "._0.jpg").write_bytes(b"macOS's")
+    data = load_images("folder", pictures, image_size=8)
+    assert (data.classes, data.sha256) == (("cat", "dog"), plain.sha256)
+
+
+def test_one_class_is_refused_with_what_was_found(tmp_path):
+    picture(tmp_path / "pets" / "cat" / "0.png", 0)
+    with pytest.raises(DataError, match=r"/pets has one class, cat, with 1 image: .* a folder of its own$"):
+        load_images("folder", tmp_path / "pets")
+    for i in range(2):
+        picture(tmp_path / "pets" / "dog" / f"{i}.png", 0)
+    found = rf"has one class, pets, with 3 images: .* subfolders \(cat, dog\) are, give --data_dir {tmp_path / 'pets'}$"
+    with pytest.raises(DataError, match=found):
+        load_images("folder", tmp_path)
+    assert load_images("folder", tmp_path / "pets").classes == ("cat", "dog")
+    for part in ("train", "val"):
+        picture(tmp_path / "split" / part / "cat" / "0.png", 0)
+    with pytest.raises(DataError, match="split/train has one class, cat"):
+        load_images("folder", tmp_path / "split")
 
 
 @pytest.mark.parametrize("channels", [1, 3])

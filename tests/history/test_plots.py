@@ -17,7 +17,7 @@ RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """30 rows of 4 ranks, rank 2 slow in forward, a slow first step, val_loss on every tenth row."""
+    """30 rows of 4 ranks, rank 2 slow, the others waiting for it, a slow first step, val_loss on every tenth row."""
     folder = tmp_path_factory.mktemp("outputs") / "module" / "run"
     with History(folder, ranks=RANKS) as history:
         for step in range(30):
@@ -25,17 +25,19 @@ def run(tmp_path_factory):
             if step % 10 == 9:
                 row["val_loss"] = row["loss"] + 0.1
             dtf = [(5.0 if step == 0 else 0.1) * (1.5 if r == 2 else 1 + 0.01 * r) for r in range(4)]
-            history.update(row, {"dt": [f + 0.2 for f in dtf], "dtf": dtf, "dtb": [0.2] * 4})
+            own = [f + 0.2 for f in dtf]
+            times = {"dt": [max(own) + 0.01 * (r == 1) for r in range(4)], "dtf": dtf, "dtb": [0.2] * 4, "dt_own": own}
+            history.update(row, times)
     return folder
 
 
 @pytest.fixture(scope="module")
 def drawn(run):
-    return plot_all(load(run).drop_vars(["sps", "dtb"]), run)
+    return plot_all(load(run).drop_vars(["sps", "dtb", "dt_own"]), run)
 
 
 def test_every_metric_has_a_picture_and_a_text(run, drawn):
-    assert set(metrics(load(run))) == {"loss", "sps", "val_loss", "dt", "dtf", "dtb"}
+    assert set(metrics(load(run))) == {"loss", "sps", "val_loss", "dt", "dtf", "dtb", "dt_own"}
     names = {"loss", "val_loss", "dt", "dtf"}
     pngs, svgs, texts = run / "plots/mplot/pngs", run / "plots/mplot/svgs", run / "plots/tplot"
     assert {p.stem for p in pngs.iterdir()} == {p.stem for p in svgs.iterdir()} == names | {"summary"}
@@ -58,7 +60,7 @@ def test_a_slow_first_step_does_not_flatten_the_rest(run):
     shown = limits(s)
     assert shown is not None
     assert shown.high < 1.0
-    assert outside(s, shown) == "1 row above the plot: 7.7 s at iter 0"
+    assert outside(s, shown) == "1 row above the plot: 7.71 s at iter 0"
     rate = series(load(run), "sps")
     assert outside(rate, limits(rate)) == "1 row below the plot: 1 samples/s at iter 0"
 
@@ -99,12 +101,14 @@ def test_odd_columns_are_drawn(tmp_path, caplog):
 def test_more_ranks_than_are_kept_in_full(tmp_path):
     with History(tmp_path, ranks=[{"rank": r} for r in range(6)], full_ranks=4) as history:
         for _ in range(8):
-            history.update({}, {"dt": [0.1, 0.1, 0.1, 0.9, 0.1, 0.1]})
+            history.update({}, {"dt": [0.9, 0.9, 0.9, 0.9, 0.91, 0.9], "dt_own": [0.1, 0.1, 0.1, 0.9, 0.1, 0.1]})
     ds = load(tmp_path)
-    assert metrics(ds) == ["dt", "dt_argmax"]
+    assert metrics(ds) == ["dt", "dt_argmax", "dt_own", "dt_own_argmax"]
     written = plot_all(ds, tmp_path)
     assert {"dt.png", "dt_argmax.png", "summary.png"} <= {p.name for p in written}
-    assert "rank 3 (place unknown): the largest dt in 8 of 8 rows" in dict(command.summary(ds, "finished"))["slowest"]
+    assert (
+        "rank 3 (place unknown): the largest dt_own in 8 of 8 rows" in dict(command.summary(ds, "finished"))["slowest"]
+    )
 
 
 def test_a_failing_plot_is_a_warning(run, tmp_path, monkeypatch, caplog):
@@ -135,14 +139,29 @@ def test_unknown_metric_names_the_known(run):
         terminal_plot(load(run), "lost")
 
 
-def test_the_straggler_is_named(run, capsys):
-    assert slowest(series(load(run), "dtf")) == 2
-    assert slowest(series(load(run), "dtb")) is None
+def test_the_straggler_is_named_by_its_own_work(run, capsys):
+    assert slowest(series(load(run), "dt_own")) == 2
+    assert slowest(series(load(run), "dtf")) is None  # may contain waiting
     assert command.main([str(run), "--metric", "loss"]) == 0
     out = capsys.readouterr().out
     for text in ("finished", "30 rows", "4 ranks", "2 hosts", "tp 2", "loss       0.333333", "training loss"):
         assert text in out
-    assert "rank 2 (host node1, local_rank 0, tp 0): dt 0.350000 s, 15.9 % over the median rank" in out
+    assert "rank 2 (host node1, local_rank 0, tp 0): dt_own 0.350000 s, 15.9 % over the median rank" in out
+
+
+@pytest.mark.parametrize("full_ranks", [64, 2])
+def test_without_own_work_no_rank_is_named(tmp_path, full_ranks):
+    with History(
+        tmp_path, ranks=[{"rank": r, "pp": r // 2, "tp": r % 2} for r in range(4)], full_ranks=full_ranks
+    ) as h:
+        h.update({}, {"dt": [0.5, 0.5, 0.51, 0.5], "dtw": [0.1, 0.3, 0.4, 0.0]})
+    assert command.straggler(load(tmp_path)).startswith("not known: each rank's dt contains its waiting for the others")
+
+
+def test_the_waiting_of_a_pipeline_is_known(tmp_path):
+    with History(tmp_path, ranks=[{"rank": r, "pp": r, "tp": 0} for r in range(3)]) as history:
+        history.update({}, {"dt": [0.5, 0.5, 0.51], "dtw": [0.4, 0.1, 0.4]})
+    assert command.straggler(load(tmp_path)).startswith("rank 1 (pp 1, tp 0): dt - dtw 0.400000 s, 263.6 % over")
 
 
 def test_the_command_finalizes_and_plots(tmp_path, capsys):

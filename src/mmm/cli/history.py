@@ -85,30 +85,41 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:
-    """The slowest rank, by its median over the rows, and where it is; None if the record is not by rank.
+    """The rank with the most work of its own, and where it is; None if the record is not by rank.
 
-    In a synchronous step every rank waits for the slowest, so dt is alike on all: dt − dtw is compared where dtw was
-    kept. Above `full_ranks` ranks it is the rank that was the slowest in most rows.
+    In a synchronous step every rank waits for the slowest, so dt is alike on all: dt_own is compared, or in a mesh that
+    is a pipeline and nothing else dt - dtw. The median over the rows; above `full_ranks` ranks, the rank that had the
+    most in most rows.
     """
-    from mmm.history.series import median_by_rank
+    from mmm.history.series import OWN, median_by_rank
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
         return None
-    if "dt" in ds and ds["dt"].ndim == 2:
-        waits = "dtw" in ds and ds["dtw"].ndim == 2
-        each = median_by_rank(ds["dt"].values - (ds["dtw"].values if waits else 0))
-        if not np.isfinite(each).any():
-            return None
-        rank, middle = int(np.nanargmax(each)), float(np.nanmedian(each))
-        over = f", {100 * (each[rank] / middle - 1):.1f} % over the median rank" if middle else ""
-        return f"rank {rank} ({_place(ds, rank)}): {'dt - dtw' if waits else 'dt'} {each[rank]:.6f} s{over}"
-    if "dt_argmax" in ds:
-        ranks = ds["dt_argmax"].values
+    if OWN in ds and ds[OWN].ndim == 2:
+        name, each = OWN, median_by_rank(ds[OWN].values)
+    elif f"{OWN}_argmax" in ds:
+        ranks = ds[f"{OWN}_argmax"].values
         found, times = np.unique(ranks[np.isfinite(ranks) & (ranks >= 0)], return_counts=True)
-        if len(found):
-            rank = int(found[np.argmax(times)])
-            return f"rank {rank} ({_place(ds, rank)}): the largest dt in {times.max()} of {len(ranks)} rows"
-    return None
+        if not len(found):
+            return None
+        rank = int(found[np.argmax(times)])
+        return f"rank {rank} ({_place(ds, rank)}): the largest {OWN} in {times.max()} of {len(ranks)} rows"
+    elif all(name in ds and ds[name].ndim == 2 for name in ("dt", "dtw")) and _is_pipeline(ds):
+        name, each = "dt - dtw", median_by_rank(ds["dt"].values - ds["dtw"].values)
+    else:
+        known = "dt" in ds or "dt_argmax" in ds
+        return "not known: each rank's dt contains its waiting for the others, which was not timed" if known else None
+    if not np.isfinite(each).any():
+        return None
+    rank, middle = int(np.nanargmax(each)), float(np.nanmedian(each))
+    over = f", {100 * (each[rank] / middle - 1):.1f} % over the median rank" if middle else ""
+    return f"rank {rank} ({_place(ds, rank)}): {name} {each[rank]:.6f} s{over}"
+
+
+def _is_pipeline(ds: "xarray.Dataset") -> bool:
+    """Whether ranks differ by their stage alone."""
+    axes = [str(name) for name in ds.coords if str(name).startswith("axis_")]
+    return bool(axes) and all(name == "axis_pp" or not ds[name].values.any() for name in axes)
 
 
 def _place(ds: "xarray.Dataset", rank: int) -> str:

@@ -21,7 +21,7 @@ from mmm.errors import DataError
 
 WINDOW = 64  # sequences, about, whose documents are packed together
 GROUPS = 1 << 16  # at most so many numbers are kept of a file, however long it is
-AT_ONCE = 1 << 18  # documents whose sequences are counted together
+AT_ONCE = 1 << 18  # documents that are looked at together
 
 
 def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
@@ -29,11 +29,20 @@ def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
     return bisect_right(range(len(ends)), token, begin, key=lambda number: int(ends[number : number + 1][0]))
 
 
+def edges_of(text: TokenFile, ends: TokenArray, begin: int, end: int) -> np.ndarray:
+    """In tokens of the part of the file: the ends of documents begin … end - 1, and before them the first's begin."""
+    before = ends[begin - 1 : begin] if begin else [0]
+    return np.clip(np.concatenate((before, ends[begin:end])), text.begin, text.end) - text.begin
+
+
 class DocumentTokens(FileTokens):
     """As `FileTokens`, with the documents.
 
     Args:
         ends: (documents,) int64: the tokens of the full file before the end of each.
+
+    Raises:
+        DataError: no document has two tokens, and so no token a target.
     """
 
     has_padding = True
@@ -43,6 +52,10 @@ class DocumentTokens(FileTokens):
     ) -> None:
         super().__init__(text, seq_length, seed, shuffle, vocab_size=vocab_size)
         self.first, self.ends = text.begin, ends
+        first, last = first_after(ends, text.begin), first_after(ends, text.end - 1) + 1
+        parts = (edges_of(text, ends, begin, begin + AT_ONCE) for begin in range(first, last, AT_ONCE))
+        if not any((np.diff(edges) > 1).any() for edges in parts):
+            raise DataError(f"{text.path}: none of its {last - first} documents has two tokens: no token has a target")
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         row = super().sample(epoch, place)  # (seq_length + 1,)
@@ -155,12 +168,6 @@ class PackedTokens(Tokens):
         rest = pairs[numbers] % self.seq_length
         return zip((edges[numbers] + pairs[numbers] - rest).tolist(), rest.tolist(), strict=True)
 
-    def _edges(self, begin: int, end: int) -> np.ndarray:
-        """The ends of the part's documents begin … end - 1, and before them the first one's begin."""
-        before = self.ends[begin - 1 : begin] if begin else [0]
-        edges = np.concatenate((before, self.ends[begin:end]))
-        return np.clip(edges, self.text.begin, self.text.end) - self.text.begin
-
     def _pairs(self, edges: np.ndarray, windows: int) -> np.ndarray:
         """(windows, documents of a window), 0 where there are no more documents."""
         pairs = np.maximum(np.diff(edges) - 1, 0)
@@ -173,7 +180,7 @@ class PackedTokens(Tokens):
         for begin in range(self.first, self.last, step):
             end = min(begin + step, self.last)
             groups = -(-(end - begin) // group)
-            pairs = self._pairs(self._edges(begin, end), groups * self.windows)
+            pairs = self._pairs(edges_of(self.text, self.ends, begin, end), groups * self.windows)
             alone = (pairs // self.seq_length).sum(1)
             shared = first_fit_decreasing(pairs % self.seq_length, self.seq_length).max(1) + 1
             yield from (alone + shared).reshape(groups, self.windows).sum(1).tolist()
@@ -181,7 +188,7 @@ class PackedTokens(Tokens):
     def _pack(self, group: int) -> Packing:
         size = self.window * self.windows
         begin = self.first + group * size
-        edges = self._edges(begin, min(begin + size, self.last))
+        edges = edges_of(self.text, self.ends, begin, min(begin + size, self.last))
         pairs = self._pairs(edges, self.windows)
         bins = first_fit_decreasing(pairs % self.seq_length, self.seq_length)  # (windows, window)
         shared = bins.max(1) + 1

@@ -15,8 +15,9 @@ In use::
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from mmm.data.images import ImageSet
 from mmm.data.tokens import epoch_order
+from mmm.data.workers import read
 from mmm.errors import DataError, UserError
 
 
@@ -119,26 +121,22 @@ class ImageBatches:
             count=len(indices),
         )
 
-    def loader(
-        self, coordinate: int = 0, dp: int = 1, *, workers: int | None = None, pin_memory: bool = False
-    ) -> ImageLoader:
-        """The local batches of one data-parallel coordinate; see `ImageLoader`."""
-        return ImageLoader(self, coordinate, dp, workers=workers, pin_memory=pin_memory)
+    def loader(self, coordinate: int = 0, dp: int = 1, **reading: Any) -> ImageLoader:
+        """The local batches of one data-parallel coordinate; `reading` as of `ImageLoader`."""
+        return ImageLoader(self, coordinate, dp, **reading)
 
 
-def evaluation(
-    image_set: ImageSet, batch: int, coordinate: int, dp: int, *, workers: int | None = None, pin_memory: bool = False
-) -> ImageLoader:
+def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **reading: Any) -> ImageLoader:
     """One data-parallel coordinate's images of a test set, in order; each image is read once over all coordinates.
 
     Every coordinate gets the same number of batches of the same shape, because the collectives inside a forward pass
     have to match. Missing images are padding, with weight 0.
 
     Args:
-        batch: images of one coordinate's forward pass.
+        batch: images of one coordinate's forward pass. reading: as of `ImageLoader`.
     """
     batches = ImageBatches(image_set, batch * dp, shuffle=False, drop_last=False)
-    return batches.loader(coordinate, dp, workers=workers, pin_memory=pin_memory)
+    return batches.loader(coordinate, dp, **reading)
 
 
 class ImageLoader:
@@ -150,13 +148,22 @@ class ImageLoader:
         coordinate, dp: place on the data-parallel axis, and its size.
         workers: processes that decode images ahead; None means 0 for images in memory, else up to 4.
         pin_memory: keep batches in page-locked memory, for an accelerator that copies from it (CUDA, XPU).
+        timeout, note: as of `mmm.data.workers.read`.
 
     Raises:
         DataError: the global batch cannot be split into `dp` equal parts, or there is no such coordinate.
     """
 
     def __init__(
-        self, batches: ImageBatches, coordinate: int, dp: int, *, workers: int | None, pin_memory: bool
+        self,
+        batches: ImageBatches,
+        coordinate: int,
+        dp: int,
+        *,
+        workers: int | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0.0,
+        note: Callable[[str], object] = lambda text: None,
     ) -> None:
         if not 0 <= coordinate < dp:
             raise DataError(f"data-parallel coordinate {coordinate} is not between 0 and {dp - 1}")
@@ -170,7 +177,7 @@ class ImageLoader:
         self._steps = _Steps()
         usable = max(len(os.sched_getaffinity(0)) - 1, 0) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = (0 if batches.image_set.in_memory else min(4, usable)) if workers is None else workers
-        self.pin_memory = pin_memory
+        self.pin_memory, self.timeout, self.note = pin_memory, timeout, note
         self._loader: torch.utils.data.DataLoader | None = None
 
     def __len__(self) -> int:
@@ -181,7 +188,7 @@ class ImageLoader:
         """The batches of an epoch, from its step `first` on. A new call ends an earlier one's reading.
 
         Raises:
-            DataError: an image cannot be read.
+            DataError: an image cannot be read, or a worker fails.
         """
         self._steps.now = range(epoch * len(self) + first, (epoch + 1) * len(self))
         if self._loader is None:
@@ -194,14 +201,11 @@ class ImageLoader:
                 pin_memory=self.pin_memory,
                 generator=torch.Generator(),  # the loader's own draw must not advance the model's random generator
             )
-        for item in self._loader:
-            if isinstance(item, UserError):
-                self._loader = None  # ends the workers; another epoch starts new ones
-                try:
-                    raise item
-                finally:
-                    del item  # else the error and this frame keep each other alive
-            yield item
+        try:
+            yield from read(self._loader, self.timeout, self.note)
+        except UserError:
+            self._loader = None  # ends the workers; another epoch starts new ones
+            raise
 
 
 class _Steps(torch.utils.data.Sampler):

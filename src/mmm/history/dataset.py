@@ -34,6 +34,7 @@ _ABOUT = {  # name: (what it is, its unit or "")
     "test_loss": ("test loss", ""),
     "test_acc": ("test accuracy", "%"),
     "dt": ("time of a step", "s"),
+    "dt_own": ("time of a step without waiting for other ranks", "s"),
     "dtd": ("time for data", "s"),
     "dtf": ("forward time", "s"),
     "dtb": ("backward time", "s"),

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import xarray
 
 PARTS = ("dtd", "dtf", "dtb", "dto", "dtw")
+OWN = "dt_own"
+ALONE = (OWN, "dtd")  # of a step's times, those in which no rank waits for another
 _RATE = re.compile(r"(dt|sps|tps)")  # of these, rare outliers (start-up, hiccups) are left out
 
 
@@ -117,8 +119,9 @@ def outside(s: Series, shown: AxisLimits) -> str:
 
 
 def slowest(s: Series) -> int | None:
-    """The rank whose median over the rows is the largest, if that is 5 % above the median of all ranks."""
-    if s.by_rank is None or s.ranks < 2 or not s.name.startswith("dt"):
+    """The rank whose median over the rows is the largest, if that is 5 % above the median of all ranks; None for times
+    that contain waiting, which is longest on the ranks that are not slow."""
+    if s.by_rank is None or s.ranks < 2 or s.name not in ALONE:
         return None
     each = median_by_rank(s.by_rank)
     if not np.isfinite(each).any():

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data.tokens import PADDING
+from mmm.errors import DataError
 from mmm.models.dropout import has_dropout
 from mmm.models.experts import has_experts
 from mmm.models.weights import InitRules, canonical_name, widest
@@ -86,6 +87,7 @@ class ParallelModel:
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._experts, self.draws = has_experts(model), has_dropout(model)
         self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
+        self._counts: list[Tensor] = []  # of targets, until `check_targets`
         self.modules: dict[int, nn.Module] = {0: model}
         self.stages, self.places = len(partition.stages), dict[int, int]()
         self._rules, rules, ties = InitRules(model), None, list[dict[int, str]]()
@@ -200,7 +202,12 @@ class ParallelModel:
             This rank's local loss, scalar, on the device and without a graph: those of `Layout.loss_ranks` add up to
             the global loss.
         """
-        divisor = self.count_targets(targets) if count is None else count
+        divisor: int | Tensor
+        if count is None:
+            self._counts.append(self.count_targets(targets))
+            divisor = self._counts[-1].clamp(min=1)  # `check_targets` refuses 0
+        else:
+            divisor = count
         loss = self._step(inputs, targets, divisor, scaler, split)
         if self._report is not None:
             self._report.log()
@@ -208,7 +215,7 @@ class ParallelModel:
         return loss
 
     def count_targets(self, targets: Tensor) -> Tensor:
-        """Targets of the global batch that are not `PADDING`, 1 at least: int64 scalar, on the device. A collective.
+        """Targets of the global batch that are not `PADDING`: int64 scalar, on the device. A collective.
 
         Args:
             targets: of this data-parallel coordinate, full sequences also under cp.
@@ -217,7 +224,26 @@ class ParallelModel:
         for axis in ("dp_replicate", "dp_shard"):
             if self.layout.sizes[axis] > 1:
                 dist.all_reduce(count, group=self.mesh[axis].get_group())
-        return count.clamp_(min=1)
+        return count
+
+    def check_targets(self, step: int) -> None:
+        """Of the steps since the last call whose targets `step` counted. The host waits for the device.
+
+        Args:
+            step: the last of them.
+
+        Raises:
+            DataError: the global batch of one had no target, which makes its loss 0; on every rank.
+        """
+        counts = torch.stack(self._counts).tolist() if self._counts else []
+        self._counts.clear()
+        if 0 in counts:
+            empty = step - len(counts) + 1 + counts.index(0)
+            raise DataError(
+                f"no token in the global batch of step {empty} has a target: each is the last of its document, or "
+                f"padding; use a larger batch, or longer documents",
+                on_every_rank=True,
+            )
 
     def _step(
         self,

@@ -41,6 +41,7 @@ from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
 from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.mesh import Layout
+from mmm.parallel.parallel_model import ParallelModel
 from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
@@ -218,6 +219,7 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
         (distributed, "_verify_param_shape_across_processes", lambda *_: None),
         (distributed, "_sync_module_states", lambda **_: None),
         (_fsdp_param, "_chunk_with_empty", _Chunks),
+        (ParallelModel, "check_targets", lambda *_: None),
         (DDP, "__init__", _with_hook(DDP.__init__)),
         (DDP, "_pre_forward", _with_numbers(DDP._pre_forward)),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from time import perf_counter, time
 from typing import Any
@@ -35,6 +36,7 @@ class StepClock:
         phase: ``start``, ``step N``, or from its last lap to the next step ``after step N``, where evaluations are.
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
         on_mark: called with each part when it ends, by the host's time, and with None when the clock is started.
+        waited: the seconds so far in which the host waited for other ranks (`mmm.runtime.waits`); NaN: not known.
     """
 
     def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
@@ -49,6 +51,8 @@ class StepClock:
         self.first_start: float | None = None
         self.first_end: float | None = None
         self.on_mark: Callable[[str | None], None] | None = None
+        self.waited: Callable[[], float] = lambda: math.nan
+        self._waited = (math.nan, math.nan)  # at `start`, and at the last lap
 
     @property
     def step(self) -> int | None:
@@ -63,6 +67,7 @@ class StepClock:
             synchronize(self.device)
             self.first_start, self.step = time(), 0
         self._seconds, self._laps = dict.fromkeys(self.parts, 0.0), []
+        self._waited = (self.waited(), math.nan)
         self._last = self._mark()
         if self.on_mark is not None:
             self.on_mark(None)
@@ -72,6 +77,7 @@ class StepClock:
         now = self._mark()
         self._laps.append((part, self._last, now))
         self._last = now
+        self._waited = (self._waited[0], self.waited())
         if self.on_mark is not None:
             self.on_mark(part)
         if part == self.parts[-1]:
@@ -88,6 +94,11 @@ class StepClock:
         """``dt`` and each part, in seconds, of the step since ``start()``. The host waits for the last mark."""
         self._add_up(len(self._laps))
         return {"dt": sum(self._seconds.values()), **self._seconds}
+
+    def own(self) -> float:
+        """``dt`` less what the host waited in it for other ranks, in seconds; NaN where that is not known."""
+        begin, end = self._waited
+        return sum(self._seconds.values()) - (end - begin)
 
     @property
     def last_mark(self) -> object:

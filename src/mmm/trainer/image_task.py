@@ -27,7 +27,12 @@ class ImageTask(Task):
 
     def __init__(self, run: Run, resolved: Resolved, workers: int | None = None):
         coordinate, dp, data = run.layout.dp_coordinate(run.rank.rank), run.layout.dp, resolved.data
-        loading: dict[str, Any] = {"workers": workers, "pin_memory": run.device.type in ("cuda", "xpu")}
+        loading: dict[str, Any] = {
+            "workers": workers,
+            "pin_memory": run.device.type in ("cuda", "xpu"),
+            "timeout": run.options.timeout,
+            "note": run.note,
+        }
         self.run, self.global_batch_size = run, resolved.global_batch_size
         sequence = ImageBatches(data.train, self.global_batch_size, run.options.seed)
         self.loader = sequence.loader(coordinate, dp, **loading)

@@ -118,6 +118,8 @@ def _fit(
 
         row = evaluate_now or not options.by_epoch
         if row:
+            if due:
+                model.check_targets(step)
             more: dict[str, Any] = {"lr": learning_rate(optimizer)}
             if imbalance is not None:
                 more["imbalance"] = imbalance

@@ -9,12 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmm import history
 from mmm.errors import DivergedError
 from mmm.history.ending import RUNNING, Ending
+from mmm.history.series import OWN
 from mmm.parallel.loss import detached
 from mmm.parallel.mesh import Layout
 from mmm.runtime import startup
@@ -76,7 +78,9 @@ class Run:
     _encoded: dict[str, str] = dataclasses.field(default_factory=dict)  # config.json
 
     def note(self, text: str) -> None:
-        """Say what was chosen or done instead of what was expected, and keep it in the record."""
+        """Say what was chosen or done instead of what was expected, once, and keep it in the record."""
+        if text in self.notes:
+            return
         self.log.info(text, stacklevel=2)
         self.notes.append(text)
         self.describe(notes=self.notes)
@@ -160,7 +164,8 @@ class Run:
             return None
         seconds, numbers = self.clock.seconds(), dict[str, Any](more or {})
         tensors = {key: value for key, value in numbers.items() if isinstance(value, Tensor)}
-        marks = torch.tensor([*seconds.values()], dtype=local.dtype)
+        timed = {**seconds, OWN: self.clock.own()}
+        marks = torch.tensor([*timed.values()], dtype=local.dtype)
         if self.device.type in ("cuda", "xpu"):
             marks = marks.pin_memory()  # else the host waits for the copy
         columns = [self.losses.columns(local), *(value.view(1).to(local) for value in tensors.values())]
@@ -174,9 +179,11 @@ class Run:
         total, found, skipped = self.losses.read(summary, by_rank, counted, self.rank.rank)
         numbers |= {} if skipped is None else {"skipped": skipped}
         if self.record is not None:
-            values, first = table[self.rank.rank].tolist(), len(own) - len(seconds)
+            values, first = table[self.rank.rank].tolist(), len(own) - len(timed)
             numbers |= dict(zip(tensors, values[UnreadLosses.COLUMNS :], strict=False))
-            per_rank = {part: table[:, first + i] for i, part in enumerate(seconds)}
+            per_rank = {part: table[:, first + i] for i, part in enumerate(timed)}
+            if not np.isfinite(per_rank[OWN]).all():
+                del per_rank[OWN]
             if samples:
                 self.seconds_per_sample.append(seconds["dt"] / samples)
             rate = {"sps": samples / seconds["dt"]} | ({"tps": tokens / seconds["dt"]} if tokens else {})

@@ -34,7 +34,7 @@ from mmm.parallel.mesh import Layout
 from mmm.plan.observer import observed
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree
-from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock, event_class
 from mmm.runtime.device import choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.log import logging_to
@@ -42,7 +42,9 @@ from mmm.runtime.memory import start_of_peak
 from mmm.runtime.process_group import locate, process_group
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 from mmm.runtime.seed import seed_start
+from mmm.runtime.sockets import use_short_socket_folder
 from mmm.runtime.stop import StopSignal, stop_signal
+from mmm.runtime.waits import timed_waits
 from mmm.trainer import resume
 from mmm.trainer.facts import ADVICE, all_ranks, facts_of_run
 from mmm.trainer.options import BaseOptions
@@ -109,6 +111,8 @@ def start_run(
     with group, watch, ExitStack() as stack:
         stack.enter_context(full_float32(precision))
         stack.enter_context(ignore_views())
+        if not (dry or event_class(device) or getattr(options, "compile", False)):  # compiled code waits in C++
+            stack.enter_context(timed_waits(clock))
         outdir = prepared[0].outdir if prepared else None  # on rank 0
         speaker, file = 1 if dry else rank.rank, outdir / "log.txt" if outdir else None
         log = stack.enter_context(logging_to(speaker, file, options.log_all_ranks))
@@ -149,7 +153,8 @@ def start_run(
             precision.reason,
             rank_table(ranks) if ranks else "(rank 0 has the table)",
         )
-        for note in filter(None, (left_out(options.device, device), prepared[0].note if prepared else "")):
+        notes = (left_out(options.device, device), use_short_socket_folder(), prepared[0].note if prepared else "")
+        for note in filter(None, notes):
             run.note(note)
         if data is not None and data.get("note"):  # another data set stands in for the one asked for, say
             run.note(data["note"])

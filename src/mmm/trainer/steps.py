@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
+from mmm.data.workers import read
 from mmm.errors import ConfigError, DataError
 from mmm.models.cnn import CNN
 from mmm.models.experts import has_experts
@@ -128,11 +129,11 @@ def train_steps(
 
     Raises:
         ConfigError: the body has not called `Step.log`.
-        DataError: there are fewer batches than steps.
+        DataError: there are fewer batches than steps, or a data loader's worker fails.
         DivergedError: a loss that is not finite, on every rank.
     """
     rates = _laps_updates(run, optimizer)
-    source, coordinate = iter(batches), run.layout.dp_coordinate(run.rank.rank)
+    source, coordinate = read(batches, run.options.timeout, run.note), run.layout.dp_coordinate(run.rank.rank)
     for number in range(steps):
         run.clock.start()
         run.clock.step = number
@@ -178,7 +179,8 @@ def evaluate(run: Run, batches: Iterable[Any], local_loss: Callable[[Any], Tenso
     Raises:
         DataError: there is none.
     """
-    losses = [detached(local_loss(on_device(run, batch))) for batch in batches]
+    read_ahead = read(batches, run.options.timeout, run.note)
+    losses = [detached(local_loss(on_device(run, batch))) for batch in read_ahead]
     if not losses:
         raise DataError(
             "there is no batch to evaluate on: the data held out are fewer than a batch, or the iterator over them has "

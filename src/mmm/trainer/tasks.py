@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmm.checkpoint.weights import Origins
 from mmm.data import Batch
+from mmm.errors import DataError
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run
@@ -103,6 +104,10 @@ class TokenTask(Task):
         if self.resolved.data.validation.has_padding:  # batches have different numbers of targets
             parts = [self._loss_and_count(model, batch) for batch in batches]
             total, count = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+            if not int(count):
+                raise DataError(
+                    "no token of the validation batches has a target: use more --eval_batches", on_every_rank=True
+                )
             loss = self.run.global_sum(total) / int(count)
         else:
             losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]

@@ -2,6 +2,8 @@
 
 data_dir/train/cat/*.jpg  data_dir/val/cat/*.jpg   two sets; ``val`` may be called ``validation`` or ``test``
 data_dir/cat/*.jpg                                 one: a tenth is for testing, by a hash of each path
+
+What is hidden (its name begins with a dot) is passed over: ``.ipynb_checkpoints``, ``._0.png`` of macOS.
 """
 
 from __future__ import annotations
@@ -117,8 +119,8 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
     """The training and the test set of a folder.
 
     Raises:
-        DataError: no classes, a class without images, a test class that the training set lacks, too few images to hold
-            some out, or a file that is not an image.
+        DataError: no classes or only one, a class without images, a test class that the training set lacks, too few
+            images to hold some out, or a file that is not an image.
     """
     if channels not in (1, 3):
         raise DataError(f"image files can be given with 1 or 3 channels, not {channels}")
@@ -131,6 +133,7 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
                 f"the class folders into {data_dir} itself"
             )
         classes, train = _list(train_root)
+        _check_classes(train_root, classes, train)
         test_classes, found = _list(test_root)
         if unknown := sorted(set(test_classes) - set(classes)):
             raise DataError(f"{test_root} has classes that {train_root} lacks: {', '.join(unknown[:5])}")
@@ -138,6 +141,7 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
     else:
         train_root = test_root = data_dir
         classes, files = _list(data_dir)
+        _check_classes(data_dir, classes, files)
         train, test = _split(files, data_dir)
     train_set = ImageFiles(train_root, train, classes, image_size, channels)
     test_set = ImageFiles(test_root, test, classes, image_size, channels)
@@ -147,16 +151,48 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
 
 
 def _list(root: Path) -> tuple[list[str], Files]:
-    """Class names in order, and (path under `root`, label) of every image, as torchvision's ImageFolder has them."""
-    image_folder = import_torchvision("datasets").ImageFolder
+    """Class names in order, and (path under `root`, label) of every image, as torchvision's ImageFolder has them, but
+    for what is hidden."""
+    datasets = import_torchvision("datasets")
+    extensions = datasets.folder.IMG_EXTENSIONS
+
+    class Visible(datasets.ImageFolder):  # type: ignore[name-defined, misc]
+        def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+            names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+            if not names:
+                raise FileNotFoundError(f"Couldn't find any class folder in {directory} that is not hidden.")
+            return names, {name: label for label, name in enumerate(names)}
+
+    def shown(path: str) -> bool:
+        return path.lower().endswith(extensions) and f"{os.sep}." not in path.removeprefix(os.fspath(root))
+
     try:
-        found = image_folder(os.fspath(root))
+        found = Visible(os.fspath(root), is_valid_file=shown)
     except FileNotFoundError as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{root}: {reason} It needs a folder for each class with .jpg or .png files in it") from None
     except OSError as error:
         raise DataError(f"{root} cannot be read: {error.strerror or error}") from None
     return found.classes, [(os.path.relpath(path, root), label) for path, label in found.samples]
+
+
+def _check_classes(root: Path, classes: Sequence[str], files: Files) -> None:
+    """With one class the loss is 0 whatever the model does.
+
+    Raises:
+        DataError: there is only one.
+    """
+    if len(classes) > 1:
+        return
+    (name,) = classes
+    images = f"{len(files)} image{'s' * (len(files) != 1)}"
+    below = sorted(entry.name for entry in os.scandir(root / name) if entry.is_dir() and not entry.name.startswith("."))
+    if below:
+        names = ", ".join(below[:5]) + ", …" * (len(below) > 5)
+        advice = f"if its subfolders ({names}) are, give --data_dir {root / name}"
+    else:
+        advice = "put the images of each class into a folder of its own"
+    raise DataError(f"{root} has one class, {name}, with {images}: it takes at least 2 to learn from; {advice}")
 
 
 def _split(files: Files, root: Path) -> tuple[Files, Files]:
