@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mmm.errors import CheckpointError
 from mmm.history.record import cannot_write, reason
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
@@ -28,36 +29,44 @@ class HuggingFace(Weights):
 
     Raises:
         CheckpointError: no Llama of this kind (`llama.sizes_of`), a file or a tensor is missing, damaged, or of another
-            shape.
+            shape; or a tensor is in two files.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         config = _json(path / CONFIG)
         self.sizes = llama.sizes_of(config, path / CONFIG)
-        there = {name: file for file in self._files() for name in file.entries}
-        self._file = {name: there[other] for name in self._names() if (other := self._other(name)) in there}
-        if self.sizes["tie_word_embeddings"]:
-            there.pop(llama.NAMES["output.weight"].hugging_face, None)
-        entries = {name: file.entries[name] for name, file in there.items()}
+        self._notes: list[str] = []
+        there: dict[str, _Place] = {}
+        for file in self._files():
+            for name in file.entries:
+                if name in there:
+                    files = f"{there[name].file.path.name} and in {file.path.name}"
+                    raise CheckpointError(f"{path}: the tensor {name} is in {files}: remove the file that is wrong")
+                there[name] = _Place(file, name)
+        if self.sizes["tie_word_embeddings"] and HEAD in there:
+            self._tie(there)
+        entries = {name: place.entry for name, place in there.items()}
         self.entries = llama.check_entries(entries, self.sizes, "hugging_face", path)
+        self._places = {name: there[llama.name_elsewhere(name, "hugging_face")] for name in self.entries}
         eos = config.get("eos_token_id")
         tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
         self.origins = Origins(
             config.get("max_position_embeddings"),
             tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             None if tokenizer is None else (tokenizer.name, tokenizer.read_bytes()),
+            tuple(self._notes),
         )
 
-    def _names(self) -> Iterator[str]:
-        return iter(llama.shapes_of(self.sizes))
-
-    @staticmethod
-    def _other(name: str) -> str:
-        return llama.name_elsewhere(name, "hugging_face")
-
     def _files(self) -> list[safetensors.SafetensorsFile]:
-        if (self.path / INDEX).exists():
+        """The files of tensors, as `transformers` chooses them: the one file, before an index that is there as well."""
+        if (self.path / ONE_FILE).exists():
+            if (self.path / INDEX).exists():
+                self._notes.append(
+                    f"{INDEX} is passed over, because {ONE_FILE} is there: transformers takes that first"
+                )
+            paths = [self.path / ONE_FILE]
+        elif (self.path / INDEX).exists():
             names = _json(self.path / INDEX).get("weight_map")
             if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
                 raise CheckpointError(f"{self.path / INDEX} has no weight_map")
@@ -68,14 +77,44 @@ class HuggingFace(Weights):
             raise CheckpointError(f"{missing[0]} is missing")
         return [safetensors.SafetensorsFile(path) for path in paths]
 
+    def _tie(self, there: dict[str, _Place]) -> None:
+        """What ``tie_word_embeddings`` means where the files have an output matrix, as `transformers` takes it: equal to
+        the embedding, it is the embedding; the only one of the two is both; else they are not tied."""
+        if EMBEDDING not in there:
+            there[EMBEDDING] = there.pop(HEAD)
+        elif there[EMBEDDING].equals(there[HEAD]):
+            del there[HEAD]
+        else:
+            self.sizes["tie_word_embeddings"] = False
+            self._notes.append(f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}: the two are not tied")
+
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        file, other = self._file[name], self._other(name)
+        place = self._places[name]
         if not llama.is_rotated(name) or not length[0]:
-            return file.read(other, tuple(start), tuple(length))
+            return place.read(start, length)
         head = self.sizes["dim"] // self.sizes["n_heads"]
         first, last = start[0] // head * head, -(-(start[0] + length[0]) // head) * head  # full heads
-        rows = llama.to_pairs(file.read(other, (first, *start[1:]), (last - first, *length[1:])), head)
+        rows = llama.to_pairs(place.read((first, *start[1:]), (last - first, *length[1:])), head)
         return rows[start[0] - first : start[0] - first + length[0]].contiguous()
+
+
+class _Place(NamedTuple):
+    """Where a tensor is."""
+
+    file: safetensors.SafetensorsFile
+    name: str
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.file.entries[self.name]
+
+    def read(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
+        return self.file.read(self.name, tuple(start), tuple(length))
+
+    def equals(self, other: _Place) -> bool:
+        """Whether two tensors have the same shape, dtype and values; a slab of rows at a time."""
+        same = self.entry == other.entry
+        return same and all(torch.equal(self.read(*slab), other.read(*slab)) for slab in self.entry.slabs())
 
 
 def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int, say: Callable[[str], None]) -> None:
