@@ -164,7 +164,11 @@ def without(name):
         ({"head_dim": 16}, None, "head_dim 16 · 4 heads is not hidden_size 32"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, None, "rope_type 'yarn' is not one of"),
         ({"rope_scaling": {"factor": 8.0}}, None, "rope_type None is not one of default, linear, llama3"),
-        ({"rope_scaling": {"rope_type": "default", "factor": 2}}, None, "unknown key factor: default takes none"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            None,
+            "partial_rotary",
+        ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, None, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 5e5}}, None, "rope_parameters says something else than rope_theta"),
         ({"rope_scaling": "x"}, None, "rope_scaling is 'x', and has to be a mapping"),

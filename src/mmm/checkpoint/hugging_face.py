@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmm.checkpoint import llama, safetensors
+from mmm.checkpoint import llama, llama_keys, safetensors
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
@@ -28,15 +28,15 @@ class HuggingFace(Weights):
     """A folder's weights.
 
     Raises:
-        CheckpointError: no Llama of this kind (`llama.sizes_of`), a file or a tensor is missing, damaged, or of another
-            shape; or a tensor is in two files.
+        CheckpointError: no Llama of this kind (`llama_keys.sizes_of`); a file or a tensor is missing, damaged, or of
+            another shape; a tensor is in two files.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         config = _json(path / CONFIG)
-        self.sizes = llama.sizes_of(config, path / CONFIG)
-        self._notes: list[str] = []
+        self.sizes, passed_over = llama_keys.sizes_of(config, path / CONFIG)
+        self._notes = llama_keys.note_of(passed_over)
         there: dict[str, _Place] = {}
         for file in self._files():
             for name in file.entries:
@@ -49,11 +49,10 @@ class HuggingFace(Weights):
         entries = {name: place.entry for name, place in there.items()}
         self.entries = llama.check_entries(entries, self.sizes, "hugging_face", path)
         self._places = {name: there[llama.name_elsewhere(name, "hugging_face")] for name in self.entries}
-        eos = config.get("eos_token_id")
         tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
         self.origins = Origins(
             config.get("max_position_embeddings"),
-            tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            llama_keys.tokens_of(config, "eos_token_id", path / CONFIG),
             None if tokenizer is None else (tokenizer.name, tokenizer.read_bytes()),
             tuple(self._notes),
         )
@@ -78,7 +77,7 @@ class HuggingFace(Weights):
         return [safetensors.SafetensorsFile(path) for path in paths]
 
     def _tie(self, there: dict[str, _Place]) -> None:
-        """What ``tie_word_embeddings`` means where the files have an output matrix, as `transformers` takes it: equal to
+        """What ``tie_word_embeddings`` means where the files have an output matrix, as `transformers` has it: equal to
         the embedding, it is the embedding; the only one of the two is both; else they are not tied."""
         if EMBEDDING not in there:
             there[EMBEDDING] = there.pop(HEAD)
@@ -130,7 +129,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     kinds = {entry.dtype for name, entry in weights.entries.items() if name in llama.shapes_of(weights.sizes)}
     kind = str(dtype or torch.promote_types(*kinds) if len(kinds) == 2 else dtype or next(iter(kinds)))
     origins = weights.origins
-    config = llama.config_of(weights.sizes, origins.block, origins.eos, kind.removeprefix("torch."))
+    config = llama_keys.config_of(weights.sizes, origins.block, origins.eos, kind.removeprefix("torch."))
     head_dim = config["head_dim"]
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")

@@ -91,7 +91,8 @@ def _sample(args: Any) -> None:
         if rank.is_main:
             print(text, flush=True)
             seconds = time.monotonic() - began
-            print(f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}", file=sys.stderr)
+            for line in (*weights.origins.notes, f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
+                print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

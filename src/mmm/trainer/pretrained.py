@@ -152,5 +152,6 @@ def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
     if weights is None or run.origin is not None:
         return
     load_weights(run.rank, model, weights)
-    run.note(f"weights of {weights.path}")
+    for text in (f"weights of {weights.path}", *weights.origins.notes):
+        run.note(text)
     run.describe(init_from={"path": weights.path, "sizes": asdict(config_of(weights))})
