@@ -194,8 +194,12 @@ def write_gguf(path: Path, config: dict = CONFIG, weights: dict[str, Tensor] | N
     def value(of: object) -> bytes:
         if isinstance(of, str):
             return struct.pack("<I", 8) + string(of)
+        if isinstance(of, list) and of and isinstance(of[0], int):
+            return struct.pack(f"<IIQ{len(of)}i", 9, 5, len(of), *of)
         if isinstance(of, list):
             return struct.pack("<IIQ", 9, 8, len(of)) + b"".join(map(string, of))
+        if isinstance(of, bool):
+            return struct.pack("<I?", 7, of)
         return struct.pack("<If", 6, of) if isinstance(of, float) else struct.pack("<II", 4, of)
 
     header = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(about))
