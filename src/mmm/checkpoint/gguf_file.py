@@ -69,7 +69,7 @@ class GGUFWeights(Weights):
         tokenizer = GGUFTokenizer(self.keys, path)
         notes = (*note_of(passed_over), *tokenizer.notes)
         block = self.keys.get(f"{ARCHITECTURE}context_length")
-        self.origins = Origins(block, tokenizer.eos, tokenizer.file, notes)
+        self.origins = Origins(block, tokenizer.eos, tokenizer.file, notes, tokenizer.bos)
 
     def _sizes(self) -> tuple[dict[str, Any], list[str]]:
         """Fields of ``TransformerConfig``, and the keys that are passed over."""

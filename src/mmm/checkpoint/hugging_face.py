@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmm.checkpoint import llama, llama_keys, safetensors
+from mmm.checkpoint.first_tokens import CONFIGS, first_tokens
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
@@ -20,7 +21,8 @@ from mmm.history.record import cannot_write, reason
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+GENERATION, SENTENCE_PIECE = "generation_config.json", "tokenizer.model"
+TOKENIZERS = ("tokenizer.json", SENTENCE_PIECE)
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
 
@@ -49,13 +51,20 @@ class HuggingFace(Weights):
         entries = {name: place.entry for name, place in there.items()}
         self.entries = llama.check_entries(entries, self.sizes, "hugging_face", path)
         self._places = {name: there[llama.name_elsewhere(name, "hugging_face")] for name in self.entries}
-        tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
-        self.origins = Origins(
-            config.get("max_position_embeddings"),
-            llama_keys.tokens_of(config, "eos_token_id", path / CONFIG),
-            None if tokenizer is None else (tokenizer.name, tokenizer.read_bytes()),
-            tuple(self._notes),
-        )
+        self.origins = self._origins(config)
+
+    def _origins(self, config: dict[str, Any]) -> Origins:
+        generation = _json(self.path / GENERATION, {})
+        eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)  # before those of config.json
+        eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
+        path = next((self.path / name for name in TOKENIZERS if (self.path / name).exists()), None)
+        tokenizer = None if path is None else (path.name, path.read_bytes())
+        bos: tuple[int, ...] = ()
+        if tokenizer is not None:
+            about = {key: value for name in CONFIGS for key, value in _json(self.path / name, {}).items()}
+            bos, note = first_tokens(tokenizer, about, self.path)
+            self._notes += [note] if note else []
+        return Origins(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos)
 
     def _files(self) -> list[safetensors.SafetensorsFile]:
         """The files of tensors, as `transformers` chooses them: the one file, before an index that is there as well."""
@@ -129,7 +138,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     kinds = {entry.dtype for name, entry in weights.entries.items() if name in llama.shapes_of(weights.sizes)}
     kind = str(dtype or torch.promote_types(*kinds) if len(kinds) == 2 else dtype or next(iter(kinds)))
     origins = weights.origins
-    config = llama_keys.config_of(weights.sizes, origins.block, origins.eos, kind.removeprefix("torch."))
+    config = llama_keys.config_of(weights.sizes, origins, kind.removeprefix("torch."))
     head_dim = config["head_dim"]
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
@@ -167,6 +176,8 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         tokenizer = origins.tokenizer
         if tokenizer is not None and tokenizer[0] and not tokenizer[1].startswith(b'{"kind": "chars"'):
             (partial / tokenizer[0]).write_bytes(tokenizer[1])
+            if tokenizer[0] == SENTENCE_PIECE:  # which does not say it itself
+                (partial / CONFIGS[1]).write_text(json.dumps({"add_bos_token": bool(origins.bos)}))
         elif tokenizer is not None:
             say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
         os.rename(partial, folder)
@@ -196,7 +207,14 @@ def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a file says.
+
+    Args:
+        missing: what stands for a file that is not there; without it that is an error.
+    """
+    if missing is not None and not path.exists():
+        return missing
     try:
         found = json.loads(path.read_text())
     except OSError as error:

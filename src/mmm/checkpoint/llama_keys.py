@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mmm.checkpoint.llama import hidden_dim
+from mmm.checkpoint.weights import Origins
 from mmm.errors import CheckpointError
-from mmm.models.rope import KEYS as ROPE_KEYS
 
 READ = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
@@ -58,6 +58,11 @@ WORDS = {
     *("residual", "qk", "qkv", "kv", "layer", "layers", "mlp", "ffn", "dropout", "pdrop", "adapter", "lora", "sparse"),
 }
 PROGRAMS = {"implementation", "flash", "fused", "sdpa", "kernels"}
+ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each rope_type takes, as models.rope has them
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 SIZES = {  # fields of TransformerConfig, and their keys there, which a config must have
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -203,7 +208,7 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     return float(max(thetas, default=10_000.0)), scaling or None, passed_over
 
 
-def config_of(sizes: Mapping[str, Any], block: int | None, eos: tuple[int, ...], dtype: str) -> dict[str, Any]:
+def config_of(sizes: Mapping[str, Any], origins: Origins, dtype: str) -> dict[str, Any]:
     """A config.json for `transformers`, from fields of ``TransformerConfig``: the reverse of `sizes_of`.
 
     Raises:
@@ -224,8 +229,8 @@ def config_of(sizes: Mapping[str, Any], block: int | None, eos: tuple[int, ...],
         "rope_theta": sizes["rope_theta"],
         "rope_scaling": sizes["rope_scaling"],
         "tie_word_embeddings": sizes["tie_word_embeddings"],
-        "max_position_embeddings": block or 2048,
-        "bos_token_id": None,
-        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+        "max_position_embeddings": origins.block or 2048,
+        "bos_token_id": origins.bos[0] if origins.bos else None,
+        "eos_token_id": None if not origins.eos else origins.eos[0] if len(origins.eos) == 1 else list(origins.eos),
         "torch_dtype": dtype,
     }

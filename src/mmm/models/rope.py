@@ -10,17 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
-
-# The numbers that each rope_type takes.
-KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 @dataclass(frozen=True)
@@ -52,16 +45,17 @@ class RopeScaling:
                 f"rope_scaling: rope_type {given['rope_type']!r} is not type {older!r}: give one of the two"
             )
         kind = given["rope_type"] if given != {"rope_type": None} else "default"
-        if not isinstance(kind, str) or kind not in KEYS:
-            raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {', '.join(KEYS)}")
-        if wrong := given.keys() - {"rope_type", *KEYS[kind]}:
-            takes = ", ".join(KEYS[kind]) or "none"
+        known = {"default": (), "linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
+        if not isinstance(kind, str) or kind not in known:
+            raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {', '.join(known)}")
+        if wrong := given.keys() - {"rope_type", *known[kind]}:
+            takes = ", ".join(known[kind]) or "none"
             raise ValueError(f"rope_scaling has the unknown key {min(wrong)}: {kind} takes {takes}")
         if kind == "default":
             return None
-        if missing := [name for name in KEYS[kind] if name not in given]:
+        if missing := [name for name in known[kind] if name not in given]:
             raise ValueError(f"rope_scaling lacks {', '.join(missing)}, which {kind} needs")
-        for name in KEYS[kind]:
+        for name in known[kind]:
             if type(given[name]) not in (int, float):
                 raise ValueError(f"rope_scaling: {name} is {given[name]!r}, which is no number")
         return cls(**given)
