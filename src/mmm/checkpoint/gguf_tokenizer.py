@@ -6,6 +6,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what holds wh
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,9 +64,8 @@ class GGUFTokenizer:
             raise CheckpointError(
                 f"{where}: {PREFIX}token_type has {len(types)} values, and there are {len(tokens)} tokens"
             )
-        if len(set(tokens)) < len(tokens):
-            twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
-            raise CheckpointError(f"{where}: {PREFIX}tokens has {twice!r} twice")
+        if twice := [token for token, times in Counter(tokens).items() if times > 1]:
+            raise CheckpointError(f"{where}: {PREFIX}tokens has {twice[0]!r} twice")
         self.eos = tuple(dict.fromkeys(token for key in ENDS if (token := self._token(key)) is not None))
         self.bos = self._begin()
         self.file = self._json()

@@ -114,6 +114,8 @@ def check_entries(
     Raises:
         CheckpointError: one is missing, is of another shape, or is of no use.
     """
+    if sizes["n_layers"] > len(there):
+        raise CheckpointError(f"{where} has {len(there)} tensors, which are too few for {sizes['n_layers']} layers")
     found: dict[str, TensorEntry] = {}
     names = {name_elsewhere(name, kind): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
     for name, shape in shapes_of(sizes).items():

@@ -160,7 +160,7 @@ def _check_values(config: Mapping[str, Any], where: object) -> None:
         if not isinstance(config.get(key), (kind, type(None))):
             raise CheckpointError(f"{where}: {key} is {config[key]!r}, and has to be {name}")
     thetas = [config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
-    numbers = [("rope_theta", of.get("rope_theta") or 1) for of in thetas]
+    numbers = [("rope_theta", of["rope_theta"]) for of in thetas if of.get("rope_theta") is not None]
     for key, value in [*numbers, ("rms_norm_eps", config.get("rms_norm_eps", 1e-6))]:
         if type(value) not in (int, float):
             raise CheckpointError(f"{where}: {key} is {value!r}, which is no number")
@@ -184,7 +184,7 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     """``rope_theta``, ``rope_scaling`` where a config says one, and what of it is passed over: keys that its rope_type
     does not take. Both are said by keys of their own, or in ``rope_parameters``."""
     rope, scaling = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
-    thetas = {theta for of in (rope, scaling, config) if (theta := of.get("rope_theta"))}
+    thetas = {of["rope_theta"] for of in (rope, scaling, config) if of.get("rope_theta") is not None}
     passed_over = []
     for name, each in (("rope_parameters", rope), ("rope_scaling", scaling)):
         if "type" in each and each.setdefault("rope_type", each["type"]) == each["type"]:  # its name in older configs
