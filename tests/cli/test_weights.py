@@ -14,7 +14,7 @@ from mmm.models.transformer import Transformer
 from mmm.trainer.pretrained import config_of, tokenizer_on_disk
 from support.clock import PATIENCE
 from support.launcher import Launcher
-from support.llamas import CHARS, CONFIG, logits, tensors, write_gguf, write_hugging_face
+from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
 
 TOKENS, PROMPT = 20, "First Citizen:"
 
@@ -91,6 +91,54 @@ def test_an_error_of_all_ranks_is_said_once(imported, tmp_path):
     done = Launcher(tmp_path).run(*words, "--tp", "2", timeout=PATIENCE)
     assert done.returncode == 2
     assert (done.stdout + done.stderr).count("character 'ë' is not among the") == 1
+
+
+LARGER = {**CONFIG, "vocab_size": 258, "eos_token_id": 0}
+
+
+def greedy(tokens):
+    """What the weights write, the most probable token each time, by what `transformers` computes."""
+    for _ in range(TOKENS):
+        tokens = [*tokens, int(logits(LARGER, tensors(LARGER), torch.tensor([tokens]))[0, -1].argmax())]
+    return tokens
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, f"<|begin|>{PROMPT}", ""], ids=["", "begun", "empty"])
+def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
+    """Also where the prompt says it by itself; and then there is a first token, even before an empty prompt."""
+    write_hugging_face(tmp_path / "hf", LARGER)
+    content = byte_bpe(("<|begin|>", "<|end|>"), begin_with("<|begin|>"))
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(content)
+    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").origins)
+    bytes_of = tokenizer.encode(prompt.removeprefix("<|begin|>").encode()).tolist()
+    expected = greedy([256, *bytes_of])
+    assert expected[1 + len(bytes_of) :] != greedy(bytes_of or [0])[len(bytes_of or [0]) :]
+    flags = ["--prompt", prompt, "--max_new_tokens", str(TOKENS), "--temperature", "0", "--dtype", "fp64"]
+    assert cli.main(["sample", str(tmp_path / "hf"), *flags]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(expected[1:]) + "\n"
+
+
+def test_a_text_ends_where_generation_config_says(tmp_path, capsys):
+    write_hugging_face(tmp_path / "hf", LARGER)
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(byte_bpe(("<|begin|>", "<|end|>")))
+    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").origins)
+    prompt = tokenizer.encode(PROMPT.encode()).tolist()
+    written = greedy(prompt)[len(prompt) :]
+    end = written[-1]
+    first = written.index(end)
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, end]}))
+    flags = ["--prompt", PROMPT, "--max_new_tokens", str(TOKENS), "--temperature", "0", "--dtype", "fp64"]
+    assert cli.main(["sample", str(tmp_path / "hf"), *flags]) == 0
+    assert capsys.readouterr().out == PROMPT + tokenizer.decode(written[:first]) + "\n"
+
+
+def test_what_is_passed_over_is_said(tmp_path, capsys):
+    path = write_hugging_face(tmp_path / "hf", {**CONFIG, "unsloth_version": "2025.3"})
+    note = "passed over, without effect on the computation: unsloth_version\n"
+    assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
+    assert note in capsys.readouterr().err
+    assert cli.main(["sample", str(path), "--prompt", "x", "--max_new_tokens", "1"]) == 0
+    assert note in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

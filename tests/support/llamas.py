@@ -167,6 +167,31 @@ GGUF_NAMES = {
 }
 
 
+def byte_bpe(special: tuple[str, ...] = (), post_processor: dict | None = None) -> bytes:
+    """A tokenizer.json of Hugging Face's: 256 bytes, no merges, then special tokens from 256 on."""
+    from tokenizers import pre_tokenizers
+
+    vocab = {name: i for i, name in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *special])}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    about = {
+        "added_tokens": [{"id": vocab[name], "content": name, "special": True, **flags} for name in special],
+        "pre_tokenizer": byte_level,
+        "post_processor": post_processor,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    return json.dumps(about).encode()
+
+
+def begin_with(*names: str, first: int = 256) -> dict:
+    """A post-processor that begins each text with these tokens, of the numbers from `first` on."""
+    begin = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+    one, two = ([{"Sequence": {"id": name, "type_id": i}}] for i, name in enumerate("AB"))
+    special = {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in enumerate(names, first)}
+    return {"type": "TemplateProcessing", "single": begin + one, "pair": begin + one + two, "special_tokens": special}
+
+
 def write_gguf(path: Path, config: dict = CONFIG, weights: dict[str, Tensor] | None = None, **keys: object) -> Path:
     """A GGUF file of float32 and float16 tensors.
 
@@ -194,8 +219,12 @@ def write_gguf(path: Path, config: dict = CONFIG, weights: dict[str, Tensor] | N
     def value(of: object) -> bytes:
         if isinstance(of, str):
             return struct.pack("<I", 8) + string(of)
+        if isinstance(of, list) and of and isinstance(of[0], int):
+            return struct.pack(f"<IIQ{len(of)}i", 9, 5, len(of), *of)
         if isinstance(of, list):
             return struct.pack("<IIQ", 9, 8, len(of)) + b"".join(map(string, of))
+        if isinstance(of, bool):
+            return struct.pack("<I?", 7, of)
         return struct.pack("<If", 6, of) if isinstance(of, float) else struct.pack("<II", 4, of)
 
     header = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(about))

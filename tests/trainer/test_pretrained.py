@@ -14,8 +14,9 @@ from mmm.checkpoint.own import write_own
 from mmm.checkpoint.weights import open_weights
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
 from mmm.trainer import lm
+from mmm.trainer.pretrained import tokenizer_on_disk
 from mmm.trainer.text import resolve
-from support.llamas import CHARS, CONFIG, logits, tensors, write_gguf, write_hugging_face
+from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
 from support.pool import program_on
 from support.resuming import curve
 
@@ -163,6 +164,28 @@ def test_weights_that_are_damaged(imported, alone, tmp_path):
     with pytest.raises(CheckpointError, match="is damaged"):
         lm.train(lm.Config(**{**SMALL, **alone, "init_from": tmp_path / "own"}, device="cpu", outdir=tmp_path / "out"))
     torch.distributed.destroy_process_group()  # which a run that fails leaves
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["its own tokenizer", "another one"])
+def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch, other):
+    """But not where the text's tokens are another tokenizer's."""
+    config = {**CONFIG, "vocab_size": 258, "unsloth_version": "2025.3"}
+    path = write_hugging_face(tmp_path / "hf", config)
+    content = byte_bpe(("<|begin|>", "<|end|>"), begin_with("<|begin|>"))
+    (path / "tokenizer.json").write_bytes(content)
+    prompts = []
+    monkeypatch.setattr("mmm.parallel.generate.generate", lambda model, prompt, *_: prompts.append(prompt) or [256])
+    flags = {"init_from": path, "text": (text,), "prompt": "ab", "checkpoint_every": 2, "max_iters": 2}
+    if other:
+        (tmp_path / "other.json").write_bytes(byte_bpe(("<|end|>",), begin_with("<|end|>")))
+        flags["tokenizer"] = tmp_path / "other.json"
+    lm.train(lm.Config(**{**SMALL, **flags}, device="cpu", outdir=tmp_path / "run"))
+    origins = open_weights(tmp_path / "run").origins
+    plain = tokenizer_on_disk(origins).encode(b"ab").tolist()
+    assert prompts == [plain if other else [256, *plain]]
+    assert (origins.bos, origins.eos) == (((), ()) if other else ((256,), (66,)))
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert "passed over, without effect on the computation: unsloth_version" in about["notes"]
 
 
 @pytest.mark.long

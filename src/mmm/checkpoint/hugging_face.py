@@ -7,19 +7,22 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmm.checkpoint import llama, safetensors
+from mmm.checkpoint import llama, llama_keys, safetensors
+from mmm.checkpoint.first_tokens import CONFIGS, first_tokens
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
 from mmm.history.record import cannot_write, reason
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
+GENERATION, SENTENCE_PIECE = "generation_config.json", "tokenizer.model"
+TOKENIZERS = ("tokenizer.json", SENTENCE_PIECE)
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
 
@@ -27,37 +30,51 @@ class HuggingFace(Weights):
     """A folder's weights.
 
     Raises:
-        CheckpointError: no Llama of this kind (`llama.sizes_of`), a file or a tensor is missing, damaged, or of another
-            shape.
+        CheckpointError: no Llama of this kind (`llama_keys.sizes_of`); a file or a tensor is missing, damaged, or of
+            another shape; a tensor is in two files.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         config = _json(path / CONFIG)
-        self.sizes = llama.sizes_of(config, path / CONFIG)
-        there = {name: file for file in self._files() for name in file.entries}
-        self._file = {name: there[other] for name in self._names() if (other := self._other(name)) in there}
-        if self.sizes["tie_word_embeddings"]:
-            there.pop(llama.NAMES["output.weight"].hugging_face, None)
-        entries = {name: file.entries[name] for name, file in there.items()}
+        self.sizes, passed_over = llama_keys.sizes_of(config, path / CONFIG)
+        self._notes = llama_keys.note_of(passed_over)
+        there: dict[str, _Place] = {}
+        for file in self._files():
+            for name in file.entries:
+                if name in there:
+                    files = f"{there[name].file.path.name} and in {file.path.name}"
+                    raise CheckpointError(f"{path}: the tensor {name} is in {files}: remove the file that is wrong")
+                there[name] = _Place(file, name)
+        if self.sizes["tie_word_embeddings"] and HEAD in there:
+            self._tie(there)
+        entries = {name: place.entry for name, place in there.items()}
         self.entries = llama.check_entries(entries, self.sizes, "hugging_face", path)
-        eos = config.get("eos_token_id")
-        tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
-        self.origins = Origins(
-            config.get("max_position_embeddings"),
-            tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            None if tokenizer is None else (tokenizer.name, tokenizer.read_bytes()),
-        )
+        self._places = {name: there[llama.name_elsewhere(name, "hugging_face")] for name in self.entries}
+        self.origins = self._origins(config)
 
-    def _names(self) -> Iterator[str]:
-        return iter(llama.shapes_of(self.sizes))
-
-    @staticmethod
-    def _other(name: str) -> str:
-        return llama.name_elsewhere(name, "hugging_face")
+    def _origins(self, config: dict[str, Any]) -> Origins:
+        generation = _json(self.path / GENERATION, {})
+        eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)  # before those of config.json
+        eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
+        path = next((self.path / name for name in TOKENIZERS if (self.path / name).exists()), None)
+        tokenizer = None if path is None else (path.name, path.read_bytes())
+        bos: tuple[int, ...] = ()
+        if tokenizer is not None:
+            about = {key: value for name in CONFIGS for key, value in _json(self.path / name, {}).items()}
+            bos, note = first_tokens(tokenizer, about, self.path)
+            self._notes += [note] if note else []
+        return Origins(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos)
 
     def _files(self) -> list[safetensors.SafetensorsFile]:
-        if (self.path / INDEX).exists():
+        """The files of tensors, as `transformers` chooses them: the one file, before an index that is there as well."""
+        if (self.path / ONE_FILE).exists():
+            if (self.path / INDEX).exists():
+                self._notes.append(
+                    f"{INDEX} is passed over, because {ONE_FILE} is there: transformers takes that first"
+                )
+            paths = [self.path / ONE_FILE]
+        elif (self.path / INDEX).exists():
             names = _json(self.path / INDEX).get("weight_map")
             if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
                 raise CheckpointError(f"{self.path / INDEX} has no weight_map")
@@ -68,14 +85,44 @@ class HuggingFace(Weights):
             raise CheckpointError(f"{missing[0]} is missing")
         return [safetensors.SafetensorsFile(path) for path in paths]
 
+    def _tie(self, there: dict[str, _Place]) -> None:
+        """What ``tie_word_embeddings`` means where the files have an output matrix, as `transformers` has it: equal to
+        the embedding, it is the embedding; the only one of the two is both; else they are not tied."""
+        if EMBEDDING not in there:
+            there[EMBEDDING] = there.pop(HEAD)
+        elif there[EMBEDDING].equals(there[HEAD]):
+            del there[HEAD]
+        else:
+            self.sizes["tie_word_embeddings"] = False
+            self._notes.append(f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}: the two are not tied")
+
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        file, other = self._file[name], self._other(name)
+        place = self._places[name]
         if not llama.is_rotated(name) or not length[0]:
-            return file.read(other, tuple(start), tuple(length))
+            return place.read(start, length)
         head = self.sizes["dim"] // self.sizes["n_heads"]
         first, last = start[0] // head * head, -(-(start[0] + length[0]) // head) * head  # full heads
-        rows = llama.to_pairs(file.read(other, (first, *start[1:]), (last - first, *length[1:])), head)
+        rows = llama.to_pairs(place.read((first, *start[1:]), (last - first, *length[1:])), head)
         return rows[start[0] - first : start[0] - first + length[0]].contiguous()
+
+
+class _Place(NamedTuple):
+    """Where a tensor is."""
+
+    file: safetensors.SafetensorsFile
+    name: str
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.file.entries[self.name]
+
+    def read(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
+        return self.file.read(self.name, tuple(start), tuple(length))
+
+    def equals(self, other: _Place) -> bool:
+        """Whether two tensors have the same shape, dtype and values; a slab of rows at a time."""
+        same = self.entry == other.entry
+        return same and all(torch.equal(self.read(*slab), other.read(*slab)) for slab in self.entry.slabs())
 
 
 def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int, say: Callable[[str], None]) -> None:
@@ -91,7 +138,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     kinds = {entry.dtype for name, entry in weights.entries.items() if name in llama.shapes_of(weights.sizes)}
     kind = str(dtype or torch.promote_types(*kinds) if len(kinds) == 2 else dtype or next(iter(kinds)))
     origins = weights.origins
-    config = llama.config_of(weights.sizes, origins.block, origins.eos, kind.removeprefix("torch."))
+    config = llama_keys.config_of(weights.sizes, origins, kind.removeprefix("torch."))
     head_dim = config["head_dim"]
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
@@ -129,6 +176,8 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         tokenizer = origins.tokenizer
         if tokenizer is not None and tokenizer[0] and not tokenizer[1].startswith(b'{"kind": "chars"'):
             (partial / tokenizer[0]).write_bytes(tokenizer[1])
+            if tokenizer[0] == SENTENCE_PIECE:  # which does not say it itself
+                (partial / CONFIGS[1]).write_text(json.dumps({"add_bos_token": bool(origins.bos)}))
         elif tokenizer is not None:
             say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
         os.rename(partial, folder)
@@ -158,7 +207,14 @@ def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a file says.
+
+    Args:
+        missing: what stands for a file that is not there; without it that is an error.
+    """
+    if missing is not None and not path.exists():
+        return missing
     try:
         found = json.loads(path.read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The Llama family elsewhere: what its tensors and the keys of its config are called, and the order of its heads' rows.
+"""The Llama family elsewhere: what its tensors are called, and the order of its heads' rows.
 
 Rotary positions rotate pairs of a head's elements. In this package, as in Meta's and in GGUF's files, element 2i goes
 with 2i + 1; in Hugging Face's, element i goes with i + head_dim / 2. So the rows of wq and wk have another order there
@@ -43,142 +43,6 @@ NAMES = {
     "output.weight": Names("lm_head.weight", "output.weight"),
 }
 ROTATED = ("attention.wq.weight", "attention.wk.weight")
-
-# Keys of config.json that decide the computation: those that are read, and those that must have one of these values.
-READ = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "head_dim"),
-    *("max_position_embeddings", "eos_token_id", "model_type"),
-)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "hidden_act": ("silu", "swish"),
-    "rope_interleaved": (False,),
-    "partial_rotary_factor": (1, None),
-    "sliding_window": (None,),
-    "use_sliding_window": (False,),
-    "attention_dropout": (0,),
-    "pretraining_tp": (1,),
-    "is_encoder_decoder": (False,),
-    "is_decoder": (False, True),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({}, None),
-}
-# Keys that say nothing of the logits.
-HARMLESS = {
-    *("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range"),
-    *("bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "_name_or_path", "name_or_path"),
-    *("is_llama_config", "transformers.js_config", "return_dict", "output_hidden_states", "output_attentions"),
-    *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix"),
-    *("torchscript", "use_bfloat16", "chunk_size_feed_forward", "auto_map", "_attn_implementation"),
-    *("_attn_implementation_autoset", "cross_attention_hidden_size", "tie_encoder_decoder", "bos_token", "eos_token"),
-}
-SIZES = {  # fields of TransformerConfig, and their keys there, which a config must have
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-}
-
-
-def sizes_of(config: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Fields of ``TransformerConfig`` from a config.json of Hugging Face.
-
-    Args:
-        where: its file, for messages.
-
-    Raises:
-        CheckpointError: another kind of model; a key that is unknown, missing, or has a value that changes the
-            computation.
-    """
-    if (kind := config.get("model_type")) != "llama":
-        raise CheckpointError(f"{where}: model_type is {kind!r}; llama is the one that is known")
-    if missing := [key for key in SIZES.values() if key not in config]:
-        raise CheckpointError(f"{where} lacks {', '.join(missing)}")
-    for key, value in config.items():
-        if key in NEUTRAL:
-            if value not in NEUTRAL[key]:
-                raise CheckpointError(f"{where}: {key} is {value!r}, which this model has not; {NEUTRAL[key][0]!r} is")
-        elif key not in READ and key not in HARMLESS:
-            raise CheckpointError(f"{where} has the unknown key {key} ({value!r}): it may change the computation")
-    sizes: dict[str, Any] = {field: config[key] for field, key in SIZES.items()}
-    _check_values(config, where)
-    heads, dim = sizes["n_heads"], sizes["dim"]
-    sizes["n_kv_heads"] = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or dim // heads
-    if head_dim * heads != dim:
-        raise CheckpointError(f"{where}: head_dim {head_dim} · {heads} heads is not hidden_size {dim}")
-    sizes["rope_theta"], sizes["rope_scaling"] = _rotary(config, where)
-    sizes["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
-    sizes["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    return sizes
-
-
-def _check_values(config: Mapping[str, Any], where: object) -> None:
-    """Raises CheckpointError where a key that is read has a value of another type."""
-    for key in (*SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        value = config.get(key)
-        if (value is not None or key in SIZES.values()) and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{where}: {key} is {value!r}, which is no number of anything")
-    for key, kind, name in (
-        ("rope_parameters", Mapping, "a mapping"),
-        ("rope_scaling", Mapping, "a mapping"),
-        ("tie_word_embeddings", bool, "true or false"),
-    ):
-        if not isinstance(config.get(key), (kind, type(None))):
-            raise CheckpointError(f"{where}: {key} is {config[key]!r}, and has to be {name}")
-    numbers = [("rope_theta", of.get("rope_theta") or 1) for of in (config, config.get("rope_parameters") or {})]
-    for key, value in [*numbers, ("rms_norm_eps", config.get("rms_norm_eps", 1e-6))]:
-        if type(value) not in (int, float):
-            raise CheckpointError(f"{where}: {key} is {value!r}, which is no number")
-    eos = config.get("eos_token_id")
-    if any(type(token) is not int for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
-        raise CheckpointError(f"{where}: eos_token_id is {eos!r}, which is no token, and no list of tokens")
-
-
-def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None]:
-    """``rope_theta``, and ``rope_scaling`` where a config says one: by keys of their own, or in ``rope_parameters``."""
-    rope, scaling = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
-    thetas = {theta for theta in (rope.pop("rope_theta", None), config.get("rope_theta")) if theta}
-    for each in (rope, scaling):
-        if "type" in each and each.setdefault("rope_type", each["type"]) == each["type"]:  # its name in older configs
-            del each["type"]
-    if rope.get("partial_rotary_factor", 1) in NEUTRAL["partial_rotary_factor"]:
-        rope.pop("partial_rotary_factor", None)
-    if len(thetas) > 1 or (rope and scaling and rope != scaling):
-        raise CheckpointError(f"{where}: rope_parameters says something else than rope_theta and rope_scaling")
-    scaling = rope or scaling
-    return float(max(thetas, default=10_000.0)), None if scaling in ({}, {"rope_type": "default"}) else scaling
-
-
-def config_of(sizes: Mapping[str, Any], block: int | None, eos: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    """A config.json for `transformers`, from fields of ``TransformerConfig``: the reverse of `sizes_of`.
-
-    Raises:
-        CheckpointError: the model has experts.
-    """
-    if sizes.get("n_experts"):
-        raise CheckpointError(f"n_experts is {sizes['n_experts']}: a Llama has no experts, and so nothing to export to")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{key: hidden_dim(sizes) if field == "ffn_dim" else sizes[field] for field, key in SIZES.items()},
-        "num_key_value_heads": sizes["n_kv_heads"],
-        "head_dim": sizes["dim"] // sizes["n_heads"],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": sizes["norm_eps"],
-        "rope_theta": sizes["rope_theta"],
-        "rope_scaling": sizes["rope_scaling"],
-        "tie_word_embeddings": sizes["tie_word_embeddings"],
-        "max_position_embeddings": block or 2048,
-        "bos_token_id": None,
-        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
-        "torch_dtype": dtype,
-    }
 
 
 def rope_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> Tensor:
@@ -250,6 +114,8 @@ def check_entries(
     Raises:
         CheckpointError: one is missing, is of another shape, or is of no use.
     """
+    if sizes["n_layers"] > len(there):
+        raise CheckpointError(f"{where} has {len(there)} tensors, which are too few for {sizes['n_layers']} layers")
     found: dict[str, TensorEntry] = {}
     names = {name_elsewhere(name, kind): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
     for name, shape in shapes_of(sizes).items():

@@ -72,7 +72,8 @@ class OwnWeights(Weights):
                 self._places[name] = places
         kept = about.get("tokenizer")
         tokenizer = None if kept is None else (kept, (path / kept).read_bytes() if kept else b"")
-        self.origins = Origins(about.get("block"), tuple(about.get("eos") or ()), tokenizer)
+        bos, eos = (tuple(about.get(key) or ()) for key in ("bos", "eos"))
+        self.origins = Origins(about.get("block"), eos, tokenizer, bos=bos)
 
     def check(self, part: int = 0, parts: int = 1) -> str | None:
         files = self.manifest.files

@@ -58,7 +58,7 @@ class Origins:
 
     Attributes:
         block: tokens of the longest sequence that it was trained for; None where nobody says.
-        eos: the tokens that end a text; empty where nobody says.
+        bos, eos: the tokens that begin a text, and those of which one ends it; empty where nobody says.
         tokenizer: name of the file, as `mmm.data.tokenizer` writes it, and its content; for bytes both are empty. None
             where there is none.
         notes: what is not taken along, for people.
@@ -68,12 +68,13 @@ class Origins:
     eos: tuple[int, ...] = ()
     tokenizer: tuple[str, bytes] | None = None
     notes: tuple[str, ...] = ()
+    bos: tuple[int, ...] = ()
 
 
 def about_of(origins: Origins) -> dict[str, Any]:
     """What a checkpoint's `Manifest.about` says of the model, beside its file of the tokenizer."""
     tokenizer = None if origins.tokenizer is None else origins.tokenizer[0]
-    return {"block": origins.block, "eos": list(origins.eos), "tokenizer": tokenizer}
+    return {"block": origins.block, "bos": list(origins.bos), "eos": list(origins.eos), "tokenizer": tokenizer}
 
 
 def attach(folder: Path, origins: Origins) -> dict[str, FileSum]:

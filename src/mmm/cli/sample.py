@@ -76,8 +76,9 @@ def _sample(args: Any) -> None:
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)
     weights = open_weights(args.weights)
     config, tokenizer = config_of(weights), tokenizer_on_disk(weights.origins)
-    block = args.block or weights.origins.block or 2048
-    prompt = encode_prompt(args.prompt, tokenizer, block, config.vocab_size)
+    origins = weights.origins
+    block = args.block or origins.block or 2048
+    prompt = encode_prompt(args.prompt, tokenizer, block, config.vocab_size, origins.bos)
     assert tokenizer is not None
     rank = locate(rank, args.timeout)
     device = choose_device(args.device, rank)
@@ -85,13 +86,14 @@ def _sample(args: Any) -> None:
     with process_group(rank, device, args.timeout), full_float32(precision):
         model = evaluation_model(config, layout, precision, device, args.timeout)
         load_weights(rank, model, weights)
-        stop, began = weights.origins.eos, time.monotonic()
-        vocabulary, most = config.vocab_size, args.max_new_tokens
-        text, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, stop)
+        began, vocabulary, most = time.monotonic(), config.vocab_size, args.max_new_tokens
+        ends = origins.eos, origins.bos
+        text, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, *ends)
         if rank.is_main:
             print(text, flush=True)
             seconds = time.monotonic() - began
-            print(f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}", file=sys.stderr)
+            for line in (*origins.notes, f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
+                print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ class Config(
 
 def train(config: Config) -> None:
     resolved = resolve(config)  # everything here is checked before any rank talks to another
-    config.check_prompt(resolved)
+    bos, eos = config.text_ends(resolved.data.tokenizer)
+    config.check_prompt(resolved, bos)
     if config.summary:
         print_once(resolved.summary())
         return
@@ -85,8 +86,9 @@ def train(config: Config) -> None:
             optimizer: Optimizer = make_muon(model, resolved.plan, *rates)
         else:
             optimizer = make_optimizer(config.optimizer, model.parameters(), *rates)
-        eos = () if weights is None else weights.origins.eos
-        task = TokenTask(run, resolved, config.eval_batches, eos, lambda model: log_sample(run, model, resolved, eos))
+        task = TokenTask(
+            run, resolved, config.eval_batches, bos, eos, lambda model: log_sample(run, model, resolved, bos, eos)
+        )
         run.log.info("%d steps of %d × %d tokens", resolved.steps, resolved.global_batch_size, config.seq_length)
         options = Fit(
             steps=resolved.steps,

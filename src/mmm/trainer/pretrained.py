@@ -151,11 +151,26 @@ class PretrainedOptions(ModelOptions):
         weights = self.weights()
         return None if weights is None else tokenizer_on_disk(weights.origins)
 
+    def text_ends(self, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that begin a text, and those that end one: as the weights have them, but for a text of another
+        tokenizer than theirs, whose tokens mean something else.
+
+        Args:
+            tokenizer: of the text; None where nobody knows.
+        """
+        weights = self.weights()
+        if weights is None:
+            return (), ()
+        if tokenizer is not None and (own := weights.origins.tokenizer) is not None and own[1] != tokenizer.content:
+            return (), ()
+        return weights.origins.bos, weights.origins.eos
+
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
     """Load the weights that a run starts from, unless it goes on from a checkpoint. A collective."""
     if weights is None or run.origin is not None:
         return
     load_weights(run.rank, model, weights)
-    run.note(f"weights of {weights.path}")
+    for text in (f"weights of {weights.path}", *weights.origins.notes):
+        run.note(text)
     run.describe(init_from={"path": weights.path, "sizes": asdict(config_of(weights))})

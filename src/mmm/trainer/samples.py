@@ -53,13 +53,12 @@ class SampleOptions(BaseOptions):
         given = {name: value for name, value in given.items() if value is not None}
         return checked(Sampling(seed=self.seed, **given), "sample_")  # type: ignore[arg-type]
 
-    def check_prompt(self, resolved: Resolved) -> None:
+    def check_prompt(self, resolved: Resolved, bos: Sequence[int]) -> None:
         """Raises ConfigError, DataError: a prompt, or how to go on with it, that does not fit."""
         if self.prompt is not None:
             self.sampling()
-            encode_prompt(
-                self.prompt, resolved.data.tokenizer, resolved.data.train.seq_length, resolved.sizes.vocab_size
-            )
+            block, vocabulary = resolved.data.train.seq_length, resolved.sizes.vocab_size
+            encode_prompt(self.prompt, resolved.data.tokenizer, block, vocabulary, bos)
 
 
 def checked(sampling: Sampling, prefix: str = "") -> Sampling:
@@ -69,8 +68,10 @@ def checked(sampling: Sampling, prefix: str = "") -> Sampling:
     return sampling
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer | None, block: int, vocabulary: int) -> list[int]:
-    """The tokens of a prompt.
+def encode_prompt(
+    prompt: str, tokenizer: Tokenizer | None, block: int, vocabulary: int, bos: Sequence[int] = ()
+) -> list[int]:
+    """The tokens of a prompt, `bos` before them, unless the prompt begins with those by itself.
 
     Raises:
         DataError: a character that the vocabulary lacks, or no tokenizer. ConfigError: it is empty, or too long.
@@ -83,6 +84,8 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer | None, block: int, vocabula
         raise DataError("--prompt is no UTF-8") from None
     except DataError as error:
         raise DataError(f"--prompt: {error}") from None
+    if tokens[: len(bos)] != [*bos]:
+        tokens = [*bos, *tokens]
     if not tokens:
         raise ConfigError("--prompt is empty: give a text to go on with")
     if max(tokens) >= vocabulary:
@@ -101,25 +104,29 @@ def sample_text(
     block: int,
     vocabulary: int,
     stop: Sequence[int] = (),
+    bos: Sequence[int] = (),
 ) -> tuple[str, int]:
-    """The prompt and what follows; and of how many tokens that is. A collective; arguments as of `generate`."""
+    """The prompt, without the `bos` that it begins with, and what follows; of how many tokens that is. A collective.
+
+    Args: as of `generate`.
+    """
     from mmm.parallel.generate import generate  # a run with --prompt only
 
     most = min(vocabulary, tokenizer.vocab_size)
     found = generate(model, prompt, tokens, block, sampling, most, stop)
-    return tokenizer.decode([*prompt, *(token for token in found if token not in stop)]), len(found)
+    return tokenizer.decode([*prompt[len(bos) :], *(token for token in found if token not in stop)]), len(found)
 
 
-def log_sample(run: Run, model: ParallelModel, resolved: Resolved, stop: Sequence[int]) -> None:
+def log_sample(run: Run, model: ParallelModel, resolved: Resolved, bos: Sequence[int], stop: Sequence[int]) -> None:
     """Have the model go on with ``--prompt``; log it, and keep it in the record. A collective."""
     options: Any = run.options
     if options.prompt is None:
         return
     data, vocabulary = resolved.data, resolved.sizes.vocab_size
     block = data.train.seq_length
-    prompt = encode_prompt(options.prompt, data.tokenizer, block, vocabulary)
+    prompt = encode_prompt(options.prompt, data.tokenizer, block, vocabulary, bos)
     tokens, sampling = options.sample_tokens or 100, options.sampling()
-    text, _ = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop)
+    text, _ = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop, bos)
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     kept = [*run.config.get("samples", ()), {"iter": run.clock.step, "text": text}]
     run.describe(samples=kept)

@@ -65,6 +65,7 @@ class TokenTask(Task):
     """The next token of a text.
 
     Args:
+        bos, eos: the tokens that begin and that end a text, for the checkpoints.
         sample: called after each evaluation, with the model.
     """
 
@@ -73,6 +74,7 @@ class TokenTask(Task):
         run: Run,
         resolved: Resolved,
         eval_batches: int,
+        bos: tuple[int, ...] = (),
         eos: tuple[int, ...] = (),
         sample: Callable[[ParallelModel], object] = lambda model: None,
     ):
@@ -83,7 +85,7 @@ class TokenTask(Task):
         self.steps_per_epoch = train.steps_per_epoch(self.global_batch_size)
         tokenizer = resolved.data.tokenizer
         kept = None if tokenizer is None else (tokenizer.file, tokenizer.content)
-        self.origins, self.sample = Origins(train.seq_length, eos, kept), sample
+        self.origins, self.sample = Origins(train.seq_length, eos, kept, bos=bos), sample
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)

@@ -1,0 +1,114 @@
+"""Keys of a config.json or of a GGUF file beyond the usual ones: passed over by name, or refused; and their values."""
+
+import dataclasses
+
+import pytest
+
+from mmm.checkpoint.weights import open_weights
+from mmm.errors import CheckpointError
+from mmm.models.rope import RopeScaling
+from mmm.trainer.pretrained import config_of
+from support.llamas import CONFIG, write_gguf, write_hugging_face
+
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"unsloth_version": "2025.3", "unsloth_fixed": True}, "unsloth_version, unsloth_fixed"),
+        ({"max_sequence_length": 2048, "model_max_length": 64}, "max_sequence_length, model_max_length"),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "max_length": 9},
+            "temperature, top_p, do_sample, max_length",
+        ),
+        ({"key_of_the_next_version": {"a": 1}}, "key_of_the_next_version"),
+        ({"_attn_implementation": "sdpa", "use_flash_attn": True}, "_attn_implementation, use_flash_attn"),
+        ({"sliding_thing": None, "expert_list": []}, "sliding_thing, expert_list"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1.0, "mscale": 1.0}}, "rope_scaling.mscale"),
+        ({"quantization_config": None, "attention_bias": None, "layer_types": ["full_attention"] * 2}, ""),
+        ({"num_key_value_heads": 2, "partial_rotary_factor": None, "hidden_act": "swish"}, ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_passed_over(tmp_path, keys, named):
+    read = open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
+    plain = config_of(open_weights(write_hugging_face(tmp_path / "b")))
+    scaling = RopeScaling("linear", 1.0) if "linear" in str(keys) else None
+    assert config_of(read) == dataclasses.replace(plain, rope_scaling=scaling)
+    notes = (f"passed over, without effect on the computation: {named}",) if named else ()
+    assert read.origins.notes == notes
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config is {'quant_method': 'gptq'}, and is not",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is ['full_attention', 'sliding_attention']",
+        ),
+        ({"sliding_window": 4096}, "sliding_window is 4096, and is not read"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5, which this model has not; 1 is"),
+        ({"per_layer_config": {"0": {"mlp_bias": True}}}, "per_layer_config is {'0'"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights is 'other.safetensors', and is not read"),
+        ({"newRopeKind": False}, "unknown key newRopeKind (False): it may change the computation"),
+        ({"num_new_experts": 8}, "unknown key num_new_experts (8)"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA_3, "rope_theta": 5.0}}, "something else than rope_theta"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA_3, "rope_theta": "5"}},
+            "rope_theta is '5', which is no number",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA_3}, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings is 64, and another in rope_scaling",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_changes_the_computation(tmp_path, keys, words):
+    with pytest.raises(CheckpointError) as refused:
+        open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("inside", [{"rope_theta": 10_000.0}, {}], ids=["theta inside", "theta outside"])
+def test_a_scaling_with_all_that_it_takes(tmp_path, inside):
+    """The length may stand outside too, where transformers looks first."""
+    keys = {"rope_scaling": {"rope_type": "llama3", **LLAMA_3, **inside}, "original_max_position_embeddings": 32}
+    read = open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
+    assert config_of(read).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+    assert config_of(read).rope_theta == 10_000
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"llama__tensor_data_layout": "Meta AI original pth"}, "llama.tensor_data_layout"),
+        ({"llama__key_of_the_next_version": 3}, "llama.key_of_the_next_version"),
+        ({"llama__rope__scaling__original_context_length": 64}, "llama.rope.scaling.original_context_length"),
+        ({"llama__rope__scaling__finetuned": True}, "llama.rope.scaling.finetuned"),
+        ({"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 2.0}, ""),
+        ({"llama__rope__scaling__type": "linear"}, ""),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 1.0}, ""),
+        ({"llama__rope__scaling__factor": 0.0, "llama__rope__scaling__attn_factor": 1.0}, ""),
+        ({"llama__expert_count": 0, "llama__attention__causal": True}, ""),
+        ({"general__name": "tiny", "quantize__imatrix__file": "a.dat"}, ""),
+    ],
+    ids=str,
+)
+def test_what_is_passed_over_of_a_gguf(tmp_path, keys, named):
+    """As llama.cpp passes it over."""
+    read, plain = open_weights(write_gguf(tmp_path / "a.gguf", **keys)), open_weights(write_gguf(tmp_path / "b.gguf"))
+    assert config_of(read) == config_of(plain)
+    notes = (f"passed over, without effect on the computation: {named}",) if named else ()
+    assert read.origins.notes == notes + plain.origins.notes
+
+
+def test_the_older_name_of_a_factor(tmp_path):
+    read = open_weights(write_gguf(tmp_path / "a.gguf", llama__rope__scale_linear=4.0))
+    assert config_of(read).rope_scaling == RopeScaling("linear", 4.0)

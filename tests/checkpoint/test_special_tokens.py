@@ -1,0 +1,187 @@
+"""Which tokens begin and end the texts of a model that others have written."""
+
+import io
+import json
+import sys
+
+import pytest
+import tokenizers
+
+from mmm.checkpoint.hugging_face import export
+from mmm.checkpoint.own import write_own
+from mmm.checkpoint.weights import open_weights
+from mmm.errors import CheckpointError
+from mmm.trainer.pretrained import tokenizer_on_disk
+from support.llamas import CONFIG, begin_with, byte_bpe, write_gguf, write_hugging_face
+
+BEGIN, END = "<|begin|>", "<|end|>"  # tokens 256 and 257
+
+
+def folder_of(path, tokenizer, name="tokenizer.json", **files):
+    """A folder of Hugging Face's, with a tokenizer and further files of JSON."""
+    write_hugging_face(path)
+    (path / "tokenizer.json").unlink()
+    (path / name).write_bytes(tokenizer)
+    for file, content in files.items():
+        (path / f"{file}.json").write_text(json.dumps(content))
+    return path
+
+
+def begun_by(weights):
+    """What the package tokenizers begins a text with."""
+    encoded = tokenizers.Tokenizer.from_buffer(weights.origins.tokenizer[1]).encode("abc")
+    return tuple(encoded.ids[: encoded.special_tokens_mask.index(0)])
+
+
+TEMPLATE = begin_with(BEGIN)
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+CLS = {"type": "BertProcessing", "sep": [END, 257], "cls": [BEGIN, 256]}
+AFTER = {**TEMPLATE, "single": TEMPLATE["single"][::-1], "pair": TEMPLATE["pair"][::-1]}
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "config", "bos"),
+    [
+        (TEMPLATE, {}, (256,)),
+        ({"type": "Sequence", "processors": [BYTES, TEMPLATE]}, {}, (256,)),
+        (begin_with(BEGIN, END), {}, (256, 257)),
+        (CLS, {}, (256,)),
+        (AFTER, {}, ()),
+        (BYTES, {}, ()),
+        (None, {}, ()),
+        (None, {"add_bos_token": False, "bos_token": BEGIN}, ()),
+        (None, {"add_bos_token": True, "bos_token": BEGIN}, (256,)),
+        (BYTES, {"add_bos_token": True, "bos_token": {"content": BEGIN, "special": True}}, (256,)),
+        (None, {"add_bos_token": True, "bos_token": None}, ()),
+        (TEMPLATE, {"add_bos_token": True, "bos_token": BEGIN}, (256,)),
+        (TEMPLATE, {"add_bos_token": False, "bos_token": BEGIN}, (256,)),
+    ],
+)
+def test_what_a_tokenizer_json_begins_texts_with(tmp_path, post_processor, config, bos):
+    """As transformers 5 does, and for a post-processor that adds none, as 4 does."""
+    path = folder_of(tmp_path / "hf", byte_bpe((BEGIN, END), post_processor), tokenizer_config=config)
+    weights = open_weights(path)
+    assert weights.origins.bos == bos
+    if not config:
+        assert begun_by(weights) == bos
+    write_own(weights, tmp_path / "own")
+    assert open_weights(tmp_path / "own").origins.bos == bos
+
+
+def test_the_name_of_the_first_token_is_in_another_file(tmp_path):
+    more = {"special_tokens_map": {"bos_token": BEGIN}, "tokenizer_config": {"add_bos_token": True}}
+    assert open_weights(folder_of(tmp_path / "hf", byte_bpe((BEGIN,)), **more)).origins.bos == (256,)
+    more = {"tokenizer_config": {"add_bos_token": True, "bos_token": "<s>"}}
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: bos_token '<s>' is not in the vocabulary"):
+        open_weights(folder_of(tmp_path / "other", byte_bpe((BEGIN,)), **more))
+
+
+def sentence_piece(**options):
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["to be or not to be"] * 9), model_writer=model, vocab_size=40, hard_vocab_limit=False,
+        minloglevel=2, **options,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "bos"),
+    [
+        ({}, {}, (1,)),
+        ({"add_bos_token": True}, {}, (1,)),
+        ({"add_bos_token": False}, {}, ()),
+        ({}, {"bos_id": -1}, ()),
+    ],
+)
+def test_what_a_sentencepiece_model_begins_texts_with(tmp_path, config, options, bos):
+    path = folder_of(tmp_path / "hf", sentence_piece(**options), "tokenizer.model", tokenizer_config=config)
+    assert open_weights(path).origins.bos == bos
+    export(open_weights(path), tmp_path / "again", None, 10**9, print)
+    assert open_weights(tmp_path / "again").origins.bos == bos
+
+
+def test_a_sentencepiece_model_without_its_package(tmp_path, monkeypatch):
+    path = folder_of(tmp_path / "hf", sentence_piece(), "tokenizer.model")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (note,) = open_weights(path).origins.notes
+    assert note.startswith("which token begins a text is not known: that needs the package sentencepiece")
+
+
+def test_a_tokenizer_that_is_none(tmp_path):
+    for i, content in enumerate((b"{", b"[]", b'{"post_processor": {"type": "TemplateProcessing"}}')):
+        with pytest.raises(CheckpointError, match=r"tokenizer.json is no tokenizer, or is damaged"):
+            open_weights(folder_of(tmp_path / str(i), content))
+    assert open_weights(folder_of(tmp_path / "sp", b"text", "tokenizer.model")).origins.bos == ()
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos"),
+    [
+        ({"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": [66, 7]}, (66, 7)),
+        ({"eos_token_id": None, "temperature": 0.6}, (66,)),
+        ({}, (66,)),
+    ],
+)
+def test_what_generation_config_ends_texts_with(tmp_path, generation, eos):
+    path = write_hugging_face(tmp_path / "hf")
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    assert open_weights(path).origins.eos == eos
+    export(open_weights(path), tmp_path / "again", None, 10**9, print)
+    assert open_weights(tmp_path / "again").origins.eos == eos
+
+
+def test_a_generation_config_that_is_damaged(tmp_path):
+    path = write_hugging_face(tmp_path / "hf")
+    for content, words in (
+        ('{"eos_token_id": ["7"]}', r"generation_config.json: eos_token_id is \['7'\]"),
+        ("{", "no JSON"),
+    ):
+        (path / "generation_config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=words):
+            open_weights(path)
+
+
+TOKENS = ["a", "b", "c", "Ġ", "ab", "<|user|>", "<|end|>", "<|begin|>", "say a b c"]
+GGUF = {"model": "gpt2", "pre": "gpt-2", "tokens": TOKENS, "merges": ["a b"], "token_type": [1] * 5 + [4, 3, 3, 4]}
+
+
+def gguf(path, **keys):
+    return write_gguf(path, CONFIG, **{f"tokenizer__ggml__{key}": value for key, value in {**GGUF, **keys}.items()})
+
+
+@pytest.mark.parametrize(
+    ("keys", "bos", "eos"),
+    [
+        ({"eos_token_id": 6}, (), (6,)),
+        ({"eos_token_id": 6, "eot_token_id": 5}, (), (6, 5)),
+        ({"eos_token_id": 6, "eot_token_id": 6, "eom_token_id": 3}, (), (6, 3)),
+        ({"bos_token_id": 7}, (), ()),
+        ({"bos_token_id": 7, "add_bos_token": True}, (7,), ()),
+        ({"bos_token_id": 7, "pre": "llama-bpe"}, (7,), ()),
+        ({"bos_token_id": 7, "pre": "llama-bpe", "add_bos_token": False}, (), ()),
+        ({"model": "llama", "bos_token_id": 2}, (2,), ()),
+        ({"model": "llama"}, (1,), ()),
+        ({"add_bos_token": True}, (), ()),
+        ({"add_bos_token": True, "bos_token_id": 9}, (), ()),
+    ],
+    ids=str,
+)
+def test_what_a_gguf_begins_and_ends_texts_with(tmp_path, keys, bos, eos):
+    """As llama.cpp does."""
+    weights = open_weights(gguf(tmp_path / "a.gguf", **{"eos_token_id": 66, **keys}))
+    origins = weights.origins
+    assert (origins.bos, origins.eos) == (bos, eos)
+    if keys.get("pre", "gpt-2") in ("gpt-2", "llama-bpe") and keys.get("model") != "llama":
+        assert begun_by(weights) == bos
+    notes = [note for note in origins.notes if "bos_token_id" in note]
+    assert bool(notes) == (keys.get("add_bos_token", False) and not bos)
+
+
+def test_user_defined_tokens_are_whole(tmp_path):
+    tokenizer = tokenizer_on_disk(open_weights(gguf(tmp_path / "a.gguf")).origins)
+    assert tokenizer.encode(b"<|user|>say a b c<|end|>").tolist() == [5, 8, 6]
+    assert tokenizer.decode([5, 8, 6]) == "<|user|>say a b c<|end|>"
