@@ -32,7 +32,7 @@ def tool(here, program, *words, **variables):
     command = [sys.executable, *words] if program == "python3" else [Path(sys.executable).with_name(program), *words]
     environ = here.environment(**variables)
     return subprocess.run(
-        command, cwd=here.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=False
+        command, cwd=here.folder, env=environ, capture_output=True, text=True, errors="replace", timeout=PATIENCE
     )
 
 
@@ -73,7 +73,7 @@ def test_json_lines_are_documents(here):
     here.write("t.jsonl", "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts) * 40)
     ends(tool(here, "mmm", "tokens", "t.jsonl", "-o", "out"))
     manifest = json.loads((here.folder / "out/manifest.json").read_text())
-    assert (manifest["documents"], manifest["tokens"]) == (80, 40 * (sum(len(t.encode()) for t in texts) + 2))
+    assert (manifest["documents"], manifest["tokens"]) == (80, 40 * sum(len(t.encode()) for t in texts))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_folder_whose_name_is_no_text(here):
     folder = os.fsencode(here.folder) + b"/Gr\xfc\xdfe"
     os.mkdir(folder)
     words = ("-n", "2", *CPU, "python3", "-m", "mmm.examples.fsdp_tp", "--preset", "debug", "--max_iters", "1")
-    ends(here.run(*words, "--no_plots", "--outdir", os.fsdecode(folder + b"/o")))
+    ends(tool(here, "launch", *words, "--no_plots", "--outdir", os.fsdecode(folder + b"/o")))
     assert os.path.exists(folder + b"/o/train_dataset.h5")
 
 
@@ -173,7 +173,7 @@ def test_an_output_matrix_of_its_own(here):
     for name, said in (("own", False), ("said", True)):
         write_hugging_face(here.folder / name, CONFIG | {"tie_word_embeddings": said}, weights)
         ends(tool(here, "mmm", "import", name, "-o", f"{name}-checkpoint"))
-    words = ("--prompt", "7 8 9", "--temperature", "0", "--max-new-tokens", "8", "--dtype", "fp64", *CPU)
+    words = ("--prompt", "abc", "--temperature", "0", "--max-new-tokens", "8", "--dtype", "fp64", *CPU)
     sampled = [ends(tool(here, "mmm", "sample", f"{name}-checkpoint", *words)).stdout for name in ("own", "said")]
     assert sampled[0] == sampled[1]
 
