@@ -17,7 +17,8 @@ from mmm.checkpoint.first_tokens import CONFIGS, first_tokens
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.weights import Origins, TensorEntry, Weights
 from mmm.errors import CheckpointError
-from mmm.history.record import cannot_write, reason
+from mmm.history.record import cannot_write
+from mmm.outside import is_plain_name, read_json
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
@@ -76,9 +77,9 @@ class HuggingFace(Weights):
             paths = [self.path / ONE_FILE]
         elif (self.path / INDEX).exists():
             names = _json(self.path / INDEX).get("weight_map")
-            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
-            paths = [self.path / Path(name).name for name in sorted(set(names.values()))]
+            if not isinstance(names, dict) or not all(map(is_plain_name, names.values())):
+                raise CheckpointError(f"{self.path / INDEX} has no weight_map of tensors to names of files beside it")
+            paths = [self.path / name for name in sorted(set(names.values()))]
         else:
             paths = sorted(self.path.glob("*.safetensors"))
         if missing := [path for path in paths if not path.exists()]:
@@ -215,12 +216,4 @@ def _json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     if missing is not None and not path.exists():
         return missing
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no JSON object")
-    return found
+    return read_json(path, CheckpointError)

@@ -9,6 +9,7 @@ from typing import Any
 from mmm.errors import ConfigError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig
+from mmm.outside import read_json
 
 # Field → its names in the files, the first that is there counts.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -35,12 +36,7 @@ def read_config(path: Path) -> tuple[TransformerConfig, tuple[str, ...], tuple[s
         ConfigError: it cannot be read, or has no sizes that a Transformer has.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: it cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"--model {path}: it is no JSON object")
+    data = read_json(file, ConfigError, name=f"--model {path}")
     found: dict[str, Any] = {}
     for field, names in NAMES.items():
         value = next((data[name] for name in names if data.get(name) is not None), None)
