@@ -68,7 +68,8 @@ def test_what_is_no_such_file_is_refused_in_a_line(tmp_path, reader, kind):
     with pytest.raises(UserError) as caught:
         READERS[reader](path)
     assert name in str(caught.value) or str(path.parent) in str(caught.value)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.timeout(20)
@@ -101,9 +102,8 @@ def test_the_limits(tmp_path):
     assert read_file(tmp_path / "big", 5) == b"12345"
     with pytest.raises(OSError, match="more than 4 bytes"):
         read_file(tmp_path / "big", 4)
-    for device in ("/dev/zero", "/dev/tty"):
-        with pytest.raises(OSError):
-            open_file(device)
+    with pytest.raises(OSError, match="no regular file"):
+        open_file("/dev/zero")
     with pytest.raises(RecordError, match="gone cannot be read: No such file"):
         read_json(tmp_path / "gone", RecordError)
 

@@ -15,15 +15,14 @@ from torch import Tensor
 from mmm.checkpoint import llama, llama_keys, safetensors
 from mmm.checkpoint.first_tokens import CONFIGS, first_tokens
 from mmm.checkpoint.manifest import PARTIAL
-from mmm.checkpoint.weights import Origins, TensorEntry, Weights
+from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, read_tokenizer
 from mmm.errors import CheckpointError
 from mmm.history.record import cannot_write
 from mmm.outside import is_plain_name, read_json
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
-GENERATION, SENTENCE_PIECE = "generation_config.json", "tokenizer.model"
-TOKENIZERS = ("tokenizer.json", SENTENCE_PIECE)
+GENERATION, SENTENCE_PIECE = "generation_config.json", TOKENIZERS[1]
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
 
@@ -59,7 +58,7 @@ class HuggingFace(Weights):
         eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)  # before those of config.json
         eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
         path = next((self.path / name for name in TOKENIZERS if (self.path / name).exists()), None)
-        tokenizer = None if path is None else (path.name, path.read_bytes())
+        tokenizer = None if path is None else (path.name, read_tokenizer(path))
         bos: tuple[int, ...] = ()
         if tokenizer is not None:
             about = {key: value for name in CONFIGS for key, value in _json(self.path / name, {}).items()}
