@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import stat
 from collections.abc import Callable
 from functools import cache
@@ -22,7 +23,12 @@ MOST_VALUES = 5_000_000  # in it: each takes up to 100 bytes of memory
 DEEPEST = 100  # lists and objects inside each other
 LONGEST_NUMBER = 300  # digits of an integer: what has no more fits into a float
 LONGEST_NAME = 255  # bytes; of most file systems
+LONGEST_SHOWN = 60  # characters of a value
 KINDS = {dict: "object", list: "list", object: "value"}
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 2 * LONGEST_SHOWN
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = 20
 
 
 def open_file(path: Path | str) -> BinaryIO:
@@ -126,6 +132,12 @@ def is_plain_name(name: object) -> bool:
         and name.isprintable()
         and len(name.encode()) <= LONGEST_NAME
     )
+
+
+def short(value: object) -> str:
+    """What a message says of a value: its `repr`, 60 characters of it."""
+    text = _REPR.repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, read_tokenizer
 from mmm.errors import CheckpointError
 from mmm.history.record import cannot_write
-from mmm.outside import is_plain_name, read_json
+from mmm.outside import is_plain_name, printable, read_json
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
@@ -44,7 +44,9 @@ class HuggingFace(Weights):
             for name in file.entries:
                 if name in there:
                     files = f"{there[name].file.path.name} and in {file.path.name}"
-                    raise CheckpointError(f"{path}: the tensor {name} is in {files}: remove the file that is wrong")
+                    raise CheckpointError(
+                        f"{path}: the tensor {printable(name)} is in {files}: remove the file that is wrong"
+                    )
                 there[name] = _Place(file, name)
         if self.sizes["tie_word_embeddings"] and HEAD in there:
             self._tie(there)

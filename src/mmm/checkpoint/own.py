@@ -29,7 +29,7 @@ from mmm.checkpoint.state import MODEL, one_line, shapes_of
 from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, about_of, attach, read_tokenizer
 from mmm.errors import CheckpointError
-from mmm.outside import open_file
+from mmm.outside import open_file, short
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
 # Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
@@ -67,7 +67,7 @@ class OwnWeights(Weights):
         self.manifest = read_manifest(path)
         identity = self.manifest.identity
         if (program := identity.get("program")) not in (TRAINED, IMPORTED):
-            raise CheckpointError(f"{path} is of the program {program}, whose model is no language model of lm")
+            raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
         self.sizes = {name: identity.get(name, default) for name, default in FIELDS.items()}
         scaling = self.sizes["rope_scaling"]
         if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
@@ -134,7 +134,7 @@ def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], w
     for name, value in sizes.items():
         kinds, least = TYPES.get(name, ((int,), 1))
         if type(value) not in kinds or (type(value) is int and value < least):
-            raise CheckpointError(f"{where}: {name} is {value!r}, which no model of lm has")
+            raise CheckpointError(f"{where}: {name} is {short(value)}, which no model of lm has")
     largest = max((max(entry.shape, default=1) for entry in entries.values()), default=0)
     if sizes["n_layers"] > len(entries) or sizes["n_experts"] > largest:
         text = f"{sizes['n_layers']} layers and {sizes['n_experts']} experts"
@@ -143,7 +143,7 @@ def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], w
         return
     shapes = llama.shapes_of(sizes)
     if more := sorted(entries.keys() - shapes.keys()):
-        raise CheckpointError(f"{where} has the tensor {more[0]!r}, which a model of these sizes has not")
+        raise CheckpointError(f"{where} has the tensor {short(more[0])}, which a model of these sizes has not")
     for name, shape in shapes.items():
         if name not in entries or entries[name].shape != shape:
             there = "×".join(map(str, entries[name].shape)) if name in entries else "not there"
@@ -156,9 +156,9 @@ def _origins(path: Path, manifest: Manifest) -> Origins:
     about = manifest.about
     name, block = about.get("tokenizer"), about.get("block")
     if name not in (None, "") and (name not in TOKENIZERS or name not in manifest.files):
-        raise CheckpointError(f"{path} has the tokenizer {name!r}, which is none of {', '.join(TOKENIZERS)}")
+        raise CheckpointError(f"{path} has the tokenizer {short(name)}, which is none of {', '.join(TOKENIZERS)}")
     if not (block is None or (type(block) is int and block > 0)):
-        raise CheckpointError(f"{path}: its longest sequence is {block!r}, which is no number of tokens")
+        raise CheckpointError(f"{path}: its longest sequence is {short(block)}, which is no number of tokens")
     tokenizer = None if name is None else (name, read_tokenizer(path / name) if name else b"")
     first, last = (tokens_of(about, key, path / MANIFEST) for key in ("bos", "eos"))
     return Origins(block, last, tokenizer, bos=first)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
-from mmm.outside import read_json
+from mmm.outside import read_json, short
 
 BUILT_IN = Path(__file__).parent / "sites"
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
@@ -214,8 +214,8 @@ def read(data: Any, where: str) -> Machine:
     kinds |= {"peak_flops": {}, "sources": {}, "script": ()}
     for name, value in data.items():
         if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, n=1)
-            raise ConfigError(f"{where}: {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else ""))
+            near = difflib.get_close_matches(name[:100], kinds, n=1)
+            raise ConfigError(f"{where}: {short(name)} is not known" + (f"; did you mean {near[0]!r}?" if near else ""))
         wanted = kinds[name]
         numeric = isinstance(wanted, int | float)
         right = (
@@ -227,7 +227,7 @@ def read(data: Any, where: str) -> Machine:
             raise ConfigError(f"{where}: {name!r} is {value!r}: it must not be negative")
         if not right or (isinstance(wanted, int) and value != int(value)) or not _inner_types(name, value):
             raise ConfigError(
-                f"{where}: {name!r} is {value!r}, which is no {'number' if numeric else type(wanted).__name__}"
+                f"{where}: {name!r} is {short(value)}, which is no {'number' if numeric else type(wanted).__name__}"
             )
     machine = Machine(**{**data, "script": tuple(data.get("script", ()))})
     return check(machine, where)

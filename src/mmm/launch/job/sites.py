@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from mmm.errors import LaunchError
-from mmm.outside import read_json
+from mmm.outside import read_json, short
 
 BUILT_IN = Path(__file__).parent / "sites"
 VARIABLE = "MMM_SITES"  # files and folders, as in PATH
@@ -147,16 +147,16 @@ def read(path: Path) -> Site:
         raise LaunchError(f'site file {path}: it has to be one JSON object with a "name".')
     for key, value in data.items():
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+            near = difflib.get_close_matches(key[:100], names, n=1)
             raise LaunchError(
-                f"site file {path}: {key!r} is not known."
+                f"site file {path}: {short(key)} is not known."
                 + (f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(names)}.")
             )
         kind = KINDS.get(key, str)
         inner = [*value] if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
         wanted = int if key == "device_order" else str
         if not isinstance(value, kind) or isinstance(value, bool) or not all(isinstance(v, wanted) for v in inner):
-            raise LaunchError(f"site file {path}: {key!r} is {value!r}; it has to be {_say(kind, wanted)}.")
+            raise LaunchError(f"site file {path}: {key!r} is {short(value)}; it has to be {_say(kind, wanted)}.")
         if isinstance(value, int) and value < 1:
             raise LaunchError(f"site file {path}: {key!r} is {value}; it has to be at least 1.")
     for key, pattern in data.get("match", {}).items():
