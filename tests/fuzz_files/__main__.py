@@ -4,8 +4,8 @@
     make fuzz-files MINUTES=20 SEED=7
     PYTHONPATH=tests python -m fuzz_files --case gguf:7113      one case again, with all that is known of it
 
-Exit code 1 if a reader ended by anything but its own word for a bad file (`mmm.errors.UserError`), took more than 10 s or
-1 GB, started a program, wrote outside of the files' folder, or took for right what another reader refuses.
+Exit code 1 if a reader ended by anything but its own word for a bad file (`mmm.errors.UserError`), took more than 10 s
+or 1 GB, started a program, wrote outside of the files' folder, or took for right what another reader refuses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fuzzer:
             self._check(kind)
 
     def _check(self, kind: Kind) -> None:
-        """Read the valid files in this process, which imports what that needs. Raises RuntimeError: they are refused."""
+        """Read the valid files in this process, which imports what that needs. Raises RuntimeError: refused."""
         folder = self._folder(kind, "warm")
         if kind.seal is not None:
             kind.seal(folder / "case")
@@ -115,7 +115,9 @@ class Fuzzer:
             known = self.faults.setdefault((outcome.kind, outcome.where), [])
             known.append((key, said, outcome))
             if len(known) == 1:
-                say(f"{outcome.kind:10} {outcome.where}\n    --case {key}   {said[:200]}\n    {one_line(outcome.about)}")
+                say(
+                    f"{outcome.kind:10} {outcome.where}\n    --case {key}   {said[:200]}\n    {one_line(outcome.about)}"
+                )
 
     def stop(self) -> None:
         """End what is under way."""
@@ -130,13 +132,16 @@ class Fuzzer:
         say(f"\n{'':{wide}}" + "".join(f"{name:>11}" for name in shown))
         for name, count in [*self.counts.items(), ("all", total)]:
             say(f"{name:{wide}}" + "".join(f"{count[column] or '·':>11}" for column in shown))
-        say(f"\n{total['cases']} cases in {seconds:.0f} s; the slowest took {self.slowest[0]:.1f} s ({self.slowest[1]}), "
-            f"the largest {self.largest[0]:.2f} GB ({self.largest[1]})")  # fmt: skip
+        say(
+            f"\n{total['cases']} cases in {seconds:.0f} s; the slowest took {self.slowest[0]:.1f} s ({self.slowest[1]})"
+        )
+        say(f"the largest had {self.largest[0]:.2f} GB ({self.largest[1]})")
         if self.faults:
             say(f"\n{len(self.faults)} faults (times, fault, place, one of them):")
         for (fault, where), found in sorted(self.faults.items(), key=lambda item: -len(item[1])):
             kinds = ", ".join(sorted({key.partition(":")[0] for key, *_ in found}))
-            say(f"{len(found):5} {fault:10} {where}\n      --case {found[0][0]}  ({kinds}) {one_line(found[0][2].about)}")
+            say(f"{len(found):5} {fault:10} {where}  ({kinds})")
+            say(f"      --case {found[0][0]}  {one_line(found[0][2].about)}")
 
 
 def one_line(text: str) -> str:
@@ -185,7 +190,8 @@ def one(fuzzer: Fuzzer, name: str, seed: int) -> int:
     child = fuzzer.under_way[0][0]
     while (outcome := child.poll()) is None:
         time.sleep(0.01)
-    say(f"{outcome.kind}: {outcome.about}\n{outcome.where}\n{outcome.text}\n{outcome.seconds:.1f} s, {outcome.memory:,} bytes")
+    say(f"{outcome.kind}: {outcome.about!r}\n{outcome.where}\n{outcome.text}")
+    say(f"{outcome.seconds:.1f} s, {outcome.memory:,} bytes")
     return int(outcome.fault)
 
 

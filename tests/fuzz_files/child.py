@@ -22,13 +22,23 @@ from typing import Any, NamedTuple
 
 from fuzz_files.kinds import Kind
 from mmm.errors import UserError
+from mmm.runtime.failure import report_user_error
 
 SECONDS = 10.0
 MEMORY = 1 << 30  # bytes
-RUNS = ("os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.startfile", "subprocess.Popen", "ctypes.dlopen", "pty.spawn")
+RUNS = (
+    "os.system",
+    "os.exec",
+    "os.spawn",
+    "os.posix_spawn",
+    "os.startfile",
+    "subprocess.Popen",
+    "ctypes.dlopen",
+    "pty.spawn",
+)
 CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.chmod", "os.chown",
            "os.utime", "shutil.rmtree")  # fmt: skip
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # O_RDWR alone is what locks need
 NO_MEMORY = re.compile(r"MemoryError|allocate memory|not enough memory|DefaultCPUAllocator|bad_alloc|bad allocation")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal takes for orders
 FRAME = re.compile(r'File "[^"]*?/(src/mmm/[^"]*|fuzz_files/[^"]*)", line (\d+) in (\S+)')
@@ -94,7 +104,7 @@ class Child:
     def __init__(self, kind: Kind, folder: Path) -> None:
         self.kind, self.folder, self.began = kind, folder, time.monotonic()
         self.stack, self.said, self.result = (folder / name for name in ("stack", "said", "result"))
-        self.before = _resident()
+        self.before, self.outside = _resident(), _contents(folder / "outside")
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -124,13 +134,19 @@ class Child:
             try:
                 outcome = Outcome(*json.loads(_text(self.result)))
             except (ValueError, TypeError):
-                outcome = Outcome("crash", f"exit code {os.waitstatus_to_exitcode(status)}", "?", _text(self.said)[-2000:])
+                outcome = Outcome(
+                    "crash", f"exit code {os.waitstatus_to_exitcode(status)}", "?", _text(self.said)[-2000:]
+                )
         memory = max(usage.ru_maxrss * 1024 - self.before, 0)
         if memory > MEMORY and not outcome.fault:
             outcome = outcome._replace(kind="memory", about=f"{memory / 1e9:.1f} GB: {outcome.about}")
-        elif not outcome.fault and (found := CONTROL.search(text := outcome.about + _text(self.said))):
+        elif not outcome.fault and (found := CONTROL.search(text := _text(self.said))):
             near = text[max(found.start() - 60, 0) : found.end() + 20]
             outcome = outcome._replace(kind="terminal", about=f"{found[0]!r} is written to the terminal: {near!r}")
+        if _contents(self.folder / "outside") != self.outside:
+            outcome = outcome._replace(
+                kind="executed", about=f"a file outside of the folder is another: {outcome.about}"
+            )
         return outcome._replace(seconds=seconds, memory=memory)
 
     def end(self) -> None:
@@ -149,7 +165,7 @@ class Child:
         os.chdir(case)
         tempfile.tempdir = str(case)
         sys.dont_write_bytecode = True
-        limit = _virtual() + MEMORY + sum(path.stat().st_size for path in case.rglob("*") if path.is_file())
+        limit = _virtual() + 2 * MEMORY + sum(path.stat().st_size for path in case.rglob("*") if path.is_file())
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY, MEMORY))
@@ -171,6 +187,7 @@ def outcome_of(kind: Kind, case: Path) -> Outcome:
         found = kind.read(case)
     except UserError as error:
         about = str(error)
+        report_user_error(error)
         return Outcome("memory", about, _place(error)) if NO_MEMORY.search(about) else Outcome("refused", about)
     except (Exception, SystemExit) as error:
         about = "".join(traceback.format_exception_only(error)).strip()
@@ -196,6 +213,10 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _resident() -> int:

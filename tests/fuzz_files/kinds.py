@@ -20,7 +20,7 @@ class Kind:
         seal: brings checksums up to date after a change, as who means harm would.
         own: a change of the kind's own, of a file by name and content; None where it has none for that.
         sparse: also a file of `mutate.SPARSE` bytes, of which a reader may not hold more than a part.
-        streams: users give such a file by name, and it may be a FIFO: `<(…)` of a shell is.
+        trusted: users name it, or made it themselves: no FIFO, device or bomb takes its place.
         unpickles: classes that its reader may unpickle.
     """
 
@@ -32,5 +32,5 @@ class Kind:
     seal: Callable[[Path], None] | None = None
     own: Callable[[str, bytes, Random], tuple[bytes, str] | None] | None = None
     sparse: bool = False
-    streams: bool = False
+    trusted: bool = False
     unpickles: tuple[str, ...] = ()

@@ -59,8 +59,13 @@ def read_hosts(folder: Path) -> Any:
 
 
 def make_slurm(folder: Path) -> None:
-    (folder / "environ").write_text("SLURM_JOB_ID=7\nSLURM_JOB_NODELIST=n[01-03,7],gpu3\nSLURM_NTASKS=8\n"
-                                    "SLURM_TASKS_PER_NODE=2(x3),1(x2)\nSLURM_GPUS_ON_NODE=4\nSLURM_JOB_END_TIME=1700000000\n")  # fmt: skip
+    lines = [
+        "SLURM_JOB_ID=7",
+        "SLURM_JOB_NODELIST=n[01-03,7],gpu3",
+        "SLURM_NTASKS=8",
+        "SLURM_TASKS_PER_NODE=2(x3),1(x2)",
+    ]
+    (folder / "environ").write_text("\n".join([*lines, "SLURM_GPUS_ON_NODE=4", "SLURM_JOB_END_TIME=1700000000\n"]))
 
 
 def read_slurm(folder: Path) -> Any:
@@ -108,8 +113,8 @@ KINDS = (
     Kind("plan-machine", make_machine, ("machine.json",), read_machine, sparse=True),
     Kind("plan-calibrated", make_calibrated, ("mmm/*.json",), read_calibrated, sparse=True),
     Kind("site", make_site, ("*.json",), read_site, sparse=True),
-    Kind("hosts", make_hosts, ("hosts",), read_hosts, streams=True),
-    Kind("slurm-variables", make_slurm, ("environ",), read_slurm, streams=True),
+    Kind("hosts", make_hosts, ("hosts",), read_hosts, trusted=True),
+    Kind("slurm-variables", make_slurm, ("environ",), read_slurm, trusted=True),
     Kind("staged-mark", make_staged, ("mmm-stage-*/*/.mmm-stage.json",), read_staged, sparse=True),
-    Kind("program", make_program, ("*.py",), read_program),
+    Kind("program", make_program, ("*.py",), read_program, trusted=True),
 )

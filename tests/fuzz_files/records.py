@@ -14,14 +14,16 @@ from mmm import history
 from mmm.analysis.rank_trace import CALLS, STEPS, RankTrace, Slice
 from mmm.analysis.startup_logs import read_log
 from mmm.analysis.trace_file import TraceFile
-from mmm.analysis.trace_picture import _read as read_picture
+from mmm.analysis.trace_picture import _read
 from mmm.cli import history as cli_history
 from mmm.cli import startup as cli_startup
+from mmm.errors import RecordError
 from mmm.history.attempts import Attempt, attempt_of, make_room
 from mmm.history.ending import read_config
 from mmm.history.journal import Header
+from mmm.history.record import TRACE
 from mmm.history.resume import Resume, check_over, reopen
-from mmm.history.trackers import CSVTracker
+from mmm.history.trackers import Tracked
 from mmm.runtime import startup
 from mmm.trainer.resume import _measured, _was_interrupted
 
@@ -35,8 +37,8 @@ def make_record(folder: Path) -> None:
     """Of a run that has finished, or was killed if its journal is still there."""
     run = folder / "run"
     run.mkdir()
-    config = {"module": "lm", "options": {"max_iters": 6, "epochs": None}, "ranks": RANKS, "startup": STARTUP, "world_size": 2,
-              "attempt": {"of": "launch-1", "number": 0}, "mfu": {"flops": 1e12}}  # fmt: skip
+    config = {"module": "lm", "options": {"max_iters": 6, "epochs": None}, "ranks": RANKS, "world_size": 2}
+    config |= {"startup": STARTUP, "attempt": {"of": "launch-1", "number": 0}, "mfu": {"flops": 1e12}}
     history.write_config(run, config)
     with history.History(run, ranks=RANKS, flush_every=1) as kept:
         for row in range(ROWS):
@@ -136,31 +138,36 @@ def read_plots(folder: Path) -> Any:
     return history.prepare(folder / "run", "lm", True)
 
 
-def make_trace(path: Path) -> None:
+def make_trace(folder: Path) -> None:
     zero, ms = 1_790_000_000_000_000_000, 1_000_000
-    file = TraceFile(path, [0, 1], zero)
+    file = TraceFile(folder / TRACE, [0, 1], zero)
     for rank in (0, 1):
-        slices = [Slice(STEPS, "step", "step 4", zero, zero + 90 * ms), Slice(STEPS, "dtf", "dtf", zero, zero + 50 * ms)]
+        slices = [
+            Slice(STEPS, "step", "step 4", zero, zero + 90 * ms),
+            Slice(STEPS, "dtf", "dtf", zero, zero + 50 * ms),
+        ]
         slices += [Slice(CALLS, "collective", "all_reduce", zero + 10 * ms, zero + 20 * ms, "world 1", (0, 1))]
         file.add(RankTrace(rank, f"rank {rank} on n{rank}", slices))
     file.close(layout="dp2")
 
 
-def make_traces(folder: Path) -> None:
-    make_trace(folder / "trace.json")
-
-
-def make_traces_gz(folder: Path) -> None:
-    make_trace(folder / "trace.json.gz")
-
-
-def read_traces(folder: Path) -> Any:
-    found = read_picture(next(iter([path for path in folder.iterdir() if "trace" in path.name]), folder / "trace.json"))
-    return sorted(found[0])
+def read_trace(folder: Path) -> Any:
+    """The picture of it, which the end of a run gives up whatever is wrong (`mmm.trainer.report`)."""
+    try:
+        return sorted(_read(folder / TRACE)[0])
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise RecordError(str(error)) from None
 
 
 def make_log(folder: Path) -> None:
-    lines = ["model=big", "Job started at: 2023-11-02-183323 on x3005", "world_size=2", "[2023-11-02 18:34:00] iter=0 loss=5"]
+    lines = [
+        "model=big",
+        "Job started at: 2023-11-02-183323 on x3005",
+        "world_size=2",
+        "[2023-11-02 18:34:00] iter=0 loss=5",
+    ]
     (folder / "job.log").write_text("\n".join(lines) + "\n")
 
 
@@ -173,11 +180,10 @@ def make_csv(folder: Path) -> None:
     (folder / "metrics.csv").write_text("iter,loss,dt\n0,5.0,0.1\n1,4.9,0.1\n2,4.8,0.1\n")
 
 
-def read_csv(folder: Path) -> Any:
-    tracker = CSVTracker(folder, {})
-    tracker.row(2, {"iter": 2, "loss": 1.0})
-    tracker.row(3, {"iter": 3, "loss": 1.0, "lr": 0.1})
-    return (folder / "metrics.csv").read_text()
+def read_csv(folder: Path) -> None:
+    tracker = Tracked("csv", folder, {})
+    tracker.row({"iter": 2, "loss": 1.0})
+    tracker.row({"iter": 3, "loss": 1.0, "lr": 0.1})
 
 
 KINDS = (
@@ -185,8 +191,7 @@ KINDS = (
     Kind("record-config", make_record, ("run/config.json",), read_record),
     Kind("record-dataset", make_record, ("run/*.h5",), read_dataset),
     Kind("record-plots", make_record, ("run/plots/*.json",), read_plots),
-    Kind("trace", make_traces, ("trace.json",), read_traces),
-    Kind("trace-gz", make_traces_gz, ("trace.json.gz",), read_traces),
-    Kind("log", make_log, ("job.log",), read_logs, streams=True),
+    Kind("trace", make_trace, (TRACE,), read_trace, trusted=True),
+    Kind("log", make_log, ("job.log",), read_logs, trusted=True),
     Kind("metrics-csv", make_csv, ("metrics.csv",), read_csv),
 )

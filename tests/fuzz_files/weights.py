@@ -1,4 +1,4 @@
-"""Files of weights and what lies beside them: own checkpoints, Hugging Face's folders, GGUF, tokenizers, state dicts."""
+"""Files of weights and what lies beside them: Hugging Face's folders, own checkpoints, GGUF."""
 
 from __future__ import annotations
 
@@ -18,17 +18,11 @@ import torch
 from fuzz_files import formats, mutate
 from fuzz_files.kinds import Kind
 from mmm.checkpoint.gguf_format import open_parts
-from mmm.checkpoint.llama_keys import note_of
 from mmm.checkpoint.manifest import MANIFEST
 from mmm.checkpoint.own import OwnWeights, write_own
-from mmm.checkpoint.safetensors import SafetensorsFile
-from mmm.checkpoint.storage import METADATA, read_metadata
+from mmm.checkpoint.storage import read_metadata
 from mmm.checkpoint.weights import open_weights, slices
 from mmm.cli import export
-from mmm.data.tokenizer import load_tokenizer, train_bpe
-from mmm.models.weights import full_box
-from mmm.parallel.values import loaded_values
-from mmm.plan.models import read_model
 from mmm.trainer.pretrained import config_of, tokenizer_on_disk
 from support.llamas import CONFIG, begin_with, byte_bpe, tensors, write_gguf, write_hugging_face
 
@@ -165,7 +159,9 @@ def own_metadata(name: str, content: bytes, random: Random) -> tuple[bytes, str]
     entry, chosen = found.state_dict_metadata[name], random.choice(numbers)
     index = next(index for index in found.storage_data if index.fqn == name)
     place = found.storage_data[index]
-    match random.choice(("no chunks", "offsets", "sizes", "size", "place", "length", "file", "dtype", "twice", "name", "no place")):
+    match random.choice(
+        ("no chunks", "offsets", "sizes", "size", "place", "length", "file", "dtype", "twice", "name", "no place")
+    ):
         case "no chunks":
             entry.chunks.clear()
         case "offsets":
@@ -186,7 +182,9 @@ def own_metadata(name: str, content: bytes, random: Random) -> tuple[bytes, str]
         case "twice":
             entry.chunks.append(entry.chunks[0])
         case "name":
-            found.planner_data[name] = random.choice((("model",), (1, 2), "model", ("model", 3), (), ("optimizer", name)))
+            found.planner_data[name] = random.choice(
+                (("model",), (1, 2), "model", ("model", 3), (), ("optimizer", name))
+            )
         case "no place":
             del found.storage_data[index]
     return pickle.dumps(found), f"{name}: other metadata"
@@ -194,7 +192,9 @@ def own_metadata(name: str, content: bytes, random: Random) -> tuple[bytes, str]
 
 def own_data(name: str, content: bytes, random: Random) -> tuple[bytes, str] | None:
     """What is no tensor, or one of another shape, in a tensor's place."""
-    other = random.choice((torch.zeros(3), torch.zeros(8, 8, dtype=torch.int64), [1, 2], {"a": torch.zeros(1)}, _Harm()))
+    other = random.choice(
+        (torch.zeros(3), torch.zeros(8, 8, dtype=torch.int64), [1, 2], {"a": torch.zeros(1)}, _Harm())
+    )
     stream = io.BytesIO()
     torch.save(other, stream)
     made = stream.getvalue()
@@ -244,7 +244,7 @@ def wrong_gguf(folder: Path, found: Any) -> str | None:
         return None if "quantized" in str(error) else f"accepted GGUF: {error}"
     for file in open_parts(next(iter(sorted(folder.glob("*.gguf"))))):
         for name, entry in file.entries.items():
-            kind, shape, content = there[name]
+            _, shape, content = there[name]
             read = file.read(name, (0,) * len(shape), shape)
             if entry.shape != shape or read.view(-1).view(torch.uint8).numpy().tobytes() != content:
                 return "a tensor is read with other values"
@@ -261,78 +261,6 @@ def own_gguf(name: str, content: bytes, random: Random) -> tuple[bytes, str] | N
     return mutate.number(content, at, width, random)
 
 
-# --- tokenizers, state dicts, plans --------------------------------------------------------------------------------
-
-
-def make_tokenizer(folder: Path) -> None:
-    (folder / "text").write_text(TEXT)
-    (folder / "tokenizer.json").write_bytes(train_bpe([folder / "text"], 270, "<|endoftext|>"))
-    (folder / "text").unlink()
-
-
-def make_chars(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text(json.dumps({"kind": "chars", "chars": "".join(sorted(set(TEXT)))}))
-
-
-def make_sentencepiece(folder: Path) -> None:
-    import sentencepiece
-
-    model = io.BytesIO()
-    options = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT.splitlines()), model_writer=model, **options)
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
-
-
-def read_tokenizer(folder: Path) -> Any:
-    name = "tokenizer.model" if (folder / "tokenizer.model").is_symlink() or any(folder.glob("*.model")) else "tokenizer.json"
-    tokenizer = load_tokenizer(folder / name)
-    print(tokenizer)
-    return tokenizer, tokenizer.decode(tokenizer.encode(TEXT.encode()).tolist())
-
-
-def wrong_chars(folder: Path, found: Any) -> str | None:
-    return None if found[0].kind != "chars" or found[1] == TEXT else "a text is another after encoding and decoding"
-
-
-def _plain() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-
-
-def make_state(folder: Path) -> None:
-    torch.manual_seed(0)
-    torch.save(_plain().state_dict(), folder / "model.pt")
-
-
-def make_state_safetensors(folder: Path) -> None:
-    from support.llamas import write_safetensors
-
-    write_safetensors(folder / "model.safetensors", dict(_plain().state_dict()))
-
-
-def read_state(folder: Path) -> Any:
-    model = _plain()
-    path = next((folder / name for name in ("model.pt", "model.safetensors") if (folder / name).is_symlink() or (folder / name).exists()), folder / "model.pt")
-    read = loaded_values(model, path)
-    return {name: read(name, full_box(value)) for name, value in model.state_dict().items()}
-
-
-def wrong_state(folder: Path, found: Any) -> str | None:
-    try:
-        there = formats.safetensors((folder / "model.safetensors").read_bytes())
-    except formats.BadFormat as error:
-        return f"accepted safetensors: {error}"
-    same = all(value.numpy().tobytes() == there[name][2] for name, value in found.items())
-    return None if same else "a tensor is read with other values"
-
-
-def make_config(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(SMALL))
-
-
-def read_plan(folder: Path) -> Any:
-    return str(read_model(str(folder / "config.json"), {}, 16))
-
-
 _HF = ("hf/config.json",)
 KINDS = (
     Kind("safetensors", make_folder, ("hf/*.safetensors",), read_folder, wrong_folder, sparse=True),
@@ -347,10 +275,4 @@ KINDS = (
     Kind("checkpoint-data", make_own, ("own/*.distcp",), read_own, wrong_own, seal, own_data, sparse=True),
     Kind("gguf", make_gguf, ("*.gguf",), read_gguf, wrong_gguf, own=own_gguf, sparse=True),
     Kind("gguf-split", make_split, ("*.gguf",), read_gguf, wrong_gguf, own=own_gguf),
-    Kind("tokenizer-json", make_tokenizer, ("*.json",), read_tokenizer, sparse=True),
-    Kind("tokenizer-chars", make_chars, ("*.json",), read_tokenizer, wrong_chars, sparse=True),
-    Kind("sentencepiece", make_sentencepiece, ("*.model",), read_tokenizer, sparse=True),
-    Kind("state-dict", make_state, ("model.pt",), read_state, own=own_data, sparse=True),
-    Kind("state-dict-safetensors", make_state_safetensors, ("*.safetensors",), read_state, wrong_state, sparse=True),
-    Kind("plan-config", make_config, ("config.json",), read_plan, sparse=True),
 )
