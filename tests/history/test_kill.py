@@ -277,6 +277,10 @@ def test_a_damaged_dataset(tmp_path):
         file["x"] = 1
     with pytest.raises(RecordError, match="is not a run's dataset"):
         load(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is no file"):
+        load(tmp_path)
 
 
 def full(*args):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mmm.data.encode import Encoding, encode, pool_of
-from mmm.data.formats import check_text_file
+from mmm.data.formats import check_is_file, check_text_file
 from mmm.data.pieces import Piece, TextFile, read_documents, split
 from mmm.data.progress import NOTHING, Progress, Row
 from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS
@@ -111,8 +111,7 @@ def _text_files(wanted: Preparation) -> tuple[TextFile, ...]:
     found = []
     for path in wanted.files:
         try:
-            if path.exists() and not path.is_file():
-                raise DataError(f"{path} is no file")
+            check_is_file(path)
             found.append(TextFile(path, check_text_file(path, str(path), as_it_is=not wanted.field)))
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
