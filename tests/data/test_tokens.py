@@ -1,7 +1,7 @@
 """Batches of tokens: the same global batch whatever the mesh, every stretch of text once an epoch."""
 
-import os
 import hashlib
+import os
 
 import numpy as np
 import pytest

@@ -185,9 +185,9 @@ def _alone(pieces: Any, processes: int, encoding: Encoding) -> Any:
     return map(_encode, pieces)
 
 
-def _prepare(folder: Path) -> Any:
+def _prepare(folder: Path, say: Callable[[str], None] = lambda _: None) -> Any:
     with mock.patch.object(preparation, "encode", _alone):
-        return preparation.prepare(Preparation((folder / "a.txt", folder / "b.txt"), folder / "made"), 1, print)
+        return preparation.prepare(Preparation((folder / "a.txt", folder / "b.txt"), folder / "made"), 1, say)
 
 
 def make_progress(folder: Path) -> None:
@@ -210,7 +210,7 @@ def make_prepared(folder: Path) -> None:
 
 
 def read_prepared(folder: Path) -> Any:
-    _prepare(folder)
+    _prepare(folder, print)
     return _read_tokens("made")(folder)
 
 

@@ -21,7 +21,7 @@ from mmm.errors import RecordError
 from mmm.history.attempts import Attempt, attempt_of, make_room
 from mmm.history.ending import read_config
 from mmm.history.journal import Header
-from mmm.history.record import TRACE
+from mmm.history.record import JOURNAL, TRACE
 from mmm.history.resume import Resume, check_over, reopen
 from mmm.history.trackers import Tracked
 from mmm.runtime import startup
@@ -106,11 +106,8 @@ def _same(value: Any, given: Any) -> bool:
 
 def seal_journal(folder: Path) -> None:
     """Keep the journal as it is given, for `wrong_journal`: a reader makes a dataset of it."""
-    journal = next((folder / "run").glob("*journal*"), None)
-    if journal is not None and journal.is_file() and not journal.is_symlink():
-        (folder / "run" / "before.jsonl").write_bytes(journal.read_bytes())
-    else:
-        (folder / "run" / "before.jsonl").touch()
+    journal, kept = folder / "run" / JOURNAL, folder / "run" / "before.jsonl"
+    kept.write_bytes(journal.read_bytes() if journal.is_file() else b"")
 
 
 def read_record(folder: Path) -> Any:
@@ -187,7 +184,7 @@ def read_csv(folder: Path) -> None:
 
 
 KINDS = (
-    Kind("record-journal", make_journal, ("run/*journal*",), read_journal, wrong_journal, seal_journal),
+    Kind("record-journal", make_journal, (f"run/{JOURNAL}",), read_journal, wrong_journal, seal_journal),
     Kind("record-config", make_record, ("run/config.json",), read_record),
     Kind("record-dataset", make_record, ("run/*.h5",), read_dataset),
     Kind("record-plots", make_record, ("run/plots/*.json",), read_plots),

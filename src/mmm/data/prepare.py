@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,9 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
     try:
         part.mkdir(parents=True, exist_ok=True)
+        for path in part.iterdir():  # somebody else may have made the folder, or what is in it
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise DataError(f"{path} is there, and is no file: remove {part}, or choose another -o")
         with (part / JOURNAL).open("a+b") as journal:
             if lock(journal.fileno()) is Lock.TAKEN:
                 raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
