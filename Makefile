@@ -15,7 +15,7 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo test test-torch test-long test-cluster test-gpu test-interop fuzz lint install clean
+.PHONY: demo test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files lint install clean
 
 install: $(READY)
 
@@ -70,6 +70,10 @@ test-interop: $(READY)
 # Random runs of the trainers on random layouts, each held against itself on one rank: make fuzz MINUTES=20 SEED=7
 fuzz: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# Files of every kind that mmm reads, changed at random: each is read right, or refused: make fuzz-files MINUTES=20 SEED=7
+fuzz-files: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m fuzz_files --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: $(LINT)
 	$(BIN)/ruff check .

@@ -148,6 +148,14 @@ def test_cifar_from_a_folder_and_from_its_tar(cifar_folder, tmp_path):
     packed = load_images("cifar10", tmp_path)
     assert packed.source.endswith("cifar-10-python.tar.gz")
     assert packed.sha256 == data.sha256
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as tar:
+        link = tarfile.TarInfo(f"{cifar_folder.name}/data_batch_1")
+        link.type, link.linkname = tarfile.SYMTYPE, "data_batch_9"
+        tar.addfile(link)
+    with pytest.raises(DataError, match=r"cifar-10-python.tar.gz lacks cifar-10-batches-py/data_batch_1"):
+        load_images("cifar10", tmp_path)
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as tar:
+        tar.add(cifar_folder, cifar_folder.name)
     half = (tmp_path / "cifar-10-python.tar.gz").read_bytes()
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(half[: len(half) // 2])
     with pytest.raises(DataError, match=r"cifar-10-python.tar.gz \(\d+ bytes\) is not a whole tar.gz"):

@@ -341,6 +341,17 @@ def test_two_at_once(files, tmp_path):
     assert found
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "progress.jsonl", "manifest.json"])
+def test_a_part_that_another_made_is_written_through_no_link(files, tmp_path, name):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / name).symlink_to(kept)
+    with pytest.raises(DataError, match=f"{name} is there, and is no file: remove .*out.part, or choose another -o"):
+        prepare(Preparation(files, tmp_path / "out"), 1)
+    assert kept.read_text() == "kept"
+
+
 def test_part_of_another(files, tmp_path):
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "progress.jsonl").write_text('{"key": "other"}\n')

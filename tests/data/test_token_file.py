@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import struct
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mmm.data import FileTokens
+from mmm.data.sources import open_sources
 from mmm.data.token_file import TokenFile, open_tokens
 from mmm.data.tokenizer import ByteTokenizer
 from mmm.errors import DataError
@@ -153,6 +155,26 @@ def test_megatron(tmp_path, code, dtype):
     assert open_tokens(index).sha256 != digest
 
 
+@pytest.mark.parametrize(
+    ("documents", "pointer", "words"),
+    [
+        ([1, 2, 3], None, "its documents begin with sequence 1, not with the first"),
+        ([0, -5, 3], None, "a document ends with a sequence that it has not"),
+        ([0, 4, 3], None, "a document ends with a sequence that it has not"),
+        ([0, 1, 3], 1 << 50, "a document ends outside of the 1000 tokens"),
+        ([0, 2, 1, 3], None, "the ends of its documents are not in order"),
+    ],
+)
+def test_megatron_with_documents_that_are_not_there(tmp_path, documents, pointer, words):
+    index = megatron(tmp_path / "a", [TOKENS[:10], TOKENS[10:400], TOKENS[400:]], documents)
+    if pointer is not None:  # of the second sequence
+        content = index.read_bytes()
+        index.write_bytes(content[: 34 + 3 * 4 + 8] + struct.pack("<q", pointer) + content[34 + 3 * 4 + 16 :])
+    assert np.array_equal(all_tokens(open_tokens(index)), TOKENS)
+    with pytest.raises(DataError, match=words):
+        open_sources([index]).tokens(16, 0, 1 << 20, pack=True)
+
+
 def test_a_folder(tmp_path):
     corpus = open_tokens(folder_of(tmp_path / "dir", TOKENS % 256, [10, 1000], "|u1"))
     assert np.array_equal(all_tokens(corpus), TOKENS % 256)
@@ -210,6 +232,15 @@ def broken(tmp_path, name):
     elif name == "changed":
         about = {"kind": "bytes", "file": "", "sha256": "1"}
         folder_of(path, TOKENS, [1000], tokenizer=about)
+    elif name == "fifo.bin":
+        os.mkfifo(path)
+    elif name == "fifo":
+        (folder_of(path, TOKENS, [1000]) / "documents.bin").unlink()
+        os.mkfifo(path / "documents.bin")
+    elif name == "after":
+        folder_of(path, TOKENS, [10, 1 << 40])
+    elif name == "none.idx":
+        megatron(path, [TOKENS], [])
     elif name == "text.idx":
         path.write_text("text " * 10)
     elif name == "v2.idx":
@@ -237,6 +268,10 @@ def broken(tmp_path, name):
         ("newer", "has format 2 of mmm tokens, and this mmm reads 1"),
         ("short", "tokens.bin is truncated: it has 1 tokens, not 1000"),
         ("changed", "is not the tokenizer that made"),
+        ("fifo.bin", "fifo.bin is no file"),
+        ("fifo", "documents.bin is no file"),
+        ("after", "documents.bin ends with token 1099511627776, after the 1000 there are"),
+        ("none.idx", "has no sequences"),
         ("text.idx", "does not begin with MMIDIDX"),
         ("v2.idx", "has version 2 of Megatron's index, and this mmm reads 1"),
         ("float.idx", "tokens of type 7, which is no integer type"),

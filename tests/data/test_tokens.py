@@ -1,6 +1,7 @@
 """Batches of tokens: the same global batch whatever the mesh, every stretch of text once an epoch."""
 
 import hashlib
+import os
 
 import numpy as np
 import pytest
@@ -88,7 +89,9 @@ def test_files_as_text(tmp_path):
 def test_files_that_are_none(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"text\0")
-    reasons = {"missing": "No such file", "empty": "is empty", ".": "Is a directory", "binary": "binary: byte 4 is NUL"}
+    os.mkfifo(tmp_path / "fifo")
+    reasons = {"missing": "No such file", "empty": "is empty", ".": "is no file", "binary": "binary: byte 4 is NUL"}
+    reasons |= {"fifo": "--text .*fifo is no file"}
     for path, words in reasons.items():
         with pytest.raises(DataError, match=words):
             read_text_files([tmp_path / path])

@@ -239,6 +239,17 @@ def test_a_broken_header_is_an_error(tmp_path, header):
         load(tmp_path)
 
 
+def test_a_header_with_a_word_for_a_place_in_the_mesh(tmp_path, capsys):
+    journal = journal_of(tmp_path)
+    first, _, rest = journal.read_text().partition("\n")
+    header = json.loads(first)
+    for rank in header["ranks"]:
+        rank |= {"axis_tp": "left", "axis_pp": 3}
+    journal.write_text(json.dumps(header) + "\n" + rest)
+    assert cli.main(["history", str(tmp_path)]) == 0
+    assert "· pp 4\n" in capsys.readouterr().out
+
+
 def test_a_kill_between_the_dataset_and_the_journal(tmp_path):
     """The dataset is in place and the journal not yet removed: every row counts once."""
     path = journal_of(tmp_path)
@@ -276,6 +287,10 @@ def test_a_damaged_dataset(tmp_path):
     with h5py.File(path, "w") as file:
         file["x"] = 1
     with pytest.raises(RecordError, match="is not a run's dataset"):
+        load(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is no file"):
         load(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Rows go to trackers as well; one that fails costs a warning."""
 
 import csv
+import os
 import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -54,6 +55,19 @@ def test_csv_has_a_step_once(tmp_path):
     rows = table(tmp_path)
     assert [row["iter"] for row in rows] == ["0", "1", "2", "3"]
     assert [float(row["loss"]) for row in rows] == [4.0, 2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("planted", ["link", "fifo"])
+def test_csv_goes_through_no_link_and_waits_for_no_fifo(tmp_path, caplog, planted):
+    other, there = tmp_path / "other", tmp_path / "run" / "metrics.csv"
+    other.write_text("iter,loss\n")
+    there.parent.mkdir()
+    there.symlink_to(other) if planted == "link" else os.mkfifo(there)
+    tracked = Tracked("csv", there.parent, {})
+    tracked.row(ROWS[0])
+    assert other.read_text() == "iter,loss\n"
+    assert "could not start, and is given up" in caplog.text
+    assert "metrics.csv is there, and is no file" in caplog.text
 
 
 @pytest.mark.parametrize("when", ["row", "close"])

@@ -30,9 +30,15 @@ def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
 
 
 def edges_of(text: TokenFile, ends: TokenArray, begin: int, end: int) -> np.ndarray:
-    """In tokens of the part of the file: the ends of documents begin … end - 1, and before them the first's begin."""
-    before = ends[begin - 1 : begin] if begin else [0]
-    return np.clip(np.concatenate((before, ends[begin:end])), text.begin, text.end) - text.begin
+    """In tokens of the part of the file: the ends of documents begin … end - 1, and before them the first's begin.
+
+    Raises:
+        DataError: they are not in order.
+    """
+    edges = np.concatenate((ends[begin - 1 : begin] if begin else [0], ends[begin:end]))
+    if (edges[1:] < edges[:-1]).any():
+        raise DataError(f"{text.path}: the ends of its documents are not in order: prepare it again")
+    return np.clip(edges, text.begin, text.end) - text.begin
 
 
 class DocumentTokens(FileTokens):

@@ -78,6 +78,12 @@ _BYTE_ORDER_MARKS = (
 )
 
 
+def check_is_file(path: Path, name: object = None) -> None:
+    """Raises DataError for a folder, a device, or a FIFO: what is read of that once is gone. name: for messages."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{name or path} is no file")
+
+
 def read_head(path: Path) -> bytes:
     """The first bytes. Raises OSError."""
     with path.open("rb") as file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mmm.data.encode import Encoding, encode, pool_of
-from mmm.data.formats import check_text_file
+from mmm.data.formats import check_is_file, check_text_file
 from mmm.data.pieces import Piece, TextFile, read_documents, split
 from mmm.data.progress import NOTHING, Progress, Row
 from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
@@ -95,6 +96,9 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
     try:
         part.mkdir(parents=True, exist_ok=True)
+        for path in part.iterdir():  # somebody else may have made the folder, or what is in it
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise DataError(f"{path} is there, and is no file: remove {part}, or choose another -o")
         with (part / JOURNAL).open("a+b") as journal:
             if lock(journal.fileno()) is Lock.TAKEN:
                 raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
@@ -111,8 +115,7 @@ def _text_files(wanted: Preparation) -> tuple[TextFile, ...]:
     found = []
     for path in wanted.files:
         try:
-            if path.exists() and not path.is_file():
-                raise DataError(f"{path} is no file")
+            check_is_file(path)
             found.append(TextFile(path, check_text_file(path, str(path), as_it_is=not wanted.field)))
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mmm.data.formats import check_text, check_text_file, check_utf8
+from mmm.data.formats import check_is_file, check_text, check_text_file, check_utf8
 from mmm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 from mmm.errors import DataError
 
@@ -123,6 +123,7 @@ def read_text_files(paths: Sequence[Path], between_characters: bool = False) -> 
     train, validation = [], []
     for path in paths:
         try:
+            check_is_file(path, f"--text {path}")
             if check_text_file(path, f"--text {path}"):
                 made = f"mmm tokens {path} -o {path.stem}"
                 raise DataError(f"--text {path} is JSON lines: prepare it by {made}, and give that folder")

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from mmm.data.formats import check_magic, read_head
+from mmm.data.formats import check_is_file, check_magic, read_head
 from mmm.data.text import Corpus, TokenArray
 from mmm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mmm.errors import DataError
@@ -65,6 +65,7 @@ class TokenFile:
 
     def __init__(self, path: Path, dtype: np.dtype, begin: int = 0, end: int | None = None) -> None:
         self.path, self.dtype, self.begin = path, np.dtype(dtype), begin
+        check_is_file(path)
         try:
             self._file = path.open("rb", buffering=0)
             size = os.fstat(self._file.fileno()).st_size
@@ -102,23 +103,28 @@ class TokenFile:
 
 
 class _MegatronEnds:
-    """The ends of documents, read where they are asked for.
+    """The ends of documents, read where they are asked for; then a DataError says that one is outside of the file.
 
     Args:
-        first: (documents,), the sequence after each. pointers: the byte of each sequence. width: bytes of a token.
-        total: tokens.
+        index: for messages. first: (documents,), the sequence after each. pointers: the byte of each sequence.
+        width: bytes of a token. total: tokens.
     """
 
-    def __init__(self, first: np.ndarray, pointers: np.ndarray, width: int, total: int) -> None:
-        self.first, self.pointers, self.width, self.total = first, pointers, width, total
+    def __init__(self, index: Path, first: np.ndarray, pointers: np.ndarray, width: int, total: int) -> None:
+        self.index, self.first, self.pointers, self.width, self.total = index, first, pointers, width, total
 
     def __len__(self) -> int:
         return len(self.first)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         after = np.asarray(self.first[part])
+        if ((after < 0) | (after > len(self.pointers))).any():
+            raise DataError(f"{self.index} is damaged: a document ends with a sequence that it has not")
         inside = after < len(self.pointers)
-        return np.where(inside, self.pointers[np.where(inside, after, 0)] // self.width, self.total)
+        ends = np.where(inside, self.pointers[np.where(inside, after, 0)] // self.width, self.total)
+        if ((ends < 0) | (ends > self.total)).any():
+            raise DataError(f"{self.index} is damaged: a document ends outside of the {self.total} tokens")
+        return ends
 
 
 def open_tokens(path: Path) -> Corpus | None:
@@ -180,6 +186,8 @@ def _open_folder(folder: Path) -> Corpus:
     ends = TokenFile(folder / DOCUMENTS, np.dtype("<i8"))
     if len(ends) != documents:
         raise DataError(f"{folder / DOCUMENTS} has {len(ends)} documents, not {documents}: prepare it again")
+    if documents and (last := int(ends[documents - 1 : documents][0])) > wanted:
+        raise DataError(f"{folder / DOCUMENTS} ends with token {last}, after the {wanted} there are: prepare it again")
     corpus = _corpus(tokens, str(folder), digest, tokenizer, lambda: ends)
     return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
 
@@ -196,6 +204,7 @@ def _open_bin(path: Path) -> Corpus:
 
 def _bin_tokens(path: Path) -> TokenFile:
     """Raises DataError: it is of another format, or is not as long as its header says."""
+    check_is_file(path)
     try:
         head = read_head(path)
     except OSError as error:
@@ -244,7 +253,7 @@ def _open_megatron(index: Path) -> Corpus:
     if (wanted := 34 + 12 * sequences + 8 * documents) > size:
         raise DataError(f"{index} is truncated: {size} bytes, and {sequences} sequences need {wanted}")
     tokens = TokenFile(index.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]))
-    if not sequences or not len(tokens):
+    if not sequences or not documents or not len(tokens):
         raise DataError(f"{index} has no sequences")
     width, pointers = tokens.dtype.itemsize, np.memmap(index, "<i8", "r", 34 + 4 * sequences, (sequences,))
     last = np.memmap(index, "<i4", "r", 34 + 4 * (sequences - 1), (1,))
@@ -253,8 +262,10 @@ def _open_megatron(index: Path) -> Corpus:
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or another's")
 
     def ends() -> TokenArray:
-        first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))[1:]
-        return _MegatronEnds(first, pointers, width, total)
+        first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))
+        if first[0] != 0:
+            raise DataError(f"{index} is damaged: its documents begin with sequence {first[0]}, not with the first")
+        return _MegatronEnds(index, first[1:], pointers, width, total)
 
     digest = hashlib.sha256(f"{_fingerprint(index)} {_fingerprint(tokens.path)}".encode()).hexdigest()
     return _corpus(tokens, str(tokens.path), digest, None, ends)

@@ -258,7 +258,11 @@ def facts(ds: "xarray.Dataset") -> str:
     if "host" in ds.coords:
         hosts = len(set(ds["host"].values.tolist()))
         says.append(f"{hosts} host{'s' if hosts > 1 else ''}")
-    axes = [(str(name)[5:], int(ds[name].max()) + 1) for name in ds.coords if str(name).startswith("axis_")]
+    axes = [
+        (str(name)[5:], int(ds[name].max()) + 1)
+        for name in ds.coords
+        if str(name).startswith("axis_") and ds[name].dtype.kind in "iu"
+    ]
     return " · ".join(says + [f"{axis} {size}" for axis, size in axes if size > 1])
 
 

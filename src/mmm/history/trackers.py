@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import math
 import os
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,9 @@ class CSVTracker(Tracker):
 
     def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
         self.path, self.columns = outdir / METRICS, list[str]()
-        self.earlier = self.path.exists()  # rows of before, until the first of this run says where it goes on
+        self.earlier = os.path.lexists(self.path)  # rows of before, until the first of this run says where it goes on
+        if self.earlier and not stat.S_ISREG(self.path.lstat().st_mode):
+            raise OSError(f"{self.path} is there, and is no file")
 
     def row(self, step: int, row: Row) -> None:
         if self.earlier:

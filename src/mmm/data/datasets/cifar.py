@@ -85,7 +85,12 @@ def _from_tar(path: Path, base: str, wanted: dict[str, str]) -> dict[str, bytes]
                 folder, _, name = member.name.removeprefix("./").partition("/")
                 if member.size > LARGEST:
                     raise DataError(f"{path}: {member.name} has {member.size} bytes, more than any file of CIFAR-10")
-                if folder == base and name in wanted and (stream := tar.extractfile(member)) is not None:
+                if (
+                    member.isfile()
+                    and folder == base
+                    and name in wanted
+                    and (stream := tar.extractfile(member)) is not None
+                ):
                     contents[name] = stream.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         size = path.stat().st_size

@@ -1,0 +1,120 @@
+"""Files that say what machines there are, and what `launch` reads: sites, hosts, node lists, copies, programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from fuzz_files.kinds import Kind
+from mmm.launch.host import copies
+from mmm.launch.job import hosts, modules, sites, slurm
+from mmm.launch.job.preloads import preloads
+from mmm.launch.job.target import Target
+from mmm.plan import machine
+
+BUILT_IN = ("perlmutter", "polaris")
+
+
+def make_machine(folder: Path) -> None:
+    (folder / "machine.json").write_bytes(machine.known_machines()["perlmutter"].read_bytes())
+
+
+def make_calibrated(folder: Path) -> None:
+    (folder / "mmm").mkdir()
+    about = json.loads(machine.known_machines()["laptop"].read_text()) | {"hosts": 1}
+    (folder / "mmm" / f"machine-{socket.gethostname()}.json").write_text(json.dumps(about))
+
+
+def read_machine(folder: Path) -> Any:
+    found = machine.load(str(folder / "machine.json"), "--machine")
+    return machine.changed(found, {"hosts": 2})
+
+
+def read_calibrated(folder: Path) -> Any:
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    return machine.known_here("cpu", None, 1, 2, 2)
+
+
+def make_site(folder: Path) -> None:
+    for name in BUILT_IN:
+        (folder / f"{name}.json").write_bytes((sites.BUILT_IN / f"{name}.json").read_bytes())
+
+
+def read_site(folder: Path) -> Any:
+    environ = {sites.VARIABLE: str(folder), "HOME": str(folder), "NERSC_HOST": "perlmutter"}
+    site, why = sites.find(environ)
+    print(site, why)
+    return site.variables("rank"), site.fill(site.srun, 4), site.shows_devices("rank", "srun", "cuda")
+
+
+def make_hosts(folder: Path) -> None:
+    (folder / "hosts").write_text("# ours\nn1 slots=4\nn2:4\nn3\nn3\n")
+
+
+def read_hosts(folder: Path) -> Any:
+    return hosts.merged(hosts.parse_file(folder / "hosts"))
+
+
+def make_slurm(folder: Path) -> None:
+    lines = [
+        "SLURM_JOB_ID=7",
+        "SLURM_JOB_NODELIST=n[01-03,7],gpu3",
+        "SLURM_NTASKS=8",
+        "SLURM_TASKS_PER_NODE=2(x3),1(x2)",
+    ]
+    (folder / "environ").write_text("\n".join([*lines, "SLURM_GPUS_ON_NODE=4", "SLURM_JOB_END_TIME=1700000000\n"]))
+
+
+def read_slurm(folder: Path) -> Any:
+    """Variables, which a file has for the sake of the fuzzer."""
+    lines = (folder / "environ").read_bytes()[: 1 << 17].decode("utf-8", "surrogateescape").split("\n")
+    environ = dict(line.split("=", 1) for line in lines if "=" in line)
+    return slurm.detect(environ), slurm.cpus_of_a_node(environ)
+
+
+def make_copy(folder: Path) -> None:
+    (folder / "env").mkdir()
+    (folder / "env" / "python").write_text("x")
+
+
+def _copy(folder: Path) -> copies.Copy:
+    return copies.Copy(copies.Source(str(folder / "env"), "key", 1, 1), str(folder))
+
+
+def make_staged(folder: Path) -> None:
+    make_copy(folder)
+    copy = folder / f"mmm-stage-{os.getuid()}" / "env-key"
+    copy.mkdir(mode=0o700, parents=True)
+    os.chmod(copy.parent, 0o700)
+    (copy / "python").write_text("x")
+    (copy / copies.MARK).write_text(json.dumps({"contents": copies._contents(copy), "source": "env"}))
+
+
+def read_staged(folder: Path) -> Any:
+    copy = _copy(folder)
+    copy.own_folder()
+    return copy.there()
+
+
+def make_program(folder: Path) -> None:
+    (folder / "train.py").write_text("# -*- coding: utf-8 -*-\nimport json\nfrom mmm.data import text\nimport helper\n"
+                                     "if __name__ == '__main__':\n    import torch\n")  # fmt: skip
+    (folder / "helper.py").write_text("try:\n    import numpy\nexcept ImportError:\n    pass\n")
+
+
+def read_program(folder: Path) -> Any:
+    return preloads(Target("script", str(folder / "train.py"))), modules.read(folder / "helper.py")
+
+
+KINDS = (
+    Kind("plan-machine", make_machine, ("machine.json",), read_machine, sparse=True),
+    Kind("plan-calibrated", make_calibrated, ("mmm/*.json",), read_calibrated, sparse=True),
+    Kind("site", make_site, ("*.json",), read_site, sparse=True),
+    Kind("hosts", make_hosts, ("hosts",), read_hosts, trusted=True),
+    Kind("slurm-variables", make_slurm, ("environ",), read_slurm, trusted=True),
+    Kind("staged-mark", make_staged, ("mmm-stage-*/*/.mmm-stage.json",), read_staged, sparse=True),
+    Kind("program", make_program, ("*.py",), read_program, trusted=True),
+)

@@ -1,0 +1,112 @@
+"""Tokenizers, state dicts, and the config.json of a model that is planned for."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuzz_files import formats
+from fuzz_files.kinds import Kind
+from fuzz_files.weights import SMALL, TEXT, own_data
+from mmm.data.tokenizer import load_tokenizer, train_bpe
+from mmm.models.weights import full_box
+from mmm.parallel.values import loaded_values
+from mmm.plan.models import read_model
+from support.llamas import write_safetensors
+
+
+def make_tokenizer(folder: Path) -> None:
+    (folder / "text").write_text(TEXT)
+    (folder / "tokenizer.json").write_bytes(train_bpe([folder / "text"], 270, "<|endoftext|>"))
+    (folder / "text").unlink()
+
+
+def make_chars(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps({"kind": "chars", "chars": "".join(sorted(set(TEXT)))}))
+
+
+def make_sentencepiece(folder: Path) -> None:
+    import sentencepiece
+
+    model = io.BytesIO()
+    options = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT.splitlines()), model_writer=model, **options)
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+
+
+def read_json(folder: Path) -> Any:
+    return _read(folder / "tokenizer.json")
+
+
+def read_sentencepiece(folder: Path) -> Any:
+    return _read(folder / "tokenizer.model")
+
+
+def _read(path: Path) -> Any:
+    tokenizer = load_tokenizer(path)
+    print(tokenizer)
+    return tokenizer, tokenizer.decode(tokenizer.encode(TEXT.encode()).tolist())
+
+
+def wrong_chars(folder: Path, found: Any) -> str | None:
+    return None if found[0].kind != "chars" or found[1] == TEXT else "a text is another after encoding and decoding"
+
+
+def _plain() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def make_state(folder: Path) -> None:
+    torch.manual_seed(0)
+    torch.save(_plain().state_dict(), folder / "model.pt")
+
+
+def make_state_safetensors(folder: Path) -> None:
+    write_safetensors(folder / "model.safetensors", dict(_plain().state_dict()))
+
+
+def read_state(folder: Path) -> Any:
+    return _loaded(folder / "model.pt")
+
+
+def read_safetensors(folder: Path) -> Any:
+    return _loaded(folder / "model.safetensors")
+
+
+def _loaded(path: Path) -> Any:
+    model = _plain()
+    read = loaded_values(model, path)
+    return {name: read(name, full_box(value)) for name, value in model.state_dict().items()}
+
+
+def wrong_state(folder: Path, found: Any) -> str | None:
+    try:
+        there = formats.safetensors((folder / "model.safetensors").read_bytes())
+    except formats.BadFormat as error:
+        return f"accepted safetensors: {error}"
+    same = all(value.numpy().tobytes() == there[name][2] for name, value in found.items())
+    return None if same else "a tensor is read with other values"
+
+
+def make_config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(SMALL))
+
+
+def read_plan(folder: Path) -> Any:
+    return str(read_model(str(folder / "config.json"), {}, 16))
+
+
+KINDS = (
+    Kind("tokenizer-json", make_tokenizer, ("*.json",), read_json, sparse=True),
+    Kind("tokenizer-chars", make_chars, ("*.json",), read_json, wrong_chars, sparse=True),
+    Kind("sentencepiece", make_sentencepiece, ("*.model",), read_sentencepiece, sparse=True),
+    Kind("state-dict", make_state, ("model.pt",), read_state, own=own_data, sparse=True),
+    Kind(
+        "state-dict-safetensors", make_state_safetensors, ("*.safetensors",), read_safetensors, wrong_state, sparse=True
+    ),
+    Kind("plan-config", make_config, ("config.json",), read_plan, sparse=True),
+)

@@ -1,0 +1,194 @@
+"""Files of a run's record and what programs write beside it: journal, config.json, dataset, plots, traces, logs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fuzz_files.kinds import Kind
+from mmm import history
+from mmm.analysis.rank_trace import CALLS, STEPS, RankTrace, Slice
+from mmm.analysis.startup_logs import read_log
+from mmm.analysis.trace_file import TraceFile
+from mmm.analysis.trace_picture import _read
+from mmm.cli import history as cli_history
+from mmm.cli import startup as cli_startup
+from mmm.errors import RecordError
+from mmm.history.attempts import Attempt, attempt_of, make_room
+from mmm.history.ending import read_config
+from mmm.history.journal import Header
+from mmm.history.record import JOURNAL, TRACE
+from mmm.history.resume import Resume, check_over, reopen
+from mmm.history.trackers import Tracked
+from mmm.runtime import startup
+from mmm.trainer.resume import _measured, _was_interrupted
+
+ROWS = 6
+RANKS = [{"rank": rank, "host": f"n{rank}", "local_rank": 0, "pid": 10 + rank, "axis_tp": rank} for rank in range(2)]
+STARTUP = startup.as_record("launch", [[1.7e9 + mark for mark in range(len(startup.MARKS))]] * 2, [{"torch": 0.5}] * 2)
+THIS = Attempt("launch-1", 1)
+
+
+def make_record(folder: Path) -> None:
+    """Of a run that has finished, or was killed if its journal is still there."""
+    run = folder / "run"
+    run.mkdir()
+    config = {"module": "lm", "options": {"max_iters": 6, "epochs": None}, "ranks": RANKS, "world_size": 2}
+    config |= {"startup": STARTUP, "attempt": {"of": "launch-1", "number": 0}, "mfu": {"flops": 1e12}}
+    history.write_config(run, config)
+    with history.History(run, ranks=RANKS, flush_every=1) as kept:
+        for row in range(ROWS):
+            kept.update({"iter": row, "loss": 5.0 - row / 10, "dt": 0.1}, {"dt": [0.1, 0.2]})
+    (run / "plots").mkdir()
+    (run / "plots" / "files.json").write_text(json.dumps(["plots/loss.txt"]))
+    (run / "plots" / "loss.txt").write_text("plot")
+
+
+def make_journal(folder: Path) -> None:
+    """Of a run that was killed."""
+    run = folder / "run"
+    run.mkdir()
+    kept = history.History(run, ranks=RANKS, flush_every=1)
+    for row in range(ROWS):
+        kept.update({"iter": row, "loss": 5.0 - row / 10}, {"dt": [0.1, 0.2 + row]})
+    kept._journal.close()
+    history.write_config(run, {"module": "lm", "startup": STARTUP})
+
+
+def read_journal(folder: Path) -> Any:
+    run = folder / "run"
+    found = history.load(run)
+    print(history.state(run))
+    cli_history.main([str(run)])
+    reopen(run, Resume(3, {"step": 3}), Header(RANKS, {}))
+    history.finalize(run)
+    again = history.load(run)
+    return found, again
+
+
+def wrong_journal(folder: Path, found: Any) -> str | None:
+    """Whether each row is one of the journal's lines, as JSON has them, in their order."""
+    before = found[0]
+    lines = (folder / "run" / "before.jsonl").read_bytes().split(b"\n")[1:]
+    rows: dict[int, list[Any]] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+            rows.setdefault(row["draw"], []).append(row)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+    draws = before["draw"].values.tolist()
+    if draws != sorted(set(draws)):
+        return "rows are out of order"
+    for at, draw in enumerate(draws):
+        for name in set(map(str, before.data_vars)):
+            value = before[name].values[at]
+            given = [_value(row, name) for row in rows.get(draw, [])]
+            if not any(_same(value, each) for each in given):
+                return "a value is in no line of the journal"
+    return None
+
+
+def _value(row: Any, name: str) -> Any:
+    return row["per_rank"].get(name, row["row"].get(name))
+
+
+def _same(value: Any, given: Any) -> bool:
+    if given is None:
+        return bool(np.all(np.isnan(value) if value.dtype.kind == "f" else value == -1))
+    given = np.asarray([math.nan if each is None else each for each in np.atleast_1d(given)], dtype=np.float64)
+    return bool(np.all((np.atleast_1d(value) == given) | (np.isnan(np.atleast_1d(value)) & np.isnan(given))))
+
+
+def seal_journal(folder: Path) -> None:
+    """Keep the journal as it is given, for `wrong_journal`: a reader makes a dataset of it."""
+    journal, kept = folder / "run" / JOURNAL, folder / "run" / "before.jsonl"
+    kept.write_bytes(journal.read_bytes() if journal.is_file() else b"")
+
+
+def read_record(folder: Path) -> Any:
+    """What `mmm history`, `mmm startup`, and a program that goes on with a record do."""
+    run = folder / "run"
+    print(history.state(run), attempt_of(read_config(run)), _measured(run, THIS))
+    _was_interrupted(run, type("Options", (), {"max_iters": 6, "epochs": None}), THIS)
+    cli_history.main([str(run)])
+    cli_startup.main([str(run)])
+    check_over(run, None, True)
+    return make_room(run, THIS)
+
+
+def read_dataset(folder: Path) -> Any:
+    run = folder / "run"
+    found = history.load(run)
+    print(history.state(run))
+    cli_history.main([str(run)])
+    reopen(run, Resume(3, {"step": 3}), Header(RANKS, {}))
+    return found
+
+
+def read_plots(folder: Path) -> Any:
+    """Overwritten, a record loses its own files, and no others."""
+    return history.prepare(folder / "run", "lm", True)
+
+
+def make_trace(folder: Path) -> None:
+    zero, ms = 1_790_000_000_000_000_000, 1_000_000
+    file = TraceFile(folder / TRACE, [0, 1], zero)
+    for rank in (0, 1):
+        slices = [
+            Slice(STEPS, "step", "step 4", zero, zero + 90 * ms),
+            Slice(STEPS, "dtf", "dtf", zero, zero + 50 * ms),
+        ]
+        slices += [Slice(CALLS, "collective", "all_reduce", zero + 10 * ms, zero + 20 * ms, "world 1", (0, 1))]
+        file.add(RankTrace(rank, f"rank {rank} on n{rank}", slices))
+    file.close(layout="dp2")
+
+
+def read_trace(folder: Path) -> Any:
+    """The picture of it, which the end of a run gives up whatever is wrong (`mmm.trainer.report`)."""
+    try:
+        return sorted(_read(folder / TRACE)[0])
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise RecordError(str(error)) from None
+
+
+def make_log(folder: Path) -> None:
+    lines = [
+        "model=big",
+        "Job started at: 2023-11-02-183323 on x3005",
+        "world_size=2",
+        "[2023-11-02 18:34:00] iter=0 loss=5",
+    ]
+    (folder / "job.log").write_text("\n".join(lines) + "\n")
+
+
+def read_logs(folder: Path) -> Any:
+    print(read_log(folder / "job.log"))
+    return cli_startup.main([str(folder / "job.log")])
+
+
+def make_csv(folder: Path) -> None:
+    (folder / "metrics.csv").write_text("iter,loss,dt\n0,5.0,0.1\n1,4.9,0.1\n2,4.8,0.1\n")
+
+
+def read_csv(folder: Path) -> None:
+    tracker = Tracked("csv", folder, {})
+    tracker.row({"iter": 2, "loss": 1.0})
+    tracker.row({"iter": 3, "loss": 1.0, "lr": 0.1})
+
+
+KINDS = (
+    Kind("record-journal", make_journal, (f"run/{JOURNAL}",), read_journal, wrong_journal, seal_journal),
+    Kind("record-config", make_record, ("run/config.json",), read_record),
+    Kind("record-dataset", make_record, ("run/*.h5",), read_dataset),
+    Kind("record-plots", make_record, ("run/plots/*.json",), read_plots),
+    Kind("trace", make_trace, (TRACE,), read_trace, trusted=True),
+    Kind("log", make_log, ("job.log",), read_logs, trusted=True),
+    Kind("metrics-csv", make_csv, ("metrics.csv",), read_csv),
+)
