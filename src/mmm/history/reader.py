@@ -1,5 +1,6 @@
 """Read the record of a run that is finished, running or killed."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from mmm.outside import LARGEST, open_file, parse_json
 
 if TYPE_CHECKING:
     import xarray
+
+log = logging.getLogger("mmm")
 
 
 def load(outdir: Path | str) -> "xarray.Dataset":
@@ -111,7 +114,10 @@ def finalize_now(folder: Path, ending: Ending) -> Path:
         pass
     except OSError as error:
         raise RecordError(f"cannot remove {folder / JOURNAL}: {reason(error)}. Its rows are in {DATASET}.") from error
-    write_ending(folder, ending)
+    try:
+        write_ending(folder, ending)
+    except RecordError as error:  # such as a full disk: the dataset has the ending as well
+        log.warning("%s", error)
     return folder / DATASET
 
 
