@@ -83,7 +83,7 @@ def finalize(outdir: Path | str) -> Path:
     folder = _existing(outdir)
     path = folder / JOURNAL
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     except FileNotFoundError:
         if not (folder / DATASET).exists():
             raise _no_record(folder) from None
@@ -142,7 +142,8 @@ def _ending_by_journal(folder: Path) -> Ending | None:
     """How the run in the folder ended, or that it runs; None without a journal: then the dataset says it."""
     path = folder / JOURNAL
     try:
-        fd = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)  # NFS locks what can be written
+        mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY  # NFS locks what can be written
+        fd = os.open(path, mode | os.O_NONBLOCK)
     except OSError:
         return None
     try:
