@@ -6,11 +6,14 @@ import os
 import pytest
 
 import mmm.history
+from mmm.checkpoint.gguf_format import GGUFFile
 from mmm.checkpoint.manifest import read_manifest
 from mmm.checkpoint.own import write_own
+from mmm.checkpoint.safetensors import SafetensorsFile
 from mmm.checkpoint.weights import open_weights
+from mmm.cli.main import main
 from mmm.cli.startup import main as startup
-from mmm.data.token_file import open_tokens
+from mmm.data.token_file import TokenFile, open_tokens
 from mmm.data.tokenizer import load_tokenizer
 from mmm.errors import RecordError, UserError
 from mmm.history import History, write_config
@@ -18,6 +21,7 @@ from mmm.history.record import own_files
 from mmm.launch.job import sites
 from mmm.outside import DEEPEST, is_plain_name, open_file, parse_json, printable, printable_lines, read_file, read_json
 from mmm.plan import hugging_face, machine
+from mmm.runtime.startup import MARKS
 from support.llamas import write_hugging_face
 
 DEEP, DIGITS = "[" * 100_000, '{"n_layers": ' + "9" * 5000 + "}"
@@ -118,12 +122,46 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
     assert printable("ähnlich 中 😀") == "ähnlich 中 😀"
     assert printable("a\x1b]0;b\x07\n\x9b\u202e\udc80") == "a\\x1b]0;b\\x07\\n\\x9b\\u202e\\udc80"
     assert printable_lines("a\n\tb\x08") == "a\n\tb\\x08"
-    from mmm.cli.main import main
-
     (tmp_path / "m.json").write_text(json.dumps({"name": "a", "\x1b[2J": 1}))
     assert main(["plan", "--model", "debug", "--machine", str(tmp_path / "m.json")]) == 2
     assert main(["plan", "--model", "\x1b[2J.json"]) == 2
     assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_record_s_text_on_a_terminal(tmp_path, capsys):
+    marks = {name: [float(i)] for i, name in enumerate(MARKS)}
+    begun = {"started_from": "\x1b[2J", "marks": marks, "imports": {"shared": {"\x07": 1.0}, "ranks": [{}]}}
+    ranks = [{"host": "\x1b[2J", "rank": 0}]
+    write_config(tmp_path, {"module": "\x1b[2J", "ranks": ranks, "startup": begun})
+    with History(tmp_path, ranks=[{}]) as history:
+        history.update({"loss": 1.0})
+    (tmp_path / "train_dataset.h5").rename(tmp_path / "kept")
+    journal = {"mmm_journal": 1, "ranks": [{"local_rank": 0}], "attrs": {}}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(journal) + "\n")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"state": "failed", "error": "\x1b[2J"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["startup", str(tmp_path)]) == 0
+    assert main(["history", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "failed: \\x1b[2J" in out
+    assert "\x1b[2J" not in out
+    assert "\x07" not in out
+
+
+@pytest.mark.timeout(20)
+def test_files_that_are_not_json_are_not_waited_for_either(tmp_path):
+    os.mkfifo(tmp_path / "train_dataset.h5")
+    with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is no regular file"):
+        mmm.history.load(tmp_path)
+    os.mkfifo(tmp_path / "a.bin")
+    os.mkfifo(tmp_path / "b.idx")
+    os.mkfifo(tmp_path / "model.safetensors")
+    for name in ("a.bin", "b.idx"):
+        with pytest.raises(UserError, match="it is no regular file"):
+            open_tokens(tmp_path / name) or TokenFile(tmp_path / name, "<u2")
+    for read in (GGUFFile, SafetensorsFile):
+        with pytest.raises(UserError, match="it is no regular file"):
+            read(tmp_path / "model.safetensors")
 
 
 def test_a_manifest_of_other_types(tmp_path):

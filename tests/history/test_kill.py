@@ -13,11 +13,13 @@ import time
 import h5py
 import pytest
 
+import mmm.history
 from mmm.cli import main as cli
 from mmm.errors import RecordError
-from mmm.history import History, finalize, load
+from mmm.history import History, finalize, load, write_config
 from mmm.history import reader as reading
 from mmm.history.journal import Journal
+from mmm.history.record import cannot_write
 from support.disk import CAN_MOUNT, small_disk
 
 RANKS = [{"rank": r, "host": "a"} for r in range(2)]
@@ -298,6 +300,10 @@ def full(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def full_config(path, content):
+    raise cannot_write(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
 def test_a_full_disk_keeps_what_is_there(tmp_path, monkeypatch):
     history = History(tmp_path, ranks=RANKS, flush_every=2)
     for step in range(4):
@@ -350,6 +356,19 @@ def test_a_really_full_file_system(tmp_path):
         assert load(tmp_path).sizes["draw"] == kept
         assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
         history._journal.close()
+
+
+def test_a_run_that_finished_stays_finished_without_the_last_line_of_its_config(tmp_path, monkeypatch, caplog):
+    """A disk may have room for the rows, and none for config.json, which is written beside the one that is there."""
+    write_config(tmp_path, {"module": "lm"})
+    with monkeypatch.context() as patch, History(tmp_path, ranks=RANKS) as history:
+        history.update({"iter": 0})
+        patch.setattr("mmm.history.ending.write_atomically", full_config)
+    assert mmm.history.state(tmp_path) == "finished"
+    assert load(tmp_path).attrs["state"] == "finished"
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "train_dataset.h5"]
+    assert len(caplog.records) == 1
+    assert "config.json: No space left on device" in caplog.text
 
 
 def test_a_failed_finalize_keeps_the_journal(tmp_path, monkeypatch):

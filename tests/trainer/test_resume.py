@@ -17,11 +17,12 @@ import torch
 
 import mmm.history
 from mmm.checkpoint import Saver, read_manifest
-from mmm.checkpoint.manifest import FileSum, steps_of
+from mmm.checkpoint.manifest import FileSum, Manifest, steps_of
 from mmm.data.prepare import Preparation, prepare
 from mmm.history.figures import metric_figure
 from mmm.history.resume import marks_of
 from mmm.runtime.stop import stop_signal
+from mmm.trainer.resume import _has_state
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train
 
@@ -213,6 +214,36 @@ def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text)
     (axes,) = metric_figure(ds, "loss").axes
     dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
     assert dotted == [2.5, 5.5, 8.5, 11.5, 14.5]
+
+
+STATE = {"rows": 3, "since": 0, "counted": 3.0, "lr": 1e-3, "scaler": {}, "losses": [0.5, 0.25], "loss_ranks": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": "3"},
+        {"rows": -1},
+        {"since": None},
+        {"counted": [1]},
+        {"lr": "fast"},
+        {"scaler": {"scale": 2.0}},
+        {"scaler": []},
+        {"losses": [None, None]},
+        {"losses": 0.5},
+        {"loss_ranks": [2]},
+        {"loss_ranks": ["0"]},
+    ],
+    ids=str,
+)
+def test_a_state_of_other_types_is_refused(change):
+    about = {"layout": "dp2"}
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    assert _has_state(Manifest(1, {}, STATE, about, {}))
+    assert _has_state(Manifest(1, {}, {**STATE, "scaler": scaler}, about, {}))
+    assert not _has_state(Manifest(1, {}, {**STATE, **change}, about, {}))
+    assert not _has_state(Manifest(1, {}, STATE, {"layout": ["dp2"]}, {}))
+    assert not _has_state(Manifest(1, {}, {}, about, {}))
 
 
 @CAN_MOUNT

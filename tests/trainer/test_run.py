@@ -14,7 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mmm.errors import DeviceError, DivergedError, UserError
+import mmm.history
+from mmm.errors import DeviceError, DivergedError, RecordError, UserError
+from mmm.history import History
 from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, _computes_bf16
@@ -100,6 +102,24 @@ def test_a_table_is_encoded_once(tmp_path):
     text = (tmp_path / "config.json").read_text()
     config = {"ranks": [{"rank": 0}], "value": 2, "text": ["π\n", {}], "state": "running"}
     assert text == json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def test_what_is_added_to_the_record_of_a_run_that_has_ended_may_fail(tmp_path, caplog):
+    """A disk that is too full for the last line of config.json does not make a run that finished one that failed."""
+    clock, precision = StepClock(CPU), Precision("fp32", torch.float32, torch.float32)
+    run = Run(
+        RunOptions(), Rank(0, 1, 0, 1, "test"), Layout(dp_shard=1), CPU, precision, clock, get_logger(), tmp_path, []
+    )
+    no_room = patch("mmm.history.write_encoded", side_effect=RecordError("config.json: No space left on device"))
+    with History(tmp_path, ranks=[{}]) as run.record:
+        run.record.update({"iter": 0})
+        run.describe(value=1)
+        with no_room, pytest.raises(RecordError):
+            run.describe(value=2)
+    with no_room:
+        run.describe(measured=3)
+    assert "config.json: No space left on device" in caplog.text
+    assert mmm.history.state(tmp_path) == "finished"
 
 
 # --- ranks that differ, and a folder that rank 0 cannot have ----------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmm.cli import show
+from mmm.outside import printable
 
 if TYPE_CHECKING:
     import xarray
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         print(f"finalized: {finalize(args.outdir)}")
     ds = load(args.outdir)
     ended = str(read_ending(ds.attrs) or Ending(FINISHED))
-    show("\n".join([args.outdir, *(f"  {name:<11}{text}" for name, text in summary(ds, ended))]) + "\n")
+    show("\n".join([args.outdir, *(f"  {name:<11}{printable(text)}" for name, text in summary(ds, ended))]) + "\n")
     names = metrics(ds)
     metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
     if metric and ds.sizes["draw"]:

@@ -11,7 +11,7 @@ from typing import Any
 from mmm.analysis.startup_logs import LoggedStart, read_log
 from mmm.cli import show
 from mmm.errors import ConfigError, RecordError, UserError
-from mmm.outside import read_json
+from mmm.outside import printable_lines, read_json
 from mmm.runtime import startup
 
 EPILOG = """\
@@ -52,11 +52,11 @@ def main(argv: list[str]) -> int:
     if not starts:
         raise without[0]
     for reason in without:
-        print(f"left out: {reason}", file=sys.stderr)
+        print(f"left out: {printable_lines(reason)}", file=sys.stderr)
     starts.sort(key=lambda start: (start.model, start.ranks, start.start))
-    print(table(starts))
+    print(printable_lines(table(starts)))
     if args.parts or len(starts) == len(tables) == 1:
-        print("\n" + "\n\n".join(tables))
+        print(printable_lines("\n" + "\n\n".join(tables)))
     curves = {
         name: [(each.ranks, each.seconds) for each in starts if each.model == name]
         for name in dict.fromkeys(each.model for each in starts)

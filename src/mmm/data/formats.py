@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmm.errors import DataError
-from mmm.outside import parse_json
+from mmm.outside import open_file, parse_json
 
 HEAD = 1 << 12  # bytes that are looked at
 JSON_LINES = (".jsonl", ".ndjson")
@@ -86,7 +86,7 @@ def check_is_file(path: Path, name: object = None) -> None:
 
 def read_head(path: Path) -> bytes:
     """The first bytes. Raises OSError."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return file.read(HEAD)
 
 

@@ -41,7 +41,7 @@ from mmm.data.formats import check_is_file, check_magic, read_head
 from mmm.data.text import Corpus, TokenArray
 from mmm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mmm.errors import DataError
-from mmm.outside import is_plain_name, read_json
+from mmm.outside import is_plain_name, open_file, read_json
 
 TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
 FORMAT = 1  # of the manifest
@@ -67,7 +67,7 @@ class TokenFile:
         self.path, self.dtype, self.begin = path, np.dtype(dtype), begin
         check_is_file(path)
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = open_file(path)
             size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
@@ -238,7 +238,7 @@ def _check_width(path: Path, head: bytes) -> None:
 
 def _open_megatron(index: Path) -> Corpus:
     try:
-        with index.open("rb") as file:
+        with open_file(index) as file:
             head = file.read(34)
         size = index.stat().st_size
     except OSError as error:

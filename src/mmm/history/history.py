@@ -1,5 +1,6 @@
 """`History`: one row a step, kept on disk while the run goes on. Rank 0 makes one; the other ranks make none."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -149,7 +150,8 @@ class History:
             self.flush()
             self._journal.ensure()
             self.ending = ending_of(error)
-            write_ending(self.outdir, self.ending)  # first, in case a kill comes before the dataset is written
+            with contextlib.suppress(RecordError):  # of which `finalize_now` says, if it cannot either
+                write_ending(self.outdir, self.ending)  # first, in case a kill comes before the dataset is written
             finalize_now(self.outdir, self.ending)
             self._journal.close()
             self._closed = True

@@ -1,5 +1,6 @@
 """Read the record of a run that is finished, running or killed."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from mmm.outside import LARGEST, open_file, parse_json
 
 if TYPE_CHECKING:
     import xarray
+
+log = logging.getLogger("mmm")
 
 
 def load(outdir: Path | str) -> "xarray.Dataset":
@@ -80,7 +83,7 @@ def finalize(outdir: Path | str) -> Path:
     folder = _existing(outdir)
     path = folder / JOURNAL
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     except FileNotFoundError:
         if not (folder / DATASET).exists():
             raise _no_record(folder) from None
@@ -111,7 +114,10 @@ def finalize_now(folder: Path, ending: Ending) -> Path:
         pass
     except OSError as error:
         raise RecordError(f"cannot remove {folder / JOURNAL}: {reason(error)}. Its rows are in {DATASET}.") from error
-    write_ending(folder, ending)
+    try:
+        write_ending(folder, ending)
+    except RecordError as error:  # such as a full disk: the dataset has the ending as well
+        log.warning("%s", error)
     return folder / DATASET
 
 
@@ -136,7 +142,8 @@ def _ending_by_journal(folder: Path) -> Ending | None:
     """How the run in the folder ended, or that it runs; None without a journal: then the dataset says it."""
     path = folder / JOURNAL
     try:
-        fd = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)  # NFS locks what can be written
+        mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY  # NFS locks what can be written
+        fd = os.open(path, mode | os.O_NONBLOCK)
     except OSError:
         return None
     try:

@@ -47,7 +47,7 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
     if this is not None and earlier is not None and earlier.of == this.of and earlier.number < this.number:
         return
     try:
-        fd = os.open(folder / JOURNAL, os.O_RDWR)
+        fd = os.open(folder / JOURNAL, os.O_RDWR | os.O_NONBLOCK)
     except OSError:
         ending = config_ending(config)
         if ending is not None and ending.state == FINISHED and not from_checkpoint:

@@ -32,6 +32,7 @@ from mmm.parallel.plans.vit import vit_plan
 from mmm.plan.hugging_face import LARGEST, read_config
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
 
+MOST_LAYERS = 1000  # how they are split over stages takes a minute
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
 
 
@@ -94,6 +95,8 @@ def _transformer(
     config = replace(config, **changes)
     if wrong := config.problems():
         raise ConfigError(f"--model {name}: {'; '.join(wrong)}")
+    if config.n_layers > MOST_LAYERS:
+        raise ConfigError(f"--model {name}: {config.n_layers:,} layers; up to {MOST_LAYERS:,} are planned")
     if config.n_experts and config.n_experts * config.n_layers > LARGEST:
         raise ConfigError(f"--n_experts {config.n_experts} in {config.n_layers} layers: that is no model")
     flags += tuple(word for key, value in given.items() for word in (f"--{key}", str(value)))

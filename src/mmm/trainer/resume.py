@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mmm.trainer.run import Run
 
 AUTO, CHECKPOINTS = Path("auto"), "checkpoints"
+SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch.amp.GradScaler's
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,9 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
             assert memory is not None
             path, (manifest, problem) = memory.path(place.step), memory.check(place)
         if problem is None:
-            run.origin = Origin(path, manifest, manifest.state["rows"] if goes_on else 0, not isinstance(place, Path))
+            run.origin = Origin(
+                path, manifest, manifest.state.get("rows", 0) if goes_on else 0, not isinstance(place, Path)
+            )
             _check(run.origin, run.identity, resolved, interrupted)
             break
         if not auto or isinstance(problem, CheckpointError):
@@ -250,6 +253,8 @@ def _check(origin: Origin, identity: Mapping[str, Any], resolved: Resolved, inte
     path, manifest, steps, options = origin.path, origin.manifest, resolved.steps, resolved.options
     if wrong := manifest.differences(identity):
         raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
+    if not _has_state(manifest):
+        raise CheckpointError(f"{path} is damaged: what a run goes on with is not what mmm has written")
     if manifest.step > steps or (manifest.step == steps and not interrupted):
         limits = [f"--{name}" for name in ("max_iters", "epochs") if getattr(options, name) is not None]
         raise CheckpointError(
@@ -257,6 +262,24 @@ def _check(origin: Origin, identity: Mapping[str, Any], resolved: Resolved, inte
             f"{' and '.join(limits) or '--max_iters'}",
             on_every_rank=True,
         )
+
+
+def _has_state(manifest: Manifest) -> bool:
+    """Whether a manifest has what `mmm.trainer.checkpoints` reads of it, each of its type."""
+    state, number = manifest.state, (int, float)
+    scaler, losses, ranks = (state.get(name) for name in ("scaler", "losses", "loss_ranks"))
+    return (
+        all(type(state.get(name)) is int and state[name] >= 0 for name in ("rows", "since"))
+        and type(state.get("counted")) in number
+        and type(state.get("lr", 0.0)) in number
+        and isinstance(manifest.about.get("layout"), str)
+        and isinstance(scaler, dict)
+        and (not scaler or (scaler.keys() == SCALER and all(type(value) in number for value in scaler.values())))
+        and isinstance(losses, list)
+        and all(type(loss) in number for loss in losses)
+        and isinstance(ranks, list)
+        and all(type(rank) is int and 0 <= rank < len(losses) for rank in ranks)
+    )
 
 
 def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None]:

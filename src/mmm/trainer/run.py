@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmm import history
-from mmm.errors import DivergedError
+from mmm.errors import DivergedError, RecordError
 from mmm.history.ending import RUNNING, Ending
 from mmm.history.series import OWN
 from mmm.parallel.loss import detached
@@ -92,7 +92,12 @@ class Run:
             self._encoded |= {name: history.encode(value) for name, value in facts.items()}
             ending = self.record.ending if self.record is not None else Ending(RUNNING)
             ended = {name: history.encode(value) for name, value in ending.attrs().items()}
-            history.write_encoded(self.outdir, self._encoded | ended)
+            try:
+                history.write_encoded(self.outdir, self._encoded | ended)
+            except RecordError as error:
+                if ending.state == RUNNING:
+                    raise
+                self.log.warning("%s", error)  # the run has ended as it has, and its rows are on the disk
 
     @cached_property
     def losses(self) -> UnreadLosses:
