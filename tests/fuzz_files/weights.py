@@ -149,13 +149,15 @@ def seal(folder: Path) -> None:
 
 
 def own_metadata(name: str, content: bytes, random: Random) -> tuple[bytes, str] | None:
-    """Metadata of DCP that says something else of its tensors."""
     try:
-        found = pickle.loads(content)  # of our own making
-        names = sorted(found.state_dict_metadata)
-    except Exception:  # changed before
+        return _other_metadata(pickle.loads(content), random)  # of our own making
+    except Exception:  # but changed before
         return None
-    name, numbers = random.choice(names), (0, 1, -1, 7, 10**9, 2**31, 2**62)
+
+
+def _other_metadata(found: Any, random: Random) -> tuple[bytes, str]:
+    """Metadata of DCP that says something else of its tensors."""
+    name, numbers = random.choice(sorted(found.state_dict_metadata)), (0, 1, -1, 7, 10**9, 2**31, 2**62)
     entry, chosen = found.state_dict_metadata[name], random.choice(numbers)
     index = next(index for index in found.storage_data if index.fqn == name)
     place = found.storage_data[index]
