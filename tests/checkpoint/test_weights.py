@@ -313,7 +313,7 @@ def test_files_that_are_damaged(folder, imported, tmp_path):
         (content[:-3], "is truncated"),
         (content[:40], "no safetensors file, or is truncated in its header"),
         (b"\0" * 100, "no safetensors file"),
-        (content.replace(b'"F32"', b'"Q32"', 1), "dtype Q32"),
+        (content.replace(b'"F32"', b'"Q32"', 1), "dtype 'Q32'"),
         (content.replace(b"[32]", b"[31]", 1), "is damaged"),
     ):
         path.write_bytes(wrong)

@@ -1,5 +1,6 @@
 """Downloads: once a host, whole or not at all, quick to give up; then real digits stand in, and say so."""
 
+import contextlib
 import gzip
 import hashlib
 import http.server
@@ -63,6 +64,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(sent[begin : begin + piece])
             self.wfile.flush()
             time.sleep(self.server.pause)
+
+    def handle(self):
+        with contextlib.suppress(ConnectionError):  # who asked has heard enough
+            super().handle()
 
     def log_message(self, *_):
         pass

@@ -19,7 +19,9 @@ def offered(tmp_path, monkeypatch):
     """The file's address, of a play that stands in; the cache is empty."""
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     (tmp_path / "play.txt").write_bytes(PLAY)
-    file = replace(FILE, digest=hashlib.sha256(PLAY).hexdigest(), urls=((tmp_path / "play.txt").as_uri(),))
+    file = replace(
+        FILE, sha256=hashlib.sha256(PLAY).hexdigest(), size=len(PLAY), urls=((tmp_path / "play.txt").as_uri(),)
+    )
     monkeypatch.setattr(module, "FILE", file)
     return tmp_path / "play.txt"
 
@@ -50,7 +52,7 @@ def test_without_it(offered, tmp_path, change):
         offered.write_bytes(PLAY + b".")
     with pytest.raises(DataError) as caught:
         shakespeare()
-    words = "No such file" if change == "gone" else f"{len(PLAY) + 1} bytes of sha256"
+    words = "No such file" if change == "gone" else f"more, not {len(PLAY)} of"
     assert words in str(caught.value)
     assert str(caught.value).endswith("give a text with --text FILE")
     assert not (tmp_path / "cache" / "shakespeare").exists()

@@ -15,17 +15,15 @@ SAME = {"mmm.examples.vit": "mmm.trainer.vit"}  # one program under two names
 PROGRAMS = [name for name in runnable_modules() if name not in SAME]
 DEFAULTS = {"default_max_iters", "default_batch_size", "break_", "BREAKS", "parallel", "RUNS_ON_MPS", "TIES"}
 DEFAULTS |= {"checkpoint_every", "replica", "resume", "tracker"}  # of programs without the shared loop
+DEFAULTS |= {"compile"}  # of programs other than trainers
 NOTHING_TO_DRAW = {"plots"}
 # What shared code reads, and the program has no flag for: by design.
 FIXED = {
     "mmm.examples.collectives": {"seed", "dtype", *NOTHING_TO_DRAW},  # counts, in float32
-    "mmm.examples.context_parallel": {"compile"},  # a trainer's flag
-    "mmm.examples.moe": {"compile"},
-    "mmm.examples.pipeline": {"compile"},
     "mmm.examples.startup": {"seed", "dtype"},  # starts programs, computes nothing
     "mmm.examples.tensor_parallel": NOTHING_TO_DRAW,
     "mmm.examples.traffic": NOTHING_TO_DRAW,
-    "mmm.trainer.fsdp": {"log_every", "compile", "ep", "cp", "cp_style", "activation_checkpointing"},
+    "mmm.trainer.fsdp": {"log_every", "ep", "cp", "cp_style", "activation_checkpointing"},
     "mmm.trainer.vit": {"ep", "cp", "cp_style"},
 }
 

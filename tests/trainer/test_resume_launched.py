@@ -82,7 +82,7 @@ run_main(lambda: lm.train(parse(lm.Config, "")))
 """
 
 
-@pytest.mark.parametrize("supervised", [["--retries", "1"], ["--elastic", "1:2"]])
+@pytest.mark.parametrize("supervised", [["--retries", "1"], pytest.param(["--elastic", "1:2"], marks=pytest.mark.long)])
 def test_killed_after_the_last_step(launcher, supervised):
     """No step is left, but the model is not saved yet."""
     (launcher.folder / "end.py").write_text(KILLED_IN_ITS_END)
@@ -150,7 +150,8 @@ def started(launcher, how, sleep, flags=INTERRUPTED):
     return process
 
 
-ALONE_LAUNCHED = pytest.mark.parametrize("how", ["alone", "launch", pytest.param("hosts", marks=pytest.mark.long)])
+LONG_HOW = [pytest.param(how, marks=pytest.mark.long) for how in ("alone", "hosts")]
+ALONE_LAUNCHED = pytest.mark.parametrize("how", [*LONG_HOW, "launch"])
 
 
 @ALONE_LAUNCHED

@@ -9,13 +9,13 @@ the post-processor.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mmm.errors import CheckpointError
+from mmm.outside import parse_json
 
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
 
@@ -34,7 +34,7 @@ def first_tokens(file: tuple[str, bytes], about: Mapping[str, Any], where: Path)
     if not file[0].endswith(".json"):
         return ((), "") if add is False else _of_sentencepiece(file[1])
     try:
-        tokenizer = json.loads(file[1])
+        tokenizer = parse_json(file[1])
         found = _of_processor(tokenizer.get("post_processor"))
         if found or add is not True or not isinstance(name, str):
             return found, ""

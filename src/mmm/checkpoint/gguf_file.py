@@ -16,6 +16,7 @@ from mmm.checkpoint.gguf_tokenizer import GGUFTokenizer
 from mmm.checkpoint.llama_keys import note_of, unknown_keys
 from mmm.checkpoint.weights import Origins, Weights
 from mmm.errors import CheckpointError
+from mmm.outside import short
 
 ARCHITECTURE = "llama."  # what its keys begin with
 COUNTS = {  # fields of TransformerConfig, and their keys
@@ -74,7 +75,7 @@ class GGUFWeights(Weights):
     def _sizes(self) -> tuple[dict[str, Any], list[str]]:
         """Fields of ``TransformerConfig``, and the keys that are passed over."""
         if (kind := self.keys.get("general.architecture")) != "llama":
-            raise CheckpointError(f"{self.path}: the architecture is {kind!r}; llama is the one that is known")
+            raise CheckpointError(f"{self.path}: the architecture is {short(kind)}; llama is the one that is known")
         keys = {key: value for key, value in self.keys.items() if key.startswith(ARCHITECTURE)}
         own = {key.removeprefix(ARCHITECTURE): value for key, value in keys.items()}
         passed_over = unknown_keys(own, {*READ, *OF_YARN}, NEUTRAL, self.path, ARCHITECTURE)
@@ -98,7 +99,9 @@ class GGUFWeights(Weights):
         head_dim = sizes["dim"] // sizes["n_heads"]
         for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
-                raise CheckpointError(f"{self.path}: llama.{key} is {own[key]}, and a head has {head_dim} elements")
+                raise CheckpointError(
+                    f"{self.path}: llama.{key} is {short(own[key])}, and a head has {head_dim} elements"
+                )
         sizes["rope_scaling"] = self._linear(own)
         if ROPE_FACTORS in self._entries:
             sizes["rope_scaling"] = self._rope_scaling(sizes["rope_theta"], head_dim)
@@ -107,12 +110,14 @@ class GGUFWeights(Weights):
 
     def _count(self, own: dict[str, Any], key: str) -> int:
         if type(own[key]) is not int or own[key] < 1:
-            raise CheckpointError(f"{self.path}: {ARCHITECTURE}{key} is {own[key]!r}, which is no number of anything")
+            raise CheckpointError(
+                f"{self.path}: {ARCHITECTURE}{key} is {short(own[key])}, which is no number of anything"
+            )
         return own[key]
 
     def _number(self, own: dict[str, Any], key: str) -> float:
         if type(own[key]) not in (int, float):
-            raise CheckpointError(f"{self.path}: {ARCHITECTURE}{key} is {own[key]!r}, which is no number")
+            raise CheckpointError(f"{self.path}: {ARCHITECTURE}{key} is {short(own[key])}, which is no number")
         return _short(own[key])
 
     def _linear(self, own: dict[str, Any]) -> dict[str, Any] | None:
@@ -129,7 +134,7 @@ class GGUFWeights(Weights):
         if kind == "linear" and type(factor) is float and ROPE_FACTORS not in self._entries:
             return {"rope_type": "linear", "factor": _short(factor)}
         raise CheckpointError(
-            f"{self.path}: llama.rope.scaling.type is {kind!r} with factor {factor}, which is not known"
+            f"{self.path}: llama.rope.scaling.type is {short(kind)} with factor {short(factor)}, which is not known"
         )
 
     def _rope_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:

@@ -27,7 +27,9 @@ from torch import Tensor
 
 from mmm.checkpoint.weights import TensorEntry
 from mmm.errors import CheckpointError
+from mmm.outside import MOST_VALUES, open_file, short
 
+LARGEST_HEADER = 100_000_000  # bytes
 MAGIC, VERSIONS, STRING, ARRAY = b"GGUF", (2, 3), 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 PLAIN = {  # by type of tensor
@@ -54,9 +56,9 @@ class GGUFFile:
         self.entries: dict[str, TensorEntry] = {}
         self._tensors: dict[str, tuple[int, int, int]] = {}  # type, first byte, bytes of a row
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._at = 0
+            self._at = self._values = 0
             self._header()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -73,16 +75,18 @@ class GGUFFile:
         if version not in VERSIONS:
             raise CheckpointError(f"{self.path} is of GGUF's version {version}, and 2 and 3 are known")
         for _ in range(keys):
-            key = self._value(STRING)
+            key = self._name()
             self.keys[key] = self._value(self._take("I"))
         found = []
         for _ in range(tensors):
-            name = self._value(STRING)
+            name = self._name()
             shape = tuple(self._take("Q") for _ in range(self._take("I")))[::-1]
             found.append((name, shape, self._take("I"), self._take("Q")))
+            if self._at > LARGEST_HEADER:
+                raise ValueError
         aligned = self.keys.get("general.alignment", 32)
         if type(aligned) is not int or aligned < 1 or aligned & (aligned - 1):
-            raise CheckpointError(f"{self.path}: general.alignment is {aligned!r}, and has to be a power of 2")
+            raise CheckpointError(f"{self.path}: general.alignment is {short(aligned)}, and has to be a power of 2")
         begin = -(-self._at // aligned) * aligned
         for name, shape, kind, offset in found:
             elements, size = self._block(name, kind)
@@ -91,12 +95,29 @@ class GGUFFile:
             if not shape or shape[-1] % elements:
                 raise CheckpointError(f"{self.path}: {name} has rows of {shape[-1:]}, not of blocks of {elements}")
             row = shape[-1] // elements * size
+            if offset % aligned:
+                raise CheckpointError(f"{self.path} is damaged: {name} is on no multiple of {aligned} bytes")
             if begin + offset + prod(shape[:-1]) * row > len(self._bytes):
                 raise CheckpointError(
                     f"{self.path} is truncated: {len(self._bytes):,} bytes end before those of {name}"
                 )
             dtype = PLAIN[kind][0] if kind in PLAIN else torch.float32
             self.entries[name], self._tensors[name] = TensorEntry(shape, dtype), (kind, begin + offset, row)
+        self._check_apart()
+
+    def _check_apart(self) -> None:
+        """Raises CheckpointError where two tensors have bytes in common."""
+        last, end = "", 0
+        for name, (_, begin, row) in sorted(self._tensors.items(), key=lambda item: item[1][1]):
+            if (size := prod(self.entries[name].shape[:-1]) * row) and begin < end:
+                raise CheckpointError(f"{self.path} is damaged: {last} and {name} have bytes in common")
+            last, end = (name, begin + size) if size else (last, end)
+
+    def _name(self) -> str:
+        name = self._value(STRING)
+        if not name.isprintable():
+            raise CheckpointError(f"{self.path} has the name {short(name)}: names are of printable characters")
+        return name
 
     def _take(self, kind: str) -> Any:
         (value,) = struct.unpack_from(f"<{kind}", self._bytes, self._at)
@@ -107,12 +128,15 @@ class GGUFFile:
         if kind == STRING:
             size = self._take("Q")
             self._at += size
-            if self._at > len(self._bytes):
+            if self._at > min(len(self._bytes), LARGEST_HEADER):
                 raise ValueError
             return self._bytes[self._at - size : self._at].decode()
         if kind != ARRAY:
             return self._take(SCALARS[kind])
         kind, size = self._take("I"), self._take("Q")
+        self._values += size
+        if self._values > MOST_VALUES:
+            raise ValueError
         if kind in SCALARS:
             values = struct.unpack_from(f"<{size}{SCALARS[kind]}", self._bytes, self._at)
             self._at += struct.calcsize(f"<{size}{SCALARS[kind]}")

@@ -15,14 +15,14 @@ from torch import Tensor
 from mmm.checkpoint import llama, llama_keys, safetensors
 from mmm.checkpoint.first_tokens import CONFIGS, first_tokens
 from mmm.checkpoint.manifest import PARTIAL
-from mmm.checkpoint.weights import Origins, TensorEntry, Weights
+from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, read_tokenizer
 from mmm.errors import CheckpointError
-from mmm.history.record import cannot_write, reason
+from mmm.history.record import cannot_write
+from mmm.outside import is_plain_name, printable, read_json
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
-GENERATION, SENTENCE_PIECE = "generation_config.json", "tokenizer.model"
-TOKENIZERS = ("tokenizer.json", SENTENCE_PIECE)
+GENERATION, SENTENCE_PIECE = "generation_config.json", TOKENIZERS[1]
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
 
@@ -44,7 +44,9 @@ class HuggingFace(Weights):
             for name in file.entries:
                 if name in there:
                     files = f"{there[name].file.path.name} and in {file.path.name}"
-                    raise CheckpointError(f"{path}: the tensor {name} is in {files}: remove the file that is wrong")
+                    raise CheckpointError(
+                        f"{path}: the tensor {printable(name)} is in {files}: remove the file that is wrong"
+                    )
                 there[name] = _Place(file, name)
         if self.sizes["tie_word_embeddings"] and HEAD in there:
             self._tie(there)
@@ -58,7 +60,7 @@ class HuggingFace(Weights):
         eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)  # before those of config.json
         eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
         path = next((self.path / name for name in TOKENIZERS if (self.path / name).exists()), None)
-        tokenizer = None if path is None else (path.name, path.read_bytes())
+        tokenizer = None if path is None else (path.name, read_tokenizer(path))
         bos: tuple[int, ...] = ()
         if tokenizer is not None:
             about = {key: value for name in CONFIGS for key, value in _json(self.path / name, {}).items()}
@@ -76,9 +78,9 @@ class HuggingFace(Weights):
             paths = [self.path / ONE_FILE]
         elif (self.path / INDEX).exists():
             names = _json(self.path / INDEX).get("weight_map")
-            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
-            paths = [self.path / Path(name).name for name in sorted(set(names.values()))]
+            if not isinstance(names, dict) or not all(map(is_plain_name, names.values())):
+                raise CheckpointError(f"{self.path / INDEX} has no weight_map of tensors to names of files beside it")
+            paths = [self.path / name for name in sorted(set(names.values()))]
         else:
             paths = sorted(self.path.glob("*.safetensors"))
         if missing := [path for path in paths if not path.exists()]:
@@ -215,12 +217,4 @@ def _json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     if missing is not None and not path.exists():
         return missing
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no JSON object")
-    return found
+    return read_json(path, CheckpointError)

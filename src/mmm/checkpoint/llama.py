@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mmm.checkpoint.weights import TensorEntry
 from mmm.errors import CheckpointError
+from mmm.outside import printable
 
 
 class Names(NamedTuple):
@@ -130,7 +131,7 @@ def check_entries(
         found[name] = there[other]
     useless = [name for name in there if name not in names and not name.endswith("rotary_emb.inv_freq")]
     if useless:
-        raise CheckpointError(f"{where} has the unknown tensor {useless[0]}: it may change the computation")
+        raise CheckpointError(f"{where} has the unknown tensor {printable(useless[0])}: it may change the computation")
     return found
 
 

@@ -14,7 +14,9 @@ from typing import Any
 from mmm.checkpoint.llama import hidden_dim
 from mmm.checkpoint.weights import Origins
 from mmm.errors import CheckpointError
+from mmm.outside import LONGEST_SHOWN, printable, short
 
+MOST_NOTED = 40  # keys
 READ = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "head_dim"),
@@ -96,17 +98,13 @@ def unknown_keys(
         if key in neutral:
             if value is not None and each not in neutral[key]:
                 own = f"which this model has not; {neutral[key][0]!r} is" if neutral[key] else "and is not read"
-                raise CheckpointError(f"{where}: {prefix}{key} is {_short(value)}, {own}")
+                raise CheckpointError(f"{where}: {prefix}{key} is {short(value)}, {own}")
         elif value not in (None, [], {}, "") and _changes(key):
-            unknown = f"{prefix}{key} ({_short(value)})"
+            unknown = f"{printable(prefix + key)} ({short(value)})"
             raise CheckpointError(f"{where} has the unknown key {unknown}: it may change the computation")
         else:
-            found.append(prefix + key)
+            found.append(printable(prefix + key))
     return found
-
-
-def _short(value: Any) -> str:
-    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."
 
 
 def _changes(key: str) -> bool:
@@ -116,7 +114,10 @@ def _changes(key: str) -> bool:
 
 def note_of(passed_over: Collection[str]) -> list[str]:
     """For people."""
-    return [f"passed over, without effect on the computation: {', '.join(passed_over)}"] if passed_over else []
+    names = [name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}…" for name in passed_over]
+    more = [f"and {len(names) - MOST_NOTED} more"] if len(names) > MOST_NOTED else []
+    text = ", ".join([*names[:MOST_NOTED], *more])
+    return [f"passed over, without effect on the computation: {text}"] if names else []
 
 
 def sizes_of(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
@@ -129,7 +130,7 @@ def sizes_of(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], 
         CheckpointError: another kind of model; a key that is missing, or that changes the computation, or may.
     """
     if (kind := config.get("model_type")) != "llama":
-        raise CheckpointError(f"{where}: model_type is {kind!r}; llama is the one that is known")
+        raise CheckpointError(f"{where}: model_type is {short(kind)}; llama is the one that is known")
     if missing := [key for key in SIZES.values() if key not in config]:
         raise CheckpointError(f"{where} lacks {', '.join(missing)}")
     passed_over = unknown_keys(config, {*READ, *HARMLESS}, NEUTRAL, where)
@@ -151,19 +152,19 @@ def _check_values(config: Mapping[str, Any], where: object) -> None:
     for key in (*SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(key)
         if (value is not None or key in SIZES.values()) and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{where}: {key} is {value!r}, which is no number of anything")
+            raise CheckpointError(f"{where}: {key} is {short(value)}, which is no number of anything")
     for key, kind, name in (
         ("rope_parameters", Mapping, "a mapping"),
         ("rope_scaling", Mapping, "a mapping"),
         ("tie_word_embeddings", bool, "true or false"),
     ):
         if not isinstance(config.get(key), (kind, type(None))):
-            raise CheckpointError(f"{where}: {key} is {config[key]!r}, and has to be {name}")
+            raise CheckpointError(f"{where}: {key} is {short(config[key])}, and has to be {name}")
     thetas = [config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
     numbers = [("rope_theta", of["rope_theta"]) for of in thetas if of.get("rope_theta") is not None]
     for key, value in [*numbers, ("rms_norm_eps", config.get("rms_norm_eps", 1e-6))]:
         if type(value) not in (int, float):
-            raise CheckpointError(f"{where}: {key} is {value!r}, which is no number")
+            raise CheckpointError(f"{where}: {key} is {short(value)}, which is no number")
     tokens_of(config, "eos_token_id", where)
 
 
@@ -176,7 +177,7 @@ def tokens_of(about: Mapping[str, Any], key: str, where: object) -> tuple[int, .
     value = about.get(key)
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in tokens):
-        raise CheckpointError(f"{where}: {key} is {value!r}, which is no token, and no list of tokens")
+        raise CheckpointError(f"{where}: {key} is {short(value)}, which is no token, and no list of tokens")
     return tuple(tokens)
 
 

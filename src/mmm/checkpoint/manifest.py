@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from mmm.errors import CheckpointError
 from mmm.history.record import reason, write_atomically
+from mmm.outside import is_plain_name, open_file, read_json
 
 VERSION = 1
 MANIFEST = "checkpoint.json"
@@ -73,20 +75,30 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, it is damaged, or of a later version.
     """
     path = folder / MANIFEST
-    try:
-        fields = json.loads(path.read_text())
-        version, digest = fields.pop("mmm_checkpoint"), fields.pop("sha256")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is damaged: it is not what mmm has written") from None
+    fields = read_json(path, CheckpointError)
+    version, digest, files = (fields.pop(name, None) for name in ("mmm_checkpoint", "sha256", "files"))
+    if type(version) is not int or not _has_all(fields, files):
+        raise CheckpointError(f"{path} is damaged: it is not what mmm has written")
     if version != VERSION:
         text = f"{path} is of version {version}, and this mmm reads version {VERSION}: use a later mmm"
         raise LaterVersionError(text)
-    if digest != _digest({"mmm_checkpoint": version, **fields}):
+    if digest != _digest({"mmm_checkpoint": version, "files": files, **fields}):
         raise CheckpointError(f"{path} is damaged: its checksum is not the one that was written")
-    files = {str(name): FileSum(*found) for name, found in fields.pop("files").items()}
-    return Manifest(**fields, files=files)
+    return Manifest(**fields, files={name: FileSum(*found) for name, found in files.items()})
+
+
+def _has_all(fields: Mapping[str, Any], files: Any) -> bool:
+    """Whether a manifest has its fields and no others, and its files are beside it."""
+    step = fields.get("step")
+    return (
+        fields.keys() == {"step", "identity", "state", "about"}
+        and type(step) is int
+        and 0 <= step < 1 << 63
+        and all(isinstance(fields[name], dict) for name in ("identity", "state", "about"))
+        and isinstance(files, dict)
+        and all(map(is_plain_name, files))
+        and all(isinstance(found, list) and [type(each) for each in found] == [int, str] for found in files.values())
+    )
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
@@ -96,7 +108,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def file_sum(path: Path) -> FileSum:
     """Of what is on the disk: the operating system's copy in memory is dropped first, where it can be told to."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path) as file:
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -106,15 +118,24 @@ def file_sum(path: Path) -> FileSum:
     return FileSum(size, digest.hexdigest())
 
 
-def broken_file(folder: Path, files: Mapping[str, FileSum]) -> str | None:
-    """The first of `files` that is not as it was written, and why; None if all are."""
+def broken_file(folder: Path, files: Mapping[str, FileSum], sums: bool = True) -> str | None:
+    """The first of `files` that is not as it was written, and why; None if all are.
+
+    Each is to be in the folder itself: a link is refused, and so is what is no file, before any byte is read.
+
+    Args:
+        sums: read the files. Otherwise kind and size alone are looked at.
+    """
     for name, expected in files.items():
         path = folder / name
         try:
-            size = path.stat().st_size
+            there = path.lstat()
+            if not stat.S_ISREG(there.st_mode):
+                return f"{path} is {'a link' if stat.S_ISLNK(there.st_mode) else 'no file'}, and was written as a file"
+            size = there.st_size
             if size != expected.size:
                 return f"{path} is truncated: {size:,} bytes of {expected.size:,}"
-            if file_sum(path).sha256 != expected.sha256:
+            if sums and file_sum(path).sha256 != expected.sha256:
                 return f"{path} is damaged: its checksum is not the one that was written"
         except FileNotFoundError:
             return f"{path} is missing"

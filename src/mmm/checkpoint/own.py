@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from zipfile import ZipFile
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,11 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
+from mmm.checkpoint import llama
+from mmm.checkpoint.llama_keys import tokens_of
+from mmm.checkpoint.manifest import MANIFEST, PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
 from mmm.checkpoint.state import MODEL, one_line, shapes_of
 from mmm.checkpoint.storage import Writer, read_metadata
-from mmm.checkpoint.weights import Origins, TensorEntry, Weights, about_of, attach
+from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, about_of, attach, read_tokenizer
 from mmm.errors import CheckpointError
+from mmm.outside import open_file, short
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
 # Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
@@ -41,6 +45,16 @@ FIELDS: dict[str, Any] = {
 }
 
 
+# What they may be, and the least of an int; one that is not named is an int of 1 at least.
+TYPES: dict[str, tuple[tuple[type, ...], int]] = {
+    **dict.fromkeys(("ffn_dim", "expert_dim"), ((int, type(None)), 1)),
+    **dict.fromkeys(("n_experts", "top_k"), ((int,), 0)),
+    **dict.fromkeys(("norm_eps", "rope_theta"), ((int, float), 0)),
+    "rope_scaling": ((dict, type(None)), 0),
+    "tie_word_embeddings": ((bool,), 0),
+}
+
+
 class OwnWeights(Weights):
     """A checkpoint's weights; its optimizer's state is not read.
 
@@ -51,12 +65,15 @@ class OwnWeights(Weights):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        identity, about = self.manifest.identity, self.manifest.about
+        identity = self.manifest.identity
         if (program := identity.get("program")) not in (TRAINED, IMPORTED):
-            raise CheckpointError(f"{path} is of the program {program}, whose model is no language model of lm")
+            raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
         self.sizes = {name: identity.get(name, default) for name, default in FIELDS.items()}
-        if (scaling := self.sizes["rope_scaling"]) and scaling["rope_type"] == "linear":
-            self.sizes["rope_scaling"] = {name: scaling[name] for name in ("rope_type", "factor")}
+        scaling = self.sizes["rope_scaling"]
+        if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
+            self.sizes["rope_scaling"] = {name: scaling[name] for name in ("rope_type", "factor") if name in scaling}
+        if problem := broken_file(path, self.manifest.files, sums=False):
+            raise CheckpointError(problem)
         found = read_metadata(path, self.manifest.files)
         self._places: dict[str, list[tuple[ChunkStorageMetadata, Any]]] = {}
         self.entries = {}
@@ -65,15 +82,14 @@ class OwnWeights(Weights):
         fqns = {where[1]: fqn for fqn, where in (found.planner_data or {}).items() if where[0] == MODEL}
         infos = cast(dict, found.storage_data)
         stored = {(index.fqn, tuple(index.offset or ())): info for index, info in infos.items()}
-        for (kind, name, *_), entry in shapes_of(found).items():
+        for (kind, *names), entry in shapes_of(found).items():
             if kind == MODEL:
+                name = names[0]
                 self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
                 places = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
                 self._places[name] = places
-        kept = about.get("tokenizer")
-        tokenizer = None if kept is None else (kept, (path / kept).read_bytes() if kept else b"")
-        bos, eos = (tuple(about.get(key) or ()) for key in ("bos", "eos"))
-        self.origins = Origins(about.get("block"), eos, tokenizer, bos=bos)
+        _check_sizes(self.sizes, self.entries, path)
+        self.origins = _origins(path, self.manifest)
 
     def check(self, part: int = 0, parts: int = 1) -> str | None:
         files = self.manifest.files
@@ -89,21 +105,63 @@ class OwnWeights(Weights):
             if name != self._cached[0]:
                 self._cached = (name, {})
             if (key := tuple(chunk.offsets)) not in self._cached[1]:
-                self._cached[1][key] = self._chunk(place)
+                self._cached[1][key] = self._chunk(place, tuple(chunk.sizes), found.dtype)
             tensor = self._cached[1][key]
             there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
             found[inside] = tensor[there]
         return found
 
-    def _chunk(self, place: Any) -> Tensor:
+    def _chunk(self, place: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         path = self.path / place.relative_path
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 file.seek(place.offset)
-                return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+                content = io.BytesIO(file.read(place.length))
+            if sum(part.file_size for part in ZipFile(content).infolist()) > place.length:
+                raise ValueError("it is compressed, which mmm does not write")
+            content.seek(0)
+            tensor = torch.load(content, map_location="cpu", weights_only=True)
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise ValueError("it holds another tensor than the metadata say")
+            return tensor
         except Exception as error:  # what is no tensor raises anything
             raise CheckpointError(f"{path} is not read: {one_line(error)}") from None
+
+
+def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], where: Path) -> None:
+    """Raises CheckpointError where sizes are of another type, or not those of the tensors."""
+    for name, value in sizes.items():
+        kinds, least = TYPES.get(name, ((int,), 1))
+        if type(value) not in kinds or (type(value) is int and value < least):
+            raise CheckpointError(f"{where}: {name} is {short(value)}, which no model of lm has")
+    largest = max((max(entry.shape, default=1) for entry in entries.values()), default=0)
+    if sizes["n_layers"] > len(entries) or sizes["n_experts"] > largest:
+        text = f"{sizes['n_layers']} layers and {sizes['n_experts']} experts"
+        raise CheckpointError(f"{where} has {len(entries)} tensors, which are too few for {text}")
+    if sizes["n_experts"]:
+        return
+    shapes = llama.shapes_of(sizes)
+    if more := sorted(entries.keys() - shapes.keys()):
+        raise CheckpointError(f"{where} has the tensor {short(more[0])}, which a model of these sizes has not")
+    for name, shape in shapes.items():
+        if name not in entries or entries[name].shape != shape:
+            there = "×".join(map(str, entries[name].shape)) if name in entries else "not there"
+            own = "×".join(map(str, shape))
+            raise CheckpointError(f"{where}: {name} is {there}, and the sizes of the model make it {own}")
+
+
+def _origins(path: Path, manifest: Manifest) -> Origins:
+    """What `about_of` has written. Raises CheckpointError: it is something else."""
+    about = manifest.about
+    name, block = about.get("tokenizer"), about.get("block")
+    if name not in (None, "") and (name not in TOKENIZERS or name not in manifest.files):
+        raise CheckpointError(f"{path} has the tokenizer {short(name)}, which is none of {', '.join(TOKENIZERS)}")
+    if not (block is None or (type(block) is int and block > 0)):
+        raise CheckpointError(f"{path}: its longest sequence is {short(block)}, which is no number of tokens")
+    tokenizer = None if name is None else (name, read_tokenizer(path / name) if name else b"")
+    first, last = (tokens_of(about, key, path / MANIFEST) for key in ("bos", "eos"))
+    return Origins(block, last, tokenizer, bos=first)
 
 
 class _Slabs(DefaultSavePlanner):

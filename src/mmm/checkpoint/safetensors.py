@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mmm.checkpoint.weights import TensorEntry, slices
 from mmm.errors import CheckpointError
+from mmm.outside import open_file, parse_json, short
 
 DTYPES = {
     "F64": torch.float64,
@@ -48,7 +49,8 @@ class SafetensorsFile:
         entries: by name.
 
     Raises:
-        CheckpointError: it is no such file, or it is truncated.
+        CheckpointError: it is no such file, or its tensors are not the bytes after its header, one after the other and
+            to the last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,31 +58,31 @@ class SafetensorsFile:
         self._begin: dict[str, int] = {}
         try:
             total = path.stat().st_size
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(size)) if 0 < size <= min(LARGEST_HEADER, total - 8) else None
+                header = parse_json(file.read(size)) if 0 < size <= min(LARGEST_HEADER, total - 8) else None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
         except ValueError:
             header = None
-        if not isinstance(header, dict):
+        if header is None:
             raise CheckpointError(f"{path} is no safetensors file, or is truncated in its header")
-        for name, about in header.items():
-            if name == "__metadata__":
-                continue
-            try:
-                dtype, shape, (begin, end) = about["dtype"], tuple(map(int, about["shape"])), about["data_offsets"]
-            except (KeyError, TypeError, ValueError):
-                raise CheckpointError(f"{path} is damaged: its header says nothing that fits of {name}") from None
-            if dtype not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise CheckpointError(f"{path}: {name} is of dtype {dtype}, which is not one of {known}")
-            entry = TensorEntry(shape, DTYPES[dtype])
-            if not 0 <= begin <= end or end - begin != entry.bytes or min(shape, default=0) < 0:
-                raise CheckpointError(f"{path} is damaged: {name} has {end - begin} bytes, and its shape {entry.bytes}")
-            if 8 + size + end > total:
-                raise CheckpointError(f"{path} is truncated: {total:,} bytes of {8 + size + end:,} or more")
-            self.entries[name], self._begin[name] = entry, 8 + size + begin
+        header.pop("__metadata__", None)
+        places = sorted((*_offsets(path, name, about), name, about) for name, about in header.items())
+        before = 0
+        for begin, end, name, about in places:
+            entry = _entry(path, name, about)
+            if end - begin != entry.bytes:
+                raise CheckpointError(
+                    f"{path} is damaged: {short(name)} has {end - begin} bytes, and its shape {entry.bytes}"
+                )
+            if begin != before:
+                what = "is in the bytes of another tensor" if begin < before else "does not follow the tensor before it"
+                raise CheckpointError(f"{path} is damaged: {short(name)} {what}")
+            self.entries[name], self._begin[name], before = entry, 8 + size + begin, end
+        if (wanted := 8 + size + before) != total:
+            what = "truncated" if wanted > total else "damaged"
+            raise CheckpointError(f"{path} is {what}: it has {total:,} bytes, and its tensors end at {wanted:,}")
 
     def read(self, name: str, start: tuple[int, ...], length: tuple[int, ...]) -> Tensor:
         """A slice of a tensor: only its part of the file is read."""
@@ -94,6 +96,28 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from None
         part = np.array(mapped[slices(start, length)])
         return torch.from_numpy(part).view(entry.dtype).view(length)
+
+
+def _offsets(path: Path, name: str, about: Any) -> tuple[int, int]:
+    """Of a tensor's first byte, and of the one after its last, as the header says it. Raises CheckpointError."""
+    offsets = about.get("data_offsets") if isinstance(about, dict) else None
+    if not isinstance(offsets, list) or [type(each) for each in offsets] != [int, int]:
+        raise CheckpointError(f"{path} is damaged: its header says nothing that fits of {short(name)}")
+    begin, end = offsets
+    if not 0 <= begin <= end < 1 << 63:
+        raise CheckpointError(f"{path} is damaged: {short(name)} is in the bytes {begin} to {end}")
+    return begin, end
+
+
+def _entry(path: Path, name: str, about: dict[str, Any]) -> TensorEntry:
+    """A tensor's shape and dtype, as the header says it. Raises CheckpointError."""
+    dtype, shape = about.get("dtype"), about.get("shape")
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        raise CheckpointError(f"{path} is damaged: {short(name)} has the shape {short(shape)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise CheckpointError(f"{path}: {short(name)} is of dtype {short(dtype)}, which is not one of {known}")
+    return TensorEntry(tuple(shape), DTYPES[dtype])
 
 
 def header_of(entries: Mapping[str, TensorEntry]) -> bytes:

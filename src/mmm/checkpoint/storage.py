@@ -11,8 +11,11 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
+from math import prod
+from operator import add
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +28,10 @@ from torch.futures import Future
 
 from mmm.checkpoint.manifest import FileSum, file_sum
 from mmm.errors import CheckpointError
+from mmm.outside import open_file
 
 METADATA = ".metadata"
+MOST_DIMS = 8  # of a tensor that is in several chunks
 # What .metadata is made of: classes without side effects.
 KNOWN = {
     **{
@@ -135,24 +140,69 @@ def read_metadata(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
     """DCP's metadata, of tensors in `files` alone.
 
     Raises:
-        CheckpointError: it is anything else.
+        CheckpointError: it is anything else; or a tensor's chunks are not in the files, or are not all of the tensor.
     """
     path = folder / METADATA
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             found = _Unpickler(file).load()
         if type(found) is not Metadata:
             raise TypeError("it is not DCP's metadata")
         for name, entry in found.state_dict_metadata.items():
             if type(entry) is not TensorStorageMetadata:
                 raise TypeError(f"{name} is not a tensor")
-        for place in cast(dict, found.storage_data).values():
-            if place.relative_path not in files or getattr(place, "transform_descriptors", None):
-                raise TypeError(f"it names the file {place.relative_path}, which is none of the checkpoint's")
+            if len((found.planner_data or {}).get(name, "at a path")) < 2:
+                raise TypeError(f"{name} is neither the model's nor the optimizer's")
+        _check_places(found, files)
     except Exception as error:  # a pickle that is not what it claims to be raises anything
         text = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} is not read: {text}") from None
     return found
+
+
+def _check_places(found: Metadata, files: Mapping[str, FileSum]) -> None:
+    """Raises ValueError or TypeError where a chunk is not within its file, or a tensor's chunks do not cover it."""
+    places = {}
+    for index, place in cast(dict, found.storage_data).items():
+        if place.relative_path not in files or getattr(place, "transform_descriptors", None):
+            raise TypeError(f"it names the file {place.relative_path}, which is none of the checkpoint's")
+        if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path].size:
+            raise ValueError(f"{index.fqn} is not within {place.relative_path}")
+        places[index.fqn, tuple(index.offset or ())] = place
+    for name, entry in cast(dict[str, TensorStorageMetadata], found.state_dict_metadata).items():
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        if any(type(number) is not int for box in boxes for numbers in box for number in numbers):
+            raise TypeError(f"the chunks of {name} are no numbers")
+        width = entry.properties.dtype.itemsize
+        if any(prod(sizes) * width > places[name, offsets].length for offsets, sizes in boxes):
+            raise ValueError(f"{name} has more elements than its files have bytes for")
+        if not covers(tuple(entry.size), boxes):
+            raise ValueError(f"the chunks of {name} do not cover it")
+
+
+def covers(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes have each element of a tensor once.
+
+    Where each inner corner of a box is one of an even number of boxes, and each of the tensor's of an odd one, then so
+    is each element of an odd number; and where there are as many elements in the boxes as in the tensor, of one.
+
+    Args:
+        boxes: offsets and sizes of each.
+    """
+    if len(boxes) == 1:
+        return boxes[0] == ((0,) * len(shape), shape)
+    if len(shape) > MOST_DIMS or any(not len(offsets) == len(sizes) == len(shape) for offsets, sizes in boxes):
+        return False
+    odd: set[tuple[int, ...]] = set()
+    total = 0
+    for offsets, sizes in boxes:
+        if min(offsets, default=0) < 0 or min(sizes, default=0) < 0:
+            return False
+        if volume := prod(sizes):
+            ends = zip(offsets, map(add, offsets, sizes), strict=True)
+            odd.symmetric_difference_update(product(*ends))
+            total += volume
+    return total == prod(shape) and (not total or odd == set(product(*((0, size) for size in shape))))
 
 
 class Reader(dcp.FileSystemReader):

@@ -24,7 +24,10 @@ from torch import Tensor
 
 from mmm.checkpoint.manifest import MANIFEST, FileSum, file_sum, steps_of
 from mmm.errors import CheckpointError
+from mmm.history.record import reason
+from mmm.outside import read_file
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # names of their files, in whatever folder
 ROWS = 1 << 24  # bytes of a tensor that are read, or written, at once
 
 
@@ -59,8 +62,8 @@ class Origins:
     Attributes:
         block: tokens of the longest sequence that it was trained for; None where nobody says.
         bos, eos: the tokens that begin a text, and those of which one ends it; empty where nobody says.
-        tokenizer: name of the file, as `mmm.data.tokenizer` writes it, and its content; for bytes both are empty. None
-            where there is none.
+        tokenizer: name of the file, of `TOKENIZERS`, and its content; for bytes both are empty. None where there is
+            none.
         notes: what is not taken along, for people.
     """
 
@@ -69,6 +72,14 @@ class Origins:
     tokenizer: tuple[str, bytes] | None = None
     notes: tuple[str, ...] = ()
     bos: tuple[int, ...] = ()
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """Raises CheckpointError: it is no file, or too large."""
+    try:
+        return read_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def about_of(origins: Origins) -> dict[str, Any]:

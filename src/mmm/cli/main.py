@@ -10,6 +10,7 @@ import sys
 from mmm import __version__
 from mmm.contract import check_folder
 from mmm.errors import UserError
+from mmm.outside import printable_lines
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         check_folder()
         return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
     except UserError as error:
-        print(f"mmm: error: {error}", file=sys.stderr)
+        print(f"mmm: error: {printable_lines(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mmm: interrupted", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from mmm.analysis.startup_logs import LoggedStart, read_log
 from mmm.cli import show
 from mmm.errors import ConfigError, RecordError, UserError
+from mmm.outside import read_json
 from mmm.runtime import startup
 
 EPILOG = """\
@@ -76,9 +76,14 @@ def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[Logged
     """The starts of a run's folder, or of a log; of a folder also the table of its parts. UserError where none is."""
     if path.is_dir():
         config = _config(path)
-        start = _of_record(path, config, model)
-        hosts = [about["host"] for about in config["ranks"]]
-        return [start], [f"{path}\n{startup.table(config['startup'], hosts)}"]
+        try:
+            start = _of_record(path, config, model)
+            hosts = [about["host"] for about in config["ranks"]]
+            return [start], [f"{path}\n{startup.table(config['startup'], hosts)}"]
+        except (KeyError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, ValueError) as error:
+            if isinstance(error, RecordError):
+                raise
+            raise RecordError(f"{path}: its start-up times cannot be read.") from None
     log = read_log(path, model, ranks)
     if log.without:
         print(
@@ -104,15 +109,12 @@ def table(starts: Sequence[LoggedStart]) -> str:
 def _config(folder: Path) -> dict[str, Any]:
     """A run's config.json, with its start-up. RecordError where there is none."""
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.exists():
         raise RecordError(
-            f"{folder} holds no run's record: {path.name}: {error.strerror}. Give a run's own folder, "
+            f"{folder} holds no run's record: there is no {path.name}. Give a run's own folder, "
             "e.g. outputs/<module>/<timestamp>."
-        ) from None
-    except ValueError as error:
-        raise RecordError(f"{path} is no JSON: {error}.") from None
+        )
+    config = read_json(path, RecordError)
     if "startup" not in config:
         raise RecordError(
             f"{path} has no start-up times: the run ended before its first step had, or was made by a "
@@ -122,10 +124,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> LoggedStart:
-    try:
-        span = startup.span(config["startup"])
-    except (KeyError, TypeError, IndexError):
-        raise RecordError(f"{folder}: its start-up times cannot be read.") from None
+    span = startup.span(config["startup"])
     if span is None:
         raise RecordError(
             f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "

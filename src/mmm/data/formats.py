@@ -6,11 +6,11 @@ format is refused with what to do instead: read as one of these, it would train 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from mmm.errors import DataError
+from mmm.outside import parse_json
 
 HEAD = 1 << 12  # bytes that are looked at
 JSON_LINES = (".jsonl", ".ndjson")
@@ -139,7 +139,8 @@ def _begins_with_object(path: Path, head: bytes) -> bool:
     with path.open("rb") as file:
         line = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
     try:
-        return isinstance(json.loads(line.decode("utf-8-sig")), dict)
+        parse_json(line)
+        return True
     except ValueError:
         return False
 

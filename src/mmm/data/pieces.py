@@ -5,7 +5,6 @@ A file of text is a document, or several with a separator between them; of JSON 
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from mmm.data.formats import check_text, check_utf8
 from mmm.errors import DataError
+from mmm.outside import parse_json
 
 
 class TextFile(NamedTuple):
@@ -94,9 +94,9 @@ def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> li
 def _text(piece: Piece, number: int, line: bytes, field: str) -> bytes:
     """Of a line of JSON. number: of the line, from 0 in its piece."""
     try:
-        row = json.loads(line)
+        row = parse_json(line, object)
     except ValueError as error:
-        raise _refused(piece, number, f"it is no JSON: {error}") from None
+        raise _refused(piece, number, str(error)) from None
     if not isinstance(row, dict):
         raise _refused(piece, number, f"it is {type(row).__name__} and no object with the field {field!r}")
     if not isinstance(text := row.get(field), str):

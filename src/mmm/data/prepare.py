@@ -24,7 +24,7 @@ from mmm.data.encode import Encoding, encode, pool_of
 from mmm.data.formats import check_is_file, check_text_file
 from mmm.data.pieces import Piece, TextFile, read_documents, split
 from mmm.data.progress import NOTHING, Progress, Row
-from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS
+from mmm.data.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
 from mmm.data.tokenizer import CharTokenizer, Tokenizer, characters, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
 from mmm.history.alive import Lock, lock
@@ -76,7 +76,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
     files = _text_files(wanted)
     header = _header(wanted, files)
     if (folder / MANIFEST).is_file():
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_manifest(folder)
         if manifest.get("key") != header["key"]:
             raise DataError(
                 f"{folder} was prepared from other files or with other flags: remove it, or choose another -o"
@@ -216,7 +216,8 @@ def _begin_journal(
         raise DataError(f"{part} is a preparation of other files or with other flags: remove it, or choose another -o")
     kept: list[Row] = []
     if before.get("names_key") == header["names_key"]:
-        changed = next(number for number, file in enumerate(header["files"]) if file != before["files"][number])
+        pairs = enumerate(zip(header["files"], before.get("files", []), strict=False))
+        changed = next((number for number, (new, old) in pairs if new != old), 0)
         kept = [] if tokenizer_is_made else [row for row in rows if row["file"] < changed]
         say(f"{header['files'][changed][0]} has changed: {len(rows) - len(kept)} pieces are written again")
     made.unlink(missing_ok=True)

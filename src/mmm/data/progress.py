@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mmm.outside import parse_json
+
 Row = dict[str, Any]
 COUNTS = ("tokens", "documents", "bytes", "file")  # up to and including the piece; `file`: the number of its file
 NOTHING = dict.fromkeys(COUNTS, 0)
@@ -32,10 +34,10 @@ class Progress:
         file.seek(0)
         for line in file:
             try:
-                row = json.loads(line[: line.index(b"\n")])
+                row = parse_json(line[: line.index(b"\n")])
             except ValueError:  # not written to its end
                 break
-            if not (_is_row(row, self.rows[-1]) if self.rows else isinstance(row, dict) and "key" in row):
+            if not (_is_row(row, self.rows[-1]) if self.rows else _is_header(row)):
                 break
             end += len(line)
             self.rows.append(row if self.rows else row | NOTHING)
@@ -77,11 +79,13 @@ class Progress:
         return lost
 
 
-def _is_row(row: Any, before: Row) -> bool:
-    return (
-        isinstance(row, dict)
-        and all(type(row.get(name)) is int and row[name] >= before[name] for name in COUNTS)
-        and all(isinstance(row.get(name), str) for name in HASHES)
+def _is_header(row: Row) -> bool:
+    return isinstance(row.get("key"), str) and isinstance(row.get("files", []), list)
+
+
+def _is_row(row: Row, before: Row) -> bool:
+    return all(type(row.get(name)) is int and row[name] >= before[name] for name in COUNTS) and all(
+        isinstance(row.get(name), str) for name in HASHES
     )
 
 

@@ -27,7 +27,6 @@ Source: github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 import struct
@@ -42,9 +41,11 @@ from mmm.data.formats import check_is_file, check_magic, read_head
 from mmm.data.text import Corpus, TokenArray
 from mmm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mmm.errors import DataError
+from mmm.outside import is_plain_name, read_json
 
 TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
 FORMAT = 1  # of the manifest
+DTYPES = ("|u1", "<u2", "<u4")  # of tokens, by their names in the manifest
 _MEGATRON_MAGIC, _MEGATRON_VERSION = b"MMIDIDX\0\0", 1
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLMC_HEADER = 1024  # bytes
@@ -161,21 +162,38 @@ def open_tokens(path: Path) -> Corpus | None:
     return None
 
 
+def read_manifest(folder: Path, name: object = None) -> dict[str, Any]:
+    """What a folder of ``mmm tokens`` says of itself.
+
+    Args:
+        name: of the file in messages, if it is not its path.
+
+    Raises:
+        DataError: it cannot be read, is of another version, or is damaged.
+    """
+    manifest = read_json(folder / MANIFEST, DataError, name=name)
+    if (version := manifest.get("format")) != FORMAT:
+        raise DataError(f"{folder} has format {version!r} of mmm tokens, and this mmm reads {FORMAT}")
+    about, size = manifest.get("tokenizer"), manifest.get("bytes")
+    counts = [manifest.get("tokens"), manifest.get("documents"), 0 if size is None else size]
+    if (
+        manifest.get("dtype") not in DTYPES
+        or any(type(count) is not int or count < 0 for count in counts)
+        or not isinstance(manifest.get("sha256"), str)
+        or not isinstance(about, dict)
+        or not isinstance(about.get("kind"), str)
+        or not (about.get("file") == "" or is_plain_name(about.get("file")))
+    ):
+        raise DataError(f"{folder / MANIFEST} is no manifest of mmm tokens, or is damaged")
+    return manifest
+
+
 def _open_folder(folder: Path) -> Corpus:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise DataError(f"{folder} has format {manifest['format']} of mmm tokens, and this mmm reads {FORMAT}")
-        tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
-        about, documents, digest = manifest["tokenizer"], int(manifest["documents"]), str(manifest["sha256"])
-        wanted, text_bytes = int(manifest["tokens"]), manifest.get("bytes")
-        kind, file = about["kind"], about["file"]
-    except OSError as error:
-        raise DataError(f"--text {folder}: no folder of mmm tokens: {MANIFEST}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{folder / MANIFEST} is no manifest of mmm tokens ({type(error).__name__}: {error})") from None
+    manifest = read_manifest(folder, f"--text {folder}: no folder of mmm tokens: {MANIFEST}")
+    tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
+    about, documents, digest = manifest["tokenizer"], manifest["documents"], manifest["sha256"]
+    wanted, text_bytes = manifest["tokens"], manifest.get("bytes")
+    kind, file = about["kind"], about["file"]
     if len(tokens) != wanted:
         raise DataError(f"{folder / TOKENS} is truncated: it has {len(tokens)} tokens, not {wanted}")
     tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()

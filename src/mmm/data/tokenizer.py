@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mmm.errors import ConfigError, DataError
+from mmm.outside import parse_json, read_file
 
 BYTES = 256  # the vocabulary: one token a byte
 
@@ -123,11 +124,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self.content = content
         try:
             self._tokenizer = package.Tokenizer.from_buffer(content)
-        except Exception as error:  # the package raises nothing narrower
+        except BaseException as error:  # the package raises nothing narrower, and panics by one that is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise DataError(f"--tokenizer {name} is no tokenizer of the package tokenizers: {error}") from None
         self._tokenizer.no_truncation()  # a file may ask for either, for inputs of another program: a text is one input
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
+        if self.vocab_size > len(content):
+            raise DataError(
+                f"--tokenizer {name} is damaged: {len(content):,} bytes have a token {self.vocab_size - 1:,}"
+            )
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(_unicode(text), add_special_tokens=False).ids, self.dtype)
@@ -174,7 +181,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if str(name) == ByteTokenizer.kind:
         return ByteTokenizer()
     try:
-        content = Path(name).read_bytes()
+        content = read_file(name)
     except OSError as error:
         raise DataError(f"--tokenizer {name}: {error.strerror or error}; give bytes, chars or a file") from None
     return tokenizer_of(Path(name), content)
@@ -191,10 +198,10 @@ def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
     if name.suffix == ".model":
         return SentencePieceTokenizer(content, name)
     try:
-        about = json.loads(content)
+        about = parse_json(content)
     except ValueError as error:
-        raise DataError(f"--tokenizer {name} is no JSON: {error}; a SentencePiece model is named .model") from None
-    if isinstance(about, dict) and about.get("kind") == CharTokenizer.kind:
+        raise DataError(f"--tokenizer {name}: {error}; a SentencePiece model is named .model") from None
+    if about.get("kind") == CharTokenizer.kind:
         if not isinstance(chars := about.get("chars"), str) or len(set(chars)) < len(chars):
             raise DataError(f"--tokenizer {name} is damaged: it has no chars, a text of different characters")
         return CharTokenizer(chars)

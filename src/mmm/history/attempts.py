@@ -5,7 +5,6 @@ record stays where it is, and `prepare` refuses it.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from mmm.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 from mmm.errors import RecordError
-from mmm.history.ending import ENDED, KILLED, Ending, config_ending, read_config
+from mmm.history.ending import ENDED, KILLED, Ending, config_ending, parsed, read_config
 from mmm.history.record import CONFIG, JOURNAL, own_files, reason
 
 
@@ -60,7 +59,7 @@ def make_room(outdir: Path | str, this: Attempt | None) -> str | None:
 def attempt_of(config: str) -> Attempt | None:
     """The attempt that the text of a config.json says; None where it says none."""
     try:
-        kept = json.loads(config or "{}").get("attempt")
+        kept = parsed(config)["attempt"]
         return Attempt(str(kept["of"]), int(kept["number"]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None  # a user may edit config.json

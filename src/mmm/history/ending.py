@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mmm.contract import CONSEQUENCES, ENDING, SAVED_EXIT, VERDICT_VARIABLE
 from mmm.history.record import CONFIG, write_atomically
+from mmm.outside import parse_json, printable, read_file
 from mmm.runtime.failure import first_failure
 
 RUNNING = "running"
@@ -84,16 +85,15 @@ def one_line(text: str) -> str:
 def read_ending(attrs: Any) -> Ending | None:
     """The ending in a config or a dataset's attributes; None where there is none, as in older records."""
     state = attrs.get("state") if hasattr(attrs, "get") else None
-    return Ending(state, str(attrs.get("error", ""))) if isinstance(state, str) else None
+    return Ending(printable(state), printable(str(attrs.get("error", "")))) if isinstance(state, str) else None
 
 
 def config_with(text: str, ending: Ending) -> str:
     """The text of a config.json with that ending; one that is no mapping stays as it is."""
     try:
-        config = json.loads(text)
+        return json.dumps(ending.on(parse_json(text)), indent=2, ensure_ascii=False) + "\n"
     except ValueError:
         return text
-    return json.dumps(ending.on(config), indent=2, ensure_ascii=False) + "\n" if isinstance(config, dict) else text
 
 
 def write_ending(folder: Path, ending: Ending) -> None:
@@ -106,14 +106,19 @@ def write_ending(folder: Path, ending: Ending) -> None:
 def read_config(folder: Path) -> str:
     """config.json's text; empty where there is none."""
     try:
-        return (folder / CONFIG).read_text()
-    except OSError:
+        return read_file(folder / CONFIG).decode()
+    except (OSError, UnicodeDecodeError):
         return ""
+
+
+def parsed(config: str) -> dict[str, Any]:
+    """What the text of a config.json says; empty where it is no JSON object: anybody may edit it."""
+    try:
+        return parse_json(config)
+    except ValueError:
+        return {}
 
 
 def config_ending(text: str) -> Ending | None:
     """The ending in the text of a config.json."""
-    try:
-        return read_ending(json.loads(text or "{}"))
-    except ValueError:
-        return None
+    return read_ending(parsed(text))

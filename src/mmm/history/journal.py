@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from mmm.errors import RecordError
 from mmm.history.alive import Lock, lock, this_process
 from mmm.history.record import cannot_write, reason, write_atomically
+from mmm.outside import open_file, parse_json
 
 VERSION = 1
 LEFT_OUT = "left_out"  # the dataset's attribute: lines of a journal that are no rows
@@ -154,7 +155,8 @@ def read_journal(path: Path) -> Kept | None:
         RecordError: the file cannot be read, or its first line is not a journal's header.
     """
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -206,11 +208,11 @@ class _NotJSON(ValueError):
 def _parsed(line: bytes) -> Any:
     """A line's value. Raises ValueError."""
     try:
-        return json.loads(line.decode(), object_pairs_hook=_unique)
+        return parse_json(line.decode(), object, _unique)
     except _TwiceError:
         raise
-    except (ValueError, RecursionError):
-        raise _NotJSON(f"{len(line)} bytes that are no JSON") from None
+    except ValueError as error:
+        raise _NotJSON(f"{len(line)} bytes: {error}") from None
 
 
 class _TwiceError(ValueError):

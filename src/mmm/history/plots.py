@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmm.errors import RecordError
 from mmm.history.record import PLOT_LIST, PLOTS, write_atomically
 from mmm.history.series import metrics
 from mmm.history.terminal import terminal_plot
+from mmm.outside import read_json
 
 if TYPE_CHECKING:
     import xarray
@@ -100,7 +102,7 @@ def _picture(draw: "Callable[[], Figure | None]", folder: Path, name: str) -> li
 def _list(folder: Path, written: list[Path]) -> list[Path]:
     """Add to the list of plots drawn here: `prepare` with overwrite removes these and no others."""
     path = folder / PLOT_LIST
-    known = set(json.loads(path.read_text())) if path.exists() else set()
+    known = {name for name in read_json(path, RecordError, list) if isinstance(name, str)} if path.exists() else set()
     known |= {str(file.relative_to(folder)) for file in written}
     if known:
         write_atomically(path, json.dumps(sorted(known), indent=1).encode())

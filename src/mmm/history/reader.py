@@ -1,6 +1,5 @@
 """Read the record of a run that is finished, running or killed."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +16,14 @@ from mmm.history.ending import (
     Ending,
     config_ending,
     config_with,
+    parsed,
     read_config,
     read_ending,
     write_ending,
 )
 from mmm.history.journal import LEFT_OUT, read_journal
 from mmm.history.record import DATASET, JOURNAL, reason
+from mmm.outside import LARGEST, open_file, parse_json
 
 if TYPE_CHECKING:
     import xarray
@@ -155,8 +156,8 @@ def _own_word(folder: Path) -> Ending | None:
 def _writer(path: Path) -> Mapping[str, Any]:
     """Which process writes the journal; empty where that is not known."""
     try:
-        with open(path, "rb") as file:
-            writer = json.loads(file.readline()).get("writer")
+        with open_file(path) as file:
+            writer = parse_json(file.readline(LARGEST)).get("writer")
         return writer if isinstance(writer, dict) else {}
     except (OSError, ValueError, AttributeError):
         return {}
@@ -189,7 +190,8 @@ def _no_record(folder: Path) -> RecordError:
 def _startup(config: str, ranks: int) -> dict[str, list[float | None]]:
     """The marks of each rank's start-up, by name; empty before the first step has ended."""
     try:
-        marks = json.loads(config or "{}").get("startup", {}).get("marks", {})
-        return {str(name): at for name, at in marks.items() if len(at) <= ranks}
-    except (ValueError, TypeError, AttributeError):
+        marks = parsed(config)["startup"]["marks"]
+        number = (float, int, type(None))
+        return {name: at for name, at in marks.items() if len(at) <= ranks and all(type(x) in number for x in at)}
+    except (KeyError, TypeError, AttributeError):
         return {}  # a user may edit config.json; the rows do not depend on it

@@ -19,6 +19,7 @@ from typing import Any
 
 import mmm
 from mmm.errors import RecordError
+from mmm.outside import read_json
 
 CONFIG = "config.json"
 DATASET = "train_dataset.h5"
@@ -188,7 +189,7 @@ def own_files(folder: Path) -> list[Path]:
     """The files that a record may have, without the user's files and checkpoints."""
     own = [folder / name for name in _OWN if _is_below(folder, name)]
     try:
-        plots = json.loads((folder / PLOT_LIST).read_text())
+        plots = read_json(folder / PLOT_LIST, RecordError, list)
         own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and _is_below(folder, name)]
     except (OSError, ValueError, TypeError, IndexError):
         pass  # without the list no plot counts as ours

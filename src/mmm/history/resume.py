@@ -1,6 +1,5 @@
 """A record that goes on: where a run is resumed, its rows from there on are made once more, and stand in it once."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_con
 from mmm.history.journal import LEFT_OUT, Header
 from mmm.history.reader import _startup, _still_writing, _writer, dataset_of
 from mmm.history.record import DATASET, JOURNAL
+from mmm.outside import parse_json
 
 if TYPE_CHECKING:
     import xarray
@@ -93,7 +93,7 @@ def reopen(folder: Path, resume: Resume, header: Header) -> Header:
 def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
     """Where the run of a dataset was resumed."""
     try:
-        marks = json.loads(ds.attrs.get(MARKS, "[]"))
+        marks = parse_json(ds.attrs.get(MARKS, "[]"), list)
         return [mark for mark in marks if isinstance(mark.get("draw"), int)]
     except (ValueError, TypeError, AttributeError):
         return []

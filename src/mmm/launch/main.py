@@ -21,6 +21,7 @@ from mmm.launch.job.cluster import ClusterPlan
 from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split, untold
 from mmm.launch.job.target import Target
+from mmm.outside import printable_lines
 
 LEAST_FILES = 64
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_files()
         return _main(words, begin)
     except UserError as error:
-        print(f"launch: error: {error}", file=sys.stderr)
+        print(f"launch: error: {printable_lines(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before there are ranks; later it is passed on to them
         return 130

@@ -9,6 +9,7 @@ from typing import Any
 from mmm.errors import ConfigError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig
+from mmm.outside import read_json, short
 
 # Field → its names in the files, the first that is there counts.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -22,6 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "top_k": ("num_experts_per_tok",),
     "expert_dim": ("moe_intermediate_size",),
 }
+LARGEST = 1_000_000  # of any size
 GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "olmo", "olmo2", "phi3", "granite", "smollm3", "yi")
 
 
@@ -35,27 +37,25 @@ def read_config(path: Path) -> tuple[TransformerConfig, tuple[str, ...], tuple[s
         ConfigError: it cannot be read, or has no sizes that a Transformer has.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: it cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"--model {path}: it is no JSON object")
+    data = read_json(file, ConfigError, name=f"--model {path}")
     found: dict[str, Any] = {}
     for field, names in NAMES.items():
         value = next((data[name] for name in names if data.get(name) is not None), None)
         if value is not None:
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"--model {path}: {field} is {value!r}, and has to be a whole number")
+            if type(value) is not int or not 0 <= value <= LARGEST:
+                raise ConfigError(
+                    f"--model {path}: {field} is {short(value)}, and has to be a whole number from 0 to {LARGEST:,}"
+                )
             found[field] = value
     for field in ("dim", "n_layers", "n_heads", "vocab_size"):
         if field not in found:
             raise ConfigError(f"--model {path}: it has none of {', '.join(NAMES[field])}")
-    kind, notes = str(data.get("model_type", "")), []
+    kind, notes = short(data.get("model_type", "")).strip("'"), []
     found.setdefault("n_kv_heads", found["n_heads"])
     if not found.get("n_experts"):
         found = {field: value for field, value in found.items() if field not in ("n_experts", "top_k", "expert_dim")}
-    if (head_dim := data.get("head_dim")) and head_dim * found["n_heads"] != found["dim"]:
+    head_dim = data.get("head_dim")
+    if type(head_dim) is int and head_dim and head_dim * found["n_heads"] != found["dim"]:
         notes.append(
             f"head_dim {head_dim} is taken as {found['dim']} / {found['n_heads']}: this Transformer has no other"
         )

@@ -8,7 +8,6 @@ that end in ``_efficiency``.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
+from mmm.outside import read_json, short
 
 BUILT_IN = Path(__file__).parent / "sites"
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
@@ -203,11 +203,7 @@ def load(name_or_path: str, flag: str) -> Machine:
         near = difflib.get_close_matches(name_or_path.lower(), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}; --machine FILE reads others"
         raise ConfigError(f"--site {name_or_path}: not known; {hint}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {path}: it cannot be read: {error}") from None
-    return read(data, f"{flag} {path.name}")
+    return read(read_json(path, ConfigError, name=f"{flag} {path}"), f"{flag} {path.name}")
 
 
 def read(data: Any, where: str) -> Machine:
@@ -218,8 +214,8 @@ def read(data: Any, where: str) -> Machine:
     kinds |= {"peak_flops": {}, "sources": {}, "script": ()}
     for name, value in data.items():
         if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, n=1)
-            raise ConfigError(f"{where}: {name!r} is not known" + (f"; did you mean {near[0]!r}?" if near else ""))
+            near = difflib.get_close_matches(name[:100], kinds, n=1)
+            raise ConfigError(f"{where}: {short(name)} is not known" + (f"; did you mean {near[0]!r}?" if near else ""))
         wanted = kinds[name]
         numeric = isinstance(wanted, int | float)
         right = (
@@ -227,14 +223,22 @@ def read(data: Any, where: str) -> Machine:
             if numeric
             else isinstance(value, list if wanted == () else type(wanted))
         )
-        if not right or (isinstance(wanted, int) and value != int(value)):
-            raise ConfigError(
-                f"{where}: {name!r} is {value!r}, which is no {'number' if numeric else type(wanted).__name__}"
-            )
-        if numeric and not 0 <= value < math.inf:
+        if right and numeric and not 0 <= value < math.inf:
             raise ConfigError(f"{where}: {name!r} is {value!r}: it must not be negative")
+        if not right or (isinstance(wanted, int) and value != int(value)) or not _inner_types(name, value):
+            raise ConfigError(
+                f"{where}: {name!r} is {short(value)}, which is no {'number' if numeric else type(wanted).__name__}"
+            )
     machine = Machine(**{**data, "script": tuple(data.get("script", ()))})
     return check(machine, where)
+
+
+def _inner_types(name: str, value: Any) -> bool:
+    """Whether the elements of a list or an object are what the field has."""
+    if name == "peak_flops":
+        return all(type(rate) in (int, float) and 0 <= rate < math.inf for rate in value.values())
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(isinstance(each, str) for each in inner)
 
 
 def check(machine: Machine, where: str) -> Machine:

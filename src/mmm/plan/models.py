@@ -29,11 +29,10 @@ from mmm.parallel.plan import Plan, matches
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.plan.hugging_face import read_config
+from mmm.plan.hugging_face import LARGEST, read_config
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
 
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
-LARGEST = 1_000_000  # of any size that a command line gives
 
 
 def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie: bool = False) -> ModelSpec:

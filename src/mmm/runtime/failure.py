@@ -18,6 +18,7 @@ from typing import NoReturn
 from mmm import contract, streams
 from mmm.contract import NUMBERINGS, USER_ERROR_EXIT, VERDICT_VARIABLE, report
 from mmm.errors import UserError
+from mmm.outside import printable_lines
 from mmm.runtime import startup
 from mmm.runtime.ranks import whoami
 
@@ -48,11 +49,12 @@ def report_user_error(error: UserError) -> None:
 
     Without launch every rank that has an error says it, except where the error is `on_every_rank`: then rank 0 does.
     """
-    if report(error.kind, str(error), USER_ERROR_EXIT):
+    text = printable_lines(error)
+    if report(error.kind, text, USER_ERROR_EXIT):
         return
     everywhere = error.on_every_rank
     if rank() == 0 or not everywhere:
-        print(f"error: {'' if everywhere else whereabouts()}{error}", file=sys.stderr, flush=True)
+        print(f"error: {'' if everywhere else whereabouts()}{text}", file=sys.stderr, flush=True)
 
 
 def first_failure() -> str | None:

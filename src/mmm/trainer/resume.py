@@ -22,7 +22,7 @@ from mmm.checkpoint.manifest import (
 from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.attempts import Attempt, attempt_of, make_room
-from mmm.history.ending import FINISHED, config_ending, read_config
+from mmm.history.ending import FINISHED, config_ending, parsed, read_config
 from mmm.history.record import DATASET, JOURNAL, writable
 from mmm.history.resume import Resume, check_over
 from mmm.runtime.device import Precision
@@ -125,7 +125,7 @@ def _was_interrupted(outdir: Path, options: Any, this: Attempt | None) -> bool:
     config = read_config(outdir)
     ending = config_ending(config)
     try:
-        there = dict(json.loads(config)["options"])
+        there = dict(parsed(config)["options"])
     except (ValueError, KeyError, TypeError):  # a user may edit it
         return False
     alike = all(name in there and there[name] == getattr(options, name) for name in ("max_iters", "epochs"))
@@ -140,7 +140,7 @@ def _of_this_launch(config: str, this: Attempt | None) -> bool:
 def _measured(outdir: Path, this: Attempt | None) -> dict[str, Any] | None:
     """What an earlier attempt of the same launch has measured of its devices; None where there is none."""
     config = read_config(outdir)
-    return json.loads(config).get("mfu") if _of_this_launch(config, this) else None
+    return parsed(config).get("mfu") if _of_this_launch(config, this) else None
 
 
 def _at(path: Path) -> list[Path]:

@@ -3,7 +3,6 @@ meet."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -19,6 +18,7 @@ from mmm.data.tokenizer import Tokenizer
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
+from mmm.outside import parse_json
 from mmm.parallel import batch_sizes
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
@@ -137,10 +137,7 @@ class ModelOptions(ExpertOptions):
             changed["tie_word_embeddings"] = True
         if self.rope_scaling is not None:
             try:
-                parsed = json.loads(self.rope_scaling)
-                if not isinstance(parsed, dict):
-                    raise ValueError("it is no JSON object")
-                changed["rope_scaling"] = RopeScaling.of(parsed)
+                changed["rope_scaling"] = RopeScaling.of(parse_json(self.rope_scaling))
             except ValueError as error:
                 raise ConfigError(f"--rope_scaling {self.rope_scaling}: {error}") from None
         return replace(super().model_config(default_vocab), **changed)

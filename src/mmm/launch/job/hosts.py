@@ -77,7 +77,7 @@ def _check_number(number: int, text: str) -> None:
         raise LaunchError(f"host list {text[:80]!r} names more than {MOST:,} hosts.")
 
 
-def whole(text: str) -> int | None:
+def bounded_number(text: str) -> int | None:
     """The whole number from 0 to `MOST` that `text` is, in plain digits; None: it is none."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and int(text) <= MOST else None
 
@@ -150,7 +150,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 def _slots(text: str, where: str) -> int:
     if ":" in text:
         raise LaunchError(f"{where}: an IPv6 address cannot name a host here. Write its name, or its IPv4 address.")
-    slots = whole(text)
+    slots = bounded_number(text)
     if not slots:
         raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 to {MOST} is.")
     return slots

@@ -1,15 +1,14 @@
 """Known machines, as data: one JSON file each, in `sites/` here, in `~/.config/mmm/sites`, or named by MMM_SITES."""
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from mmm.errors import LaunchError
+from mmm.outside import read_json, short
 
 BUILT_IN = Path(__file__).parent / "sites"
 VARIABLE = "MMM_SITES"  # files and folders, as in PATH
@@ -142,31 +141,28 @@ def load(environ: Mapping[str, str]) -> dict[str, Site]:
 
 def read(path: Path) -> Site:
     """The site in one file. Raises `LaunchError`, with the file's name and what is wrong in it."""
-    try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"site file {path} cannot be read: {error}") from None
+    data = read_json(path, LaunchError, name=f"site file {path}")
     names = [f.name for f in fields(Site)]
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
+    if not isinstance(data.get("name"), str) or not data["name"]:
         raise LaunchError(f'site file {path}: it has to be one JSON object with a "name".')
     for key, value in data.items():
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+            near = difflib.get_close_matches(key[:100], names, n=1)
             raise LaunchError(
-                f"site file {path}: {key!r} is not known."
+                f"site file {path}: {short(key)} is not known."
                 + (f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(names)}.")
             )
         kind = KINDS.get(key, str)
         inner = [*value] if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
         wanted = int if key == "device_order" else str
         if not isinstance(value, kind) or isinstance(value, bool) or not all(isinstance(v, wanted) for v in inner):
-            raise LaunchError(f"site file {path}: {key!r} is {value!r}; it has to be {_say(kind, wanted)}.")
+            raise LaunchError(f"site file {path}: {key!r} is {short(value)}; it has to be {_say(kind, wanted)}.")
         if isinstance(value, int) and value < 1:
             raise LaunchError(f"site file {path}: {key!r} is {value}; it has to be at least 1.")
     for key, pattern in data.get("match", {}).items():
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise LaunchError(f"site file {path}: {key}'s {pattern!r} is no regular expression: {error}") from None
     site = Site(**data)
     for words in (site.bind_args, site.srun, site.srun_by_host):

@@ -66,7 +66,9 @@ def _per_node(name: str, environ: Mapping[str, str]) -> list[int]:
     text = environ.get(name, "")
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        number, times = (hosts.whole(match[1]), hosts.whole(match[2] or "1")) if match else (None, None)
+        number, times = (
+            (hosts.bounded_number(match[1]), hosts.bounded_number(match[2] or "1")) if match else (None, None)
+        )
         if number is None or times is None or len(found) + times > hosts.MOST:
             raise LaunchError(f"{name}={text[:80]} in the environment is no list of numbers such as 4(x2),3.")
         found += [number] * times
@@ -83,7 +85,9 @@ def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str
     text = environ.get(name, "")
     if not text:
         return None
-    number = (int(text) if re.fullmatch("[0-9]{1,18}", text) else None) if key == "end_time" else hosts.whole(text)
+    number = (
+        (int(text) if re.fullmatch("[0-9]{1,18}", text) else None) if key == "end_time" else hosts.bounded_number(text)
+    )
     if number is None:
         raise LaunchError(f"{name}={text[:80]} in the environment is not a whole number.")
     why[key] = f"{name}={text}"

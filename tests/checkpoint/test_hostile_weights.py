@@ -1,0 +1,203 @@
+"""Weights of others that somebody has made to do harm: each file is refused in a line, at once, and costs no memory."""
+
+import json
+import struct
+import time
+
+import pytest
+
+import mmm.plan.models  # so that it is not their import that takes a second
+import mmm.trainer.pretrained  # noqa: F401
+from mmm.cli.main import main
+from support.llamas import CONFIG, write_gguf, write_hugging_face
+
+NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+HUGE = 10**9
+
+
+def refused(capsys, path, tmp_path, words):
+    began = time.process_time()
+    assert main(["import", str(path), "-o", str(tmp_path / "out")]) == 2
+    assert time.process_time() - began < 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert err.strip().isprintable()
+    assert not (tmp_path / "out").exists()
+
+
+def rewrite(path, change):
+    """Change a safetensors file's header."""
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[size:])
+
+
+def overlapping(header):
+    header[HEAD]["data_offsets"] = header[EMBEDDING]["data_offsets"]
+
+
+def shifted(header):
+    begin, end = header[HEAD]["data_offsets"]
+    header[HEAD]["data_offsets"] = [begin - 4, end - 4]
+
+
+def words_as_shape(header):
+    header[NORM]["shape"] = ["32"]
+
+
+def text_as_shape(header):
+    header[EMBEDDING]["shape"] = "67"
+
+
+def fractions_as_shape(header):
+    header[NORM]["shape"] = [32.0]
+
+
+def below_zero(header):
+    header[EMBEDDING]["shape"] = [-67, -32]
+
+
+def words_as_offsets(header):
+    header[NORM]["data_offsets"] = ["0", "128"]
+
+
+def three_offsets(header):
+    header[NORM]["data_offsets"].append(0)
+
+
+def far_offsets(header):
+    header[NORM] = {"dtype": "F32", "shape": [1 << 61], "data_offsets": [0, 1 << 63]}
+
+
+def a_list(header):
+    header[NORM] = [1]
+
+
+def a_dtype_of_its_own(header):
+    header[NORM]["dtype"] = ["F32"]
+
+
+def a_gap(header):
+    del header[HEAD]
+
+
+def escapes(header):
+    header["\x1b[2J\n"] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (overlapping, "is in the bytes of another tensor"),
+        (shifted, "is in the bytes of another tensor"),
+        (words_as_shape, f"{NORM!r} has the shape ['32']"),
+        (text_as_shape, f"{EMBEDDING!r} has the shape '67'"),
+        (fractions_as_shape, f"{NORM!r} has the shape [32.0]"),
+        (below_zero, f"{EMBEDDING!r} has the shape [-67, -32]"),
+        (words_as_offsets, f"its header says nothing that fits of {NORM!r}"),
+        (three_offsets, f"its header says nothing that fits of {NORM!r}"),
+        (far_offsets, f"{NORM!r} is in the bytes 0 to 9223372036854775808"),
+        (a_list, f"its header says nothing that fits of {NORM!r}"),
+        (a_dtype_of_its_own, f"{NORM!r} is of dtype ['F32'], which is not one of"),
+        (a_gap, "is damaged: it has"),
+        (escapes, "has the unknown tensor \\x1b[2J\\n"),
+    ],
+)
+def test_tensors_are_the_bytes_after_the_header(tmp_path, capsys, change, words):
+    folder = write_hugging_face(tmp_path / "hf")
+    rewrite(folder / "model.safetensors", change)
+    refused(capsys, folder, tmp_path, words)
+
+
+@pytest.mark.parametrize("name", ["../hf2/a.safetensors", "/dev/zero", "", "..", 7, None])
+def test_an_index_names_files_beside_it(tmp_path, capsys, name):
+    folder = write_hugging_face(tmp_path / "hf", files=2)
+    index = folder / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    found["weight_map"][NORM] = name
+    index.write_text(json.dumps(found))
+    refused(capsys, folder, tmp_path, "has no weight_map of tensors to names of files beside it")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size"])
+@pytest.mark.parametrize("value", [HUGE, 10**200], ids=range(2))
+def test_sizes_of_a_config(tmp_path, capsys, key, value):
+    refused(capsys, write_hugging_face(tmp_path / "hf", {**CONFIG, key: value}, weights={}), tmp_path, "mmm: error: ")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_local_experts", "vocab_size"])
+@pytest.mark.parametrize("value", [HUGE, -1, 10**200, "7", [7], True, 2.5], ids=range(7))
+def test_sizes_of_a_config_to_plan_with(tmp_path, capsys, key, value):
+    (tmp_path / "m.json").write_text(json.dumps({**CONFIG, "num_local_experts": 2, key: value}))
+    began = time.process_time()
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) == 2
+    assert time.process_time() - began < 1
+    assert "and has to be a whole number from 0 to 1,000,000" in capsys.readouterr().err
+
+
+def test_a_plan_s_file_of_odd_types(tmp_path, capsys):
+    odd = {"head_dim": "8", "model_type": ["\x1b[2J"], "rope_scaling": {"rope_type": []}, "rms_norm_eps": "small"}
+    (tmp_path / "m.json").write_text(json.dumps({**CONFIG, **odd}))
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) in (0, 2)
+    out = capsys.readouterr()
+    assert "\x1b[2J" not in out.out + out.err
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"llama__block_count": 2**31}, "which are too few for 2147483648 layers"),
+        ({"llama__block_count": [2, 2]}, "llama.block_count is [2, 2], which is no number of anything"),
+        ({"llama__block_count": "\x1b[2J"}, "llama.block_count is '\\x1b[2J', which is no number"),
+        ({"llama__embedding_length": 2**31}, "and the sizes of the model make it"),
+        ({"llama__attention__head_count": 2**31}, "mmm: error: "),
+        ({"general__alignment": 2**31}, "is truncated"),
+        ({"\x1b]0;mine\x07": 1}, "has the name '\\x1b]0;mine\\x07': names are of printable characters"),
+        ({"llama\nmmm: done": 1}, "names are of printable characters"),
+    ],
+)
+def test_keys_of_a_gguf_file(tmp_path, capsys, keys, words):
+    refused(capsys, write_gguf(tmp_path / "a.gguf", **keys), tmp_path, words)
+
+
+def header(*parts):
+    return b"GGUF" + struct.pack("<IQQ", 3, *parts[:2]) + b"".join(parts[2:])
+
+
+def key(name, kind, content=b""):
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(2**63, 0),
+        header(0, 2**63),
+        header(0, 1, key(b"a", 8, struct.pack("<Q", 2**63))),
+        header(0, 1, key(b"a", 9, struct.pack("<IQ", 0, 2**63))),
+        header(0, 1, key(b"a", 9, struct.pack("<IQ", 8, 2**63))),
+        header(0, 1, key(b"a", 9, struct.pack("<IQ", 9, 2**40) + struct.pack("<IQ", 0, 0) * 1000)),
+        header(0, 1, key(b"a", 9, struct.pack("<IQ", 9, 1) * 100_000)),
+        header(0, 1, key(b"a", 9, struct.pack("<IQ", 0, 20_000_000) + bytes(20_000_000))),
+        header(0, 1, key(b"a", 77)),
+        header(1, 0, struct.pack("<Q", 1) + b"a" + struct.pack("<I", 2**32 - 1)),
+    ],
+    ids=range(10),
+)
+def test_counts_of_a_gguf_header(tmp_path, capsys, content):
+    (tmp_path / "a.gguf").write_bytes(content + b"\0" * 64)
+    refused(capsys, tmp_path / "a.gguf", tmp_path, "is no GGUF file, or is truncated in its header")
+
+
+def test_tensors_of_a_gguf_file_are_apart(tmp_path, capsys):
+    path = write_gguf(tmp_path / "a.gguf")
+    content = path.read_bytes()
+    at = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8 + 4
+    (offset,) = struct.unpack_from("<Q", content, at)
+    for wrong, words in ((offset - 32, "have bytes in common"), (offset + 4, "is on no multiple of 32 bytes")):
+        path.write_bytes(content[:at] + struct.pack("<Q", wrong) + content[at + 8 :])
+        refused(capsys, path, tmp_path, words)
