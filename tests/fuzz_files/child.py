@@ -26,6 +26,7 @@ from mmm.runtime.failure import report_user_error
 
 SECONDS, MOST = 10.0, 60.0  # of its own, or of waiting; by the clock, where others have the processor
 MEMORY = 1 << 30  # bytes
+LARGEST = 1 << 26  # bytes of a file that an oracle reads
 RUNS = (
     "os.system",
     "os.exec",
@@ -199,7 +200,7 @@ def outcome_of(kind: Kind, case: Path) -> Outcome:
         about = "".join(traceback.format_exception_only(error)).strip()
         fault = "memory" if NO_MEMORY.search(about) else "traceback"
         return Outcome(fault, about[:2000], _place(error), "".join(traceback.format_exception(error))[-6000:])
-    if kind.wrong is None:
+    if kind.wrong is None or any(path.stat().st_size > LARGEST for path in case.rglob("*") if path.is_file()):
         return Outcome("read")
     problem = kind.wrong(case, found)
     return Outcome("right") if problem is None else Outcome("wrong", problem, re.sub(r"[^a-z ]", "", problem)[:30])

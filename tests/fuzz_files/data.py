@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from fuzz_files import mutate
-from fuzz_files.kinds import Kind
+from fuzz_files.kinds import Kind, is_small_file
 from fuzz_files.weights import TEXT
 from mmm.data import prepare as preparation
 from mmm.data.datasets import download
@@ -220,7 +220,7 @@ def seal(folder: Path) -> None:
     header = preparation._header(wanted, preparation._text_files(wanted))
     for path in (folder / "made" / "manifest.json", folder / "made.part" / "progress.jsonl"):
         try:
-            if path.is_symlink() or not path.is_file():
+            if not is_small_file(path):
                 continue
             first, end, rest = path.read_text().partition("\n" if path.suffix == ".jsonl" else "\0")
             about = json.loads(first)

@@ -34,3 +34,8 @@ class Kind:
     sparse: bool = False
     trusted: bool = False
     unpickles: tuple[str, ...] = ()
+
+
+def is_small_file(path: Path) -> bool:
+    """Whether the fuzzer itself may read it."""
+    return not path.is_symlink() and path.is_file() and path.stat().st_size < 1 << 24

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_files.kinds import Kind
+from mmm.errors import LaunchError
 from mmm.launch.host import copies
 from mmm.launch.job import hosts, modules, sites, slurm
 from mmm.launch.job.preloads import preloads
@@ -70,7 +71,11 @@ def make_slurm(folder: Path) -> None:
 
 def read_slurm(folder: Path) -> Any:
     """Variables, which a file has for the sake of the fuzzer."""
-    lines = (folder / "environ").read_bytes()[: 1 << 17].decode("utf-8", "surrogateescape").split("\n")
+    try:
+        content = (folder / "environ").read_bytes()[: 1 << 17]
+    except OSError:
+        raise LaunchError("no variables") from None
+    lines = content.decode("utf-8", "surrogateescape").split("\n")
     environ = dict(line.split("=", 1) for line in lines if "=" in line)
     return slurm.detect(environ), slurm.cpus_of_a_node(environ)
 

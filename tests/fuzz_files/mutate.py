@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from fuzz_files.kinds import Kind
+from fuzz_files.kinds import Kind, is_small_file
 
 NUMBERS = (
     0,
@@ -44,7 +44,7 @@ def mutate(kind: Kind, folder: Path, random: random.Random) -> str:
     done = []
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         found = sorted({path for pattern in kind.files for path in folder.glob(pattern)})
-        files = [path for path in found if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 24]
+        files = [path for path in found if is_small_file(path)]
         if not files:
             break
         path = random.choice(files)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from fuzz_files import formats, mutate
-from fuzz_files.kinds import Kind
+from fuzz_files.kinds import Kind, is_small_file
 from mmm.checkpoint.gguf_format import open_parts
 from mmm.checkpoint.manifest import MANIFEST
 from mmm.checkpoint.own import OwnWeights, write_own
-from mmm.checkpoint.storage import read_metadata
+from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.checkpoint.weights import open_weights, slices
 from mmm.cli import export
 from mmm.trainer.pretrained import config_of, tokenizer_on_disk
@@ -84,6 +84,9 @@ def _index(folder: Path) -> set[str]:
     return set(json.loads((folder / "hf" / "model.safetensors.index.json").read_text())["weight_map"].values())
 
 
+_made: list[bytes] = []  # metadata, as it was written here
+
+
 # --- checkpoints of mmm --------------------------------------------------------------------------------------------
 
 
@@ -91,6 +94,7 @@ def make_own(folder: Path) -> None:
     make_folder(folder)
     write_own(open_weights(folder / "hf"), folder / "own")
     shutil.rmtree(folder / "hf")
+    _made.append((folder / "own" / METADATA).read_bytes())
 
 
 def read_own(folder: Path) -> Any:
@@ -137,10 +141,12 @@ def _digest(manifest: dict[str, Any]) -> str:
 def seal(folder: Path) -> None:
     """Sums as they would be if mmm had written these files."""
     own = folder / "own"
+    if not is_small_file(own / MANIFEST):
+        return
     try:
         manifest = json.loads((own / MANIFEST).read_bytes())
         for name, entry in manifest["files"].items():
-            if (own / name).is_file() and (own / name).stat().st_size < mutate.SPARSE:
+            if is_small_file(own / name):
                 content = (own / name).read_bytes()
                 entry[:] = len(content), hashlib.sha256(content).hexdigest()
         (own / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest(manifest)}))
@@ -150,12 +156,10 @@ def seal(folder: Path) -> None:
 
 def own_metadata(name: str, content: bytes, random: Random) -> tuple[bytes, str] | None:
     """Metadata of DCP that says something else of its tensors."""
-    try:
-        found = pickle.loads(content)  # of our own making
-        names = sorted(found.state_dict_metadata)
-    except Exception:  # changed before
+    if content not in _made:  # what has been changed is not unpickled here
         return None
-    name, numbers = random.choice(names), (0, 1, -1, 7, 10**9, 2**31, 2**62)
+    found = pickle.loads(content)
+    name, numbers = random.choice(sorted(found.state_dict_metadata)), (0, 1, -1, 7, 10**9, 2**31, 2**62)
     entry, chosen = found.state_dict_metadata[name], random.choice(numbers)
     index = next(index for index in found.storage_data if index.fqn == name)
     place = found.storage_data[index]

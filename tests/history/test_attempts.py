@@ -9,7 +9,7 @@ import pytest
 import mmm.history
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare, write_config
-from mmm.history.attempts import Attempt, make_room, this_attempt
+from mmm.history.attempts import Attempt, attempt_of, make_room, this_attempt
 from support.clock import PATIENCE
 from support.launcher import Launcher
 
@@ -130,3 +130,9 @@ def test_hosts_get_it_too():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'MMM_ATTEMPTS_OF': 'x'" in done.stdout
+
+
+@pytest.mark.parametrize("number", ["Infinity", "NaN", '"x"', "null", "[]", "1e400"])
+def test_a_number_that_is_none(number):
+    assert attempt_of(f'{{"attempt": {{"of": "a", "number": {number}}}}}') is None
+    assert attempt_of('{"attempt": {"of": "a", "number": 2}}') == ("a", 2)

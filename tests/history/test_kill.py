@@ -290,6 +290,12 @@ def test_a_damaged_dataset(tmp_path):
         file["x"] = 1
     with pytest.raises(RecordError, match="is not a run's dataset"):
         load(tmp_path)
+    path.write_bytes(whole)
+    with h5py.File(path, "r+") as file:
+        file["odd"] = file["rank"][:]
+        file["odd"].dims[0].attach_scale(file["rank"])
+    with pytest.raises(RecordError, match="damaged: odd has the dimensions"):
+        load(tmp_path)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(RecordError, match=r"cannot read .*train_dataset.h5: it is no file"):

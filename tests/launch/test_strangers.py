@@ -97,6 +97,16 @@ def test_a_mark_that_is_none_costs_the_copy(source, tmp_path, mark):
         assert (Path(path) / "program").read_text() == "ours"
 
 
+def test_a_mark_that_never_ends_is_not_read(source, tmp_path):
+    copy = Copy(copies.scan(str(source)), str(tmp_path / "t"))
+    with stage.on_this_host(Stage(str(source), str(tmp_path / "t"), keep=True)):
+        pass
+    assert copy.there()
+    (copy.path / MARK).unlink()
+    (copy.path / MARK).symlink_to("/dev/zero")
+    assert not Copy(copy.source, str(tmp_path / "t")).there()
+
+
 def test_what_is_unpacked_is_this_users(source, tmp_path):
     os.chown(source / "program", 54321, 54321) if os.geteuid() == 0 else None
     with stage.on_this_host(Stage(str(source), str(tmp_path / "t"))) as path:

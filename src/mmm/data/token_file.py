@@ -102,6 +102,17 @@ class TokenFile:
         )
 
 
+class _Ends(TokenFile):
+    """The ends of documents, int64, in a folder of ``mmm tokens``; one outside of its tokens is a DataError."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        super().__init__(path, np.dtype("<i8"))
+        self.total = total
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return _inside(super().__getitem__(part), self.total, self.path)
+
+
 class _MegatronEnds:
     """The ends of documents, read where they are asked for; then a DataError says that one is outside of the file.
 
@@ -122,9 +133,14 @@ class _MegatronEnds:
             raise DataError(f"{self.index} is damaged: a document ends with a sequence that it has not")
         inside = after < len(self.pointers)
         ends = np.where(inside, self.pointers[np.where(inside, after, 0)] // self.width, self.total)
-        if ((ends < 0) | (ends > self.total)).any():
-            raise DataError(f"{self.index} is damaged: a document ends outside of the {self.total} tokens")
-        return ends
+        return _inside(ends, self.total, self.index)
+
+
+def _inside(ends: np.ndarray, total: int, path: Path) -> np.ndarray:
+    """The ends of documents. Raises DataError: one is outside of the tokens."""
+    if ((ends < 0) | (ends > total)).any():
+        raise DataError(f"{path} is damaged: a document ends outside of the {total} tokens")
+    return ends
 
 
 def open_tokens(path: Path) -> Corpus | None:
@@ -183,11 +199,9 @@ def _open_folder(folder: Path) -> Corpus:
     tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
     if tokenizer.kind != kind or tokenizer.sha256 != about["sha256"]:
         raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
-    ends = TokenFile(folder / DOCUMENTS, np.dtype("<i8"))
+    ends = _Ends(folder / DOCUMENTS, wanted)
     if len(ends) != documents:
         raise DataError(f"{folder / DOCUMENTS} has {len(ends)} documents, not {documents}: prepare it again")
-    if documents and (last := int(ends[documents - 1 : documents][0])) > wanted:
-        raise DataError(f"{folder / DOCUMENTS} ends with token {last}, after the {wanted} there are: prepare it again")
     corpus = _corpus(tokens, str(folder), digest, tokenizer, lambda: ends)
     return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
 

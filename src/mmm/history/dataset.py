@@ -233,6 +233,8 @@ def read_dataset(path: Path) -> "xarray.Dataset | None":
     try:
         dataset = xarray.load_dataset(io.BytesIO(content), engine="h5netcdf")
         dataset["draw"], dataset["rank"]
+        if odd := [name for name, var in dataset.data_vars.items() if var.dims not in (("draw",), ("draw", "rank"))]:
+            raise ValueError(f"{odd[0]} has the dimensions {dataset[odd[0]].dims}")
     except Exception as error:  # HDF5 and its two wrappers raise OSError, KeyError, RuntimeError, ValueError, …
         raise RecordError(
             f"{path} ({len(content):,} bytes) is not a run's dataset or is damaged: {error}. "

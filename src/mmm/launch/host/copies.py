@@ -101,7 +101,8 @@ class Copy:
             lock = open_own(self.path)
             opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # who has it for itself is removing the copy
-            mark = json.loads((self.path / MARK).read_text())
+            is_file = stat.S_ISREG((self.path / MARK).lstat().st_mode)
+            mark = json.loads((self.path / MARK).read_text()) if is_file else None
             complete = isinstance(mark, dict) and mark.get("contents") == _contents(self.path)
             if complete and os.path.samestat(os.fstat(lock), os.stat(self.path)):
                 opened.pop_all()
