@@ -61,7 +61,7 @@ def attempt_of(config: str) -> Attempt | None:
     try:
         kept = parsed(config)["attempt"]
         return Attempt(str(kept["of"]), int(kept["number"]))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError):
         return None  # a user may edit config.json
 
 
