@@ -130,7 +130,7 @@ def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> Logge
             f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
             "has no end; its parts are in config.json, under `startup`."
         )
-    return LoggedStart(model or config["module"], len(config["ranks"]), *span)
+    return LoggedStart(model or str(config["module"]), len(config["ranks"]), *span)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def read_manifest(folder: Path, name: object = None) -> dict[str, Any]:
         or any(type(count) is not int or count < 0 for count in counts)
         or not isinstance(manifest.get("sha256"), str)
         or not isinstance(about, dict)
-        or not isinstance(about.get("kind"), str)
+        or not all(isinstance(about.get(key), str) for key in ("kind", "sha256"))
         or not (about.get("file") == "" or is_plain_name(about.get("file")))
     ):
         raise DataError(f"{folder / MANIFEST} is no manifest of mmm tokens, or is damaged")
