@@ -61,11 +61,7 @@ def attempt_of(config: str) -> Attempt | None:
     try:
         kept = parsed(config)["attempt"]
         return Attempt(str(kept["of"]), int(kept["number"]))
-<<<<<<< HEAD
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-=======
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError):
->>>>>>> files
         return None  # a user may edit config.json
 
 
