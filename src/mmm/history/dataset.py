@@ -19,6 +19,7 @@ import numpy as np
 from mmm.errors import RecordError
 from mmm.history.journal import Header, LoggedRow
 from mmm.history.record import write_atomically
+from mmm.outside import open_file
 
 if TYPE_CHECKING:
     import xarray
@@ -218,10 +219,9 @@ def write_dataset(columns: Columns, path: Path) -> None:
 
 def read_dataset(path: Path) -> "xarray.Dataset | None":
     """The dataset at `path`, in memory; None if there is no such file. RecordError if it cannot be read as one."""
-    if path.exists() and not path.is_file():  # a FIFO would be waited for
-        raise RecordError(f"cannot read {path}: it is no file.")
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
