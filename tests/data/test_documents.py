@@ -231,6 +231,8 @@ def test_refused(text, tmp_path):
         packed(text, ENDS[:-1])
     with pytest.raises(DataError, match="the ends of its documents are not in order"):
         packed(text, np.concatenate((ENDS[:50], ENDS[[51, 50]], ENDS[52:])))
+    with pytest.raises(DataError, match="the ends of its documents are not in order"):
+        packed(text, np.concatenate((ENDS[:1], np.zeros(len(ENDS) - 2, np.int64), ENDS[-1:])))
     with pytest.raises(DataError, match=r"token \d+, and the model's vocabulary ends at 9"):
         packed(text, vocab_size=10)
     with pytest.raises(DataError, match=r"the data has \d+ sequences of 16 tokens, fewer than one global batch"):

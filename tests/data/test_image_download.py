@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import http.server
+import json
 import multiprocessing
 import os
 import signal
@@ -193,6 +194,9 @@ def test_what_somebody_has_planted_in_a_shared_cache(tmp_path, serve):
     with pytest.raises(Refused, match="404"):
         obtain(tmp_path / "set", (File("x", "0" * 64, 9, (server.url("x"),)),))
     assert theirs.read_text() == "theirs"
+    note = tmp_path / ".raw.refused"
+    note.write_text(json.dumps({"time": time.time() + 1e6, "reason": "no \x1b[2J", "run": "x"}))
+    assert download._already_refused(note, None, 0.0) == r"no \x1b[2J"
 
 
 def test_servers_that_never_answer_share_one_patience(tmp_path, monkeypatch):

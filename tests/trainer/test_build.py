@@ -1,5 +1,6 @@
 """Models of a user's own start, on every mesh, with what their constructors made, or with a state dict."""
 
+import os
 import random
 from contextlib import nullcontext
 from copy import deepcopy
@@ -302,11 +303,13 @@ def test_what_does_not_fit_is_named(change, words):
 def test_what_is_no_file_of_weights_is_named(tmp_path):
     (tmp_path / "text.pt").write_text("no weights")
     torch.save([1, 2], tmp_path / "list.pt")
+    os.mkfifo(tmp_path / "fifo.pt")
     for name, words in (
         ("text.pt", "is not read as a state dict"),
         ("list.pt", "holds a list, and no state dict"),
         ("none.pt", "cannot be read: No such file"),
         (".", "is a folder: give a file"),
+        ("fifo.pt", "cannot be read: it is no regular file"),
     ):
         with pytest.raises(CheckpointError, match=words):
             loaded_values(Tied(), tmp_path / name)

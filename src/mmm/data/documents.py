@@ -29,6 +29,12 @@ def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
     return bisect_right(range(len(ends)), token, begin, key=lambda number: int(ends[number : number + 1][0]))
 
 
+def first_in(ends: TokenArray, text: TokenFile) -> int:
+    """The first document of a part of a file. At the file's begin it is not searched for, by an order that they may not
+    have: `edges_of` sees that, where it gets them all."""
+    return first_after(ends, text.begin) if text.begin else 0
+
+
 def edges_of(text: TokenFile, ends: TokenArray, begin: int, end: int) -> np.ndarray:
     """In tokens of the part of the file: the ends of documents begin … end - 1, and before them the first's begin.
 
@@ -58,7 +64,7 @@ class DocumentTokens(FileTokens):
     ) -> None:
         super().__init__(text, seq_length, seed, shuffle, vocab_size=vocab_size)
         self.first, self.ends = text.begin, ends
-        first, last = first_after(ends, text.begin), first_after(ends, text.end - 1) + 1
+        first, last = first_in(ends, text), first_after(ends, text.end - 1) + 1
         parts = (edges_of(text, ends, begin, begin + AT_ONCE) for begin in range(first, last, AT_ONCE))
         if not any((np.diff(edges) > 1).any() for edges in parts):
             raise DataError(f"{text.path}: none of its {last - first} documents has two tokens: no token has a target")
@@ -128,7 +134,7 @@ class PackedTokens(Tokens):
         super().__init__(seq_length, seed)
         self.text, self.ends, self.shuffle = text, ends, shuffle
         self.vocab_size, self.document_starts = vocab_size, document_starts
-        self.first = first_after(ends, text.begin)
+        self.first = first_in(ends, text)
         self.last = first_after(ends, text.end - 1, self.first) + 1
         if self.last > len(ends):
             raise DataError(f"{text.path}: its documents end before token {text.end}: prepare it again")

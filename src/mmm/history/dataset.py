@@ -219,8 +219,6 @@ def write_dataset(columns: Columns, path: Path) -> None:
 
 def read_dataset(path: Path) -> "xarray.Dataset | None":
     """The dataset at `path`, in memory; None if there is no such file. RecordError if it cannot be read as one."""
-    if path.exists() and not path.is_file():  # a FIFO would be waited for
-        raise RecordError(f"cannot read {path}: it is no file.")
     try:
         with open_file(path) as file:
             content = file.read()

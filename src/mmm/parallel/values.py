@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from mmm.errors import CheckpointError, ConfigError
 from mmm.models.meta import kept_value, pop_value
 from mmm.models.weights import ShardBox, canonical_name, full_box
+from mmm.outside import open_file
 from mmm.parallel.local import to_local
 from mmm.parallel.ties import find_ties
 from mmm.runtime.log import get_logger
@@ -228,7 +229,7 @@ def _of_file(path: Path) -> _Source:
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: give a file of a state dict, such as {path / 'model.pt'}")
     try:
-        with open(path, "rb") as opened:
+        with open_file(path) as opened:
             mapped = opened.read(2) == b"PK"  # else PyTorch's format of before 1.6, which is read as one
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:

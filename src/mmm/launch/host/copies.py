@@ -25,6 +25,7 @@ from typing import IO
 from mmm.errors import LaunchError
 from mmm.launch.host.own import open_own
 from mmm.launch.job import staging
+from mmm.outside import parse_json, read_file
 
 CHUNK = 1 << 20  # bytes
 FILE_COSTS = 4096  # bytes of a disk, beyond its contents
@@ -97,13 +98,12 @@ class Copy:
 
     def there(self) -> bool:
         """Whether it is there and complete; then nobody removes it until this process ends, not even `discard`."""
-        with contextlib.suppress(OSError, ValueError, RecursionError), contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:
             lock = open_own(self.path)
             opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # who has it for itself is removing the copy
-            is_file = stat.S_ISREG((self.path / MARK).lstat().st_mode)
-            mark = json.loads((self.path / MARK).read_text()) if is_file else None
-            complete = isinstance(mark, dict) and mark.get("contents") == _contents(self.path)
+            mark = parse_json(read_file(self.path / MARK))
+            complete = mark.get("contents") == _contents(self.path)
             if complete and os.path.samestat(os.fstat(lock), os.stat(self.path)):
                 opened.pop_all()
                 self.lock = lock
