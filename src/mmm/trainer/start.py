@@ -185,5 +185,7 @@ def start_run(
             if len(run.record):
                 report_end(run, outdir)
                 report_prediction(run)
+        if options.break_ is not None:
+            dist.barrier()  # rank 0 has written its record before an exit code ends the run
     if options.break_ is not None:  # on every rank
         raise SystemExit(BROKEN_EXIT)
