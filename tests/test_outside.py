@@ -175,7 +175,7 @@ def test_files_that_are_not_json_are_not_waited_for_either(tmp_path):
     os.mkfifo(tmp_path / "b.idx")
     os.mkfifo(tmp_path / "model.safetensors")
     for name in ("a.bin", "b.idx"):
-        with pytest.raises(UserError, match="it is no regular file"):
+        with pytest.raises(UserError, match="is no file"):
             open_tokens(tmp_path / name) or TokenFile(tmp_path / name, "<u2")
     for read in (GGUFFile, SafetensorsFile):
         with pytest.raises(UserError, match="it is no regular file"):

@@ -232,7 +232,7 @@ def test_one_clear_message(tmp_path, flags, words):
         ({"preset": "debug"}, "n_kv_heads 2 is not divisible by tp 4: use a divisor, or mmm.trainer.lm"),
         ({"break_": "norm"}, "--break norm: it is one of averaged, norms"),
         ({"text": (Path("nowhere.txt"),)}, "--text nowhere.txt: No such file"),
-        ({"text": (Path("/dev/null"),)}, "--text /dev/null: the file is empty"),
+        ({"text": (Path("/dev/null"),)}, "--text /dev/null is no file"),
         ({"text": (Path("a"),), "dataset": "random"}, "contradict"),
         ({"vocab_size": 100}, "--vocab_size 100: text has 256"),
         ({"max_iters": -1}, "--max_iters -1: it must be at least 1"),

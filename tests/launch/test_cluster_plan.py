@@ -352,7 +352,8 @@ def test_a_new_site_needs_no_code(tmp_path, pbs):
     ("text", "says"),
     [
         ("{", "cannot be read"),
-        ("[]", 'one JSON object with a "name"'),
+        ("[]", "it is no JSON object"),
+        ("{}", 'one JSON object with a "name"'),
         ('{"name": "A", "rank_per_host": 2}', "Did you mean"),
         ('{"name": "A", "env": {"a": 1}}', "strings"),
         ('{"name": "A", "ranks_per_host": "2"}', "it has to be a whole number"),

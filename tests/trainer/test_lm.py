@@ -237,7 +237,7 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
         ({"offload": True, "dtype": "fp16"}, "offload with dtype fp16"),
         ({"n_experts": 4, "tile": 4}, "feed-forward layers of this model are experts"),
         ({"top_k": 3}, "--top_k 3 without --n_experts"),
-        ({"rope_scaling": "linear"}, "--rope_scaling linear: Expecting value"),
+        ({"rope_scaling": "linear"}, "--rope_scaling linear: it is no JSON"),
         ({"rope_scaling": '{"rope_type": "linear", "by": 2}'}, "rope_scaling has the unknown key by: linear takes"),
         ({"norm_eps": -1.0}, "norm_eps is -1.0: it must be above 0"),
         ({"n_experts": 4, "balance_rate": float("inf")}, "--balance_rate inf"),
