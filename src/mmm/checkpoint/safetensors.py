@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmm.checkpoint.weights import TensorEntry, slices
 from mmm.errors import CheckpointError
-from mmm.outside import open_file, parse_json, short
+from mmm.outside import open_file, parse_json, printable, short
 
 DTYPES = {
     "F64": torch.float64,
@@ -121,9 +121,11 @@ def _entry(path: Path, name: str, about: dict[str, Any]) -> TensorEntry:
 
 
 def header_of(entries: Mapping[str, TensorEntry]) -> bytes:
-    """The beginning of a file of these tensors, in this order."""
+    """The beginning of a file of these tensors, in this order. CheckpointError: a dtype that the format has not."""
     at, header = 0, dict[str, object]({"__metadata__": {"format": "pt"}})
     for name, entry in entries.items():
+        if entry.dtype not in NAMES:
+            raise CheckpointError(f"{printable(name)} is {entry.dtype}, which safetensors has no name for")
         offsets = [at, at + entry.bytes]
         header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         at += entry.bytes
