@@ -28,7 +28,7 @@ from typing import IO
 
 from mmm.errors import DataError
 from mmm.history.alive import Lock, lock, pid_exists
-from mmm.outside import printable
+from mmm.outside import parse_json, printable, read_file
 from mmm.runtime.ranks import Rank
 
 ANSWER_SECONDS = 10.0  # for any server to begin to answer, all mirrors together
@@ -133,10 +133,9 @@ def _run() -> str:
 def _already_refused(refusal: Path, ranks: Rank | None, asked: float) -> str:
     """Why the download failed just now, for another rank of this run or while this process waited; else empty."""
     try:
-        with open(os.open(refusal, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
-            note = json.loads(file.read(4096))
+        note = parse_json(read_file(refusal, 4096))
         age, reason, run = time.time() - note["time"], printable(str(note["reason"])), note["run"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
     of_this_run = ranks is not None and ranks.local_world_size != 1 and run == _run() and 0 <= age < 600
     return reason if of_this_run or note["time"] >= asked else ""
