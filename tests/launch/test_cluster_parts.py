@@ -223,12 +223,13 @@ def agent(index, host, cpus="0-7", local_rank=None):
             return index
 
     cores = 8 if cpus == "0-7" else 2
-    return RemoteAgent(NoLink(), index, host, {"cpus": cpus, "cores": cores, "local_rank": local_rank})
+    hello = {"cpus": cpus, "cores": cores, "local_rank": local_rank, "port": 1000 + index}
+    return RemoteAgent(NoLink(), index, host, hello)
 
 
 class Plan:
     by, device, bind, prefork, threads, site = "rank", "cpu", None, True, None, Site("")
-    hosts, counts, device_order = ("a", "b"), (2, 1), ()
+    hosts, counts, device_order, wished_port = ("a", "b"), (2, 1), (), None
 
     def __init__(self):
         self.shared = {"WORLD_SIZE": "3"}
@@ -256,12 +257,13 @@ def test_ranks_that_are_bound_keep_their_cores():
 )
 def test_ranks_of_a_host_follow_each_other(names, expected):
     made = Plan()
-    made.by = "host"
+    made.by, made.wished_port = "host", 20_000
     told = commands.start_commands(made, [agent(index, name) for index, name in enumerate(names)])
     assert [[rank["RANK"] for rank in message["ranks"]] for message in told] == expected
     for message, ranks in zip(told, expected, strict=True):
         assert [rank["LOCAL_RANK"] for rank in message["ranks"]] == ["0", "1"][: len(ranks)]
         assert message["shared"]["LOCAL_WORLD_SIZE"] == str(len(ranks))
+        assert message["shared"]["MASTER_PORT"] == "1000"  # as rank 0's host says
 
 
 def test_a_host_of_two_names_counts_its_ranks_once():

@@ -36,7 +36,7 @@ entry = json.loads(os.environ["MMM_CLUSTER"])
 kind = sys.argv[1]
 def hello(rank, **more):
     return {"host": f"h{rank // 2}", "cores": 8, "cpus": "0-7", "rank": rank, "world": entry["processes"],
-            "local_rank": rank % 2, "pid": 1, **more}
+            "local_rank": rank % 2, "pid": 1, "port": 1, **more}
 def failure(rank, ago, doubt, text):
     return {"failure": {"rank": rank, "exit_code": 7, "ago": ago, "doubt": doubt, "report": None, "text": text,
                         "host": "", "final": False}}
@@ -74,7 +74,7 @@ if kind == "dies":
 for rank, each in enumerate(links):
     if kind != "lost" or rank != 3:
         each.send({"ended": int(commands[rank]["ranks"][0]["RANK"])})
-        each.send({"bye": True})
+        each.send({"bye": True, "port": 1})
         each.close()
 print("done", flush=True)
 """

@@ -27,13 +27,16 @@ SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(7
 KILLED = "if (attempt, rank) == ('0', '1'): time.sleep(0.3); os.kill(os.getpid(), 9)\n"
 WAITS = "time.sleep(90 if attempt == '0' else 0)\n"
 MPIEXEC = """#!{python}
-import os, sys
+import json, os, socket, sys
 words = sys.argv[1:]
 if words == ["--version"]: sys.exit(print("HYDRA build details:"))
 host = words[words.index("-hosts") + 1]
 if os.path.exists("down-" + host): sys.exit(1)
 os.environ["SLURMD_NODENAME"] = host
 open("agent-" + host, "w").write(str(os.getpid()))
+if os.path.exists("taken"):  # somebody else listens where rank 0 was to
+    other = socket.create_server(("", json.loads(os.environ["MMM_CLUSTER"])["port"]), reuse_port=True)
+    other.set_inheritable(True)
 command = words[words.index(sys.executable):]
 os.execv(command[0], command)
 """
@@ -239,6 +242,19 @@ def test_a_spare_host(launcher, hosts):
     kill_host(launcher, "hA", stays_down=True)
     code, err = ended(process)
     assert (code, [on(ranks) for ranks in attempts(launcher)[1:]]) == (0, [["hB", "hB", "hC", "hC"]]), err
+
+
+def test_a_port_that_somebody_has_taken(launcher, hosts):
+    """Rank 0's host says which is free, for the first attempt and for the next."""
+    launcher.write("taken", "")
+    process = hosts("hA,hB", "2:4", "print(os.environ['MASTER_PORT'], flush=True)\n" + WAITS)
+    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
+    kill_host(launcher, "hB", stays_down=True)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, sizes(launcher)) == (0, [4, 2]), err
+    ports = set(out.split())
+    assert len(ports) == 2  # attempts
+    assert err.split("127.0.0.1:")[1].split()[0] not in ports
 
 
 @pytest.mark.long

@@ -39,7 +39,9 @@ def common_command(plan: ClusterPlan) -> Message:
 
 def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message]:
     """What each agent is to run. All agents, in the order of the launcher backend's own numbers."""
-    common = common_command(plan)
+    common, shared = common_command(plan), plan.shared
+    if plan.wished_port is not None:
+        shared = shared | {"MASTER_PORT": str(agents[0].hello["port"])}  # it has rank 0
     made: list[Message] = []
     there: dict[str, list[RemoteAgent]] = {}
     for agent in agents:
@@ -50,7 +52,7 @@ def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message
             first = sum(sizes[: agent.index])
             local_ranks = range(first, first + sizes[agent.index])
             ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank - first)} for rank in local_ranks]
-            message = {"ranks": ranks, "shared": plan.shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}}
+            message = {"ranks": ranks, "shared": shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}}
         else:
             mates = there[agent.host]
             local: Any = agent.hello.get("local_rank")
@@ -59,8 +61,7 @@ def start_commands(plan: ClusterPlan, agents: list[RemoteAgent]) -> list[Message
             rank = {"RANK": str(agent.index), "LOCAL_RANK": str(local)}
             same_cores = len({mate.hello["cpus"] for mate in mates}) == 1  # then they divide them
             cores = max(1, agent.hello["cores"] // (len(mates) if same_cores else 1))
-            shared = plan.shared | {"LOCAL_WORLD_SIZE": str(len(mates))}
-            message = {"ranks": [rank], "shared": shared, "cores": cores}
+            message = {"ranks": [rank], "shared": shared | {"LOCAL_WORLD_SIZE": str(len(mates))}, "cores": cores}
         made.append(common | message)
     return made
 

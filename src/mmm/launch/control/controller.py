@@ -68,7 +68,8 @@ class Controller(RunControl):
                 "(ulimit -Hn).\n  Use --ranks-by host: one connection a host."
             )
         at = self.listen(addresses(plan), plan.processes)
-        entry = {"at": at, "token": self.token, "launcher": plan.launcher, "processes": plan.processes}
+        entry = {"at": at, "token": self.token, "launcher": plan.launcher, "port": plan.wished_port}
+        entry["processes"] = plan.processes
         self.output = Output(self.selector)
         self.rendezvous_ends = time.monotonic() + self.start_timeout
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
@@ -255,6 +256,7 @@ class Controller(RunControl):
                 self.go()
         elif "bye" in message:
             agent.done = True
+            agent.hello["port"] = message["port"]
 
     def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""

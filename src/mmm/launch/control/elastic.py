@@ -90,7 +90,7 @@ class ElasticController(Controller):
     def call_hosts(self) -> None:
         """Start an agent on each host that has none."""
         self.rendezvous_ends = time.monotonic() + self.start_timeout
-        entry = {"at": self.at, "token": self.token, "launcher": self.plan.launcher}
+        entry = {"at": self.at, "token": self.token, "launcher": self.plan.launcher, "port": self.plan.wished_port}
         for host in self.hosts:
             if host.agent is None and host.launcher is None:
                 try:
@@ -223,6 +223,9 @@ class ElasticController(Controller):
         plan = self.plan
         used = [self.hosts[index].name for index in by_host]
         shared = plan.shared | variables.master(os.environ, plan.job, plan.site, used, self.attempt, {})
+        first = self.hosts[self.places[0][0].index].agent
+        if plan.wished_port is not None and first is not None:
+            shared["MASTER_PORT"] = str(first.hello["port"])
         shared |= {"WORLD_SIZE": str(ranks), contract.ATTEMPT_VARIABLE: str(self.attempt)}
         shared[contract.ELASTIC_VARIABLE] = f"{self.elastic.least}:{self.elastic.most}"
         if self.attempt:  # whose start-up is its own

@@ -25,7 +25,7 @@ from mmm.launch.control.wire import CPUS_VARIABLE
 from mmm.launch.host.entry import Entry, OneAttempt, host_name
 from mmm.launch.host.memory import host_memory
 from mmm.launch.host.stage import Stager
-from mmm.launch.job import binding, local
+from mmm.launch.job import binding, hosts, local
 from mmm.launch.job import target as targets
 from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.mpi import AGENT_VARIABLE
@@ -49,6 +49,7 @@ def main() -> int:
     hello: dict[str, Any] = {"host": host_name(), "cores": local.available_cores(), "pid": os.getpid()}
     if hasattr(os, "sched_getaffinity"):
         hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
+    hello["port"] = hosts.free_port("", entry["port"])
     if "index" in entry:  # the only one on its host
         hello["index"] = entry["index"]
         with host_memory():
@@ -124,7 +125,7 @@ def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:
     """Tell launch why this host starts no ranks. Raises `Lost`."""
     failure = Failure.of_user(int(go["ranks"][0]["RANK"]), str(error))
     link.send({"failure": commands.write_failure(failure, time.monotonic())})
-    link.send({"bye": True})
+    link.send({"bye": True, "port": hosts.free_port("")})
 
 
 def forget_mpi() -> None:

@@ -17,6 +17,7 @@ from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.control.supervisor import Supervisor
 from mmm.launch.control.wire import PASSED_ON, Status
 from mmm.launch.host.stage import Stager
+from mmm.launch.job import hosts
 from mmm.launch.job.local import LaunchPlan
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
@@ -139,7 +140,7 @@ class Entry(Supervisor):
     def finish(self) -> int:
         code = super().finish()
         self.tell_failures()
-        self.tell({"bye": True})
+        self.tell({"bye": True, "port": hosts.free_port("")})  # for the next attempt
         if self.stager is not None:
             self.stager.farewell(self.link)
         if self.lost:

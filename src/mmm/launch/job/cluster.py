@@ -7,7 +7,8 @@ In this order, each stated in `ClusterPlan.why`:
                     one of them
     device          --device; MMM_DEVICE; the site; what is found here; else each rank looks
     MASTER_ADDR     MASTER_ADDR; 127.0.0.1 on one host; the first host, with the site's suffix
-    MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity
+    MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity, or a
+                    free one where rank 0's host says that it is taken
 """
 
 import json
@@ -82,6 +83,11 @@ class ClusterPlan:
     notes: tuple[str, ...] = ()
     elastic: Elastic | None = None
     each: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def wished_port(self) -> int | None:
+        """MASTER_PORT where the host of rank 0 may have another; None: it has been given, or is known to be free."""
+        return int(self.shared["MASTER_PORT"]) if self.why["MASTER_PORT"].endswith(variables.OR_FREE) else None
 
     @property
     def ranks(self) -> int:

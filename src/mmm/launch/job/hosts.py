@@ -130,10 +130,11 @@ def merged(listed: Hosts) -> Hosts:
     return found
 
 
-def free_port(address: str = "127.0.0.1") -> int:
+def free_port(address: str = "127.0.0.1", first: int | None = None) -> int:
     """A TCP port of this host that nobody listens on at that address (of its own; "": at any).
 
-    The system would give one that any connection of another process may take before rank 0 listens on it.
+    first: the one to give where it is free. The system would give one that any connection of another process may take
+    before rank 0 listens on it.
     """
 
     def bind(port: int) -> int:
@@ -141,9 +142,9 @@ def free_port(address: str = "127.0.0.1") -> int:
             probe.bind((address, port))
             return int(probe.getsockname()[1])
 
-    for _ in range(100):
+    for attempt in range(100):
         with contextlib.suppress(OSError):
-            return bind(secrets.choice(PORTS))
+            return bind(secrets.choice(PORTS) if first is None or attempt else first)
     return bind(0)
 
 

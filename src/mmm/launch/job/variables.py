@@ -11,6 +11,8 @@ from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 
+OR_FREE = "; or a free one, where its host says that it is taken"
+
 
 def given_device(device: str | None, environ: Mapping[str, str]) -> tuple[str, str] | None:
     """The device type that the user has chosen, and how; None if there is no choice."""
@@ -100,7 +102,7 @@ def _port(environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str],
     else:
         identity = f"{getpass.getuser()} {','.join(used)} {os.getpid()} {attempt}"
         why = "from user, hosts and launch's pid"
-    return str(port_of(identity)), why
+    return str(port_of(identity)), why + OR_FREE
 
 
 def threads(options: LaunchOptions, job: Job, environ: Mapping[str, str]) -> tuple[int | None, str]:
