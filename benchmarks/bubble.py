@@ -19,11 +19,11 @@ import torch.distributed as dist
 from mmm.analysis.bubble import Recorded, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.recorder import Recorder
-from mmm.parallel.pipeline.schedules import SCHEDULES, check_pipeline, stages_of
-from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.recorder import Recorder
+from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline, stages_of
+from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.failure import run_main
 from mmm.runtime.process_group import process_group

@@ -28,13 +28,13 @@ import torch  # noqa: E402
 from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
+from mmm.layout import Layout, Techniques  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
 from mmm.models.transformer import Transformer, TransformerConfig  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
-from mmm.parallel.mesh import Layout, Mesh, build_mesh  # noqa: E402
+from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
 from mmm.parallel.plans.transformer import transformer_plan  # noqa: E402
-from mmm.parallel.techniques import Techniques  # noqa: E402
 from mmm.runtime.clock import StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402

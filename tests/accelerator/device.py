@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.models import experts
-from mmm.parallel.expert import apply
+from mmm.parallel.ep import expert_parallel
 
 ATEN = torch.ops.aten
 # Operators after which the host knows elements, or a shape that follows from them.
@@ -98,7 +98,7 @@ def install(kind: str) -> None:
     FakeTensor.numpy = numpy_zeros  # the copy to the host has been counted
     if kind == "xpu":
         F.scaled_dot_product_attention = _math_attention
-    for module in (experts, apply):  # which spares FakeTensors a read
+    for module in (experts, expert_parallel):  # which spares FakeTensors a read
         module.to_host_list = _counted(module.to_host_list, kind)
     register_optimizer_step_pre_hook(lambda *_: setattr(COUNTS, "in_optimizer", True))
     register_optimizer_step_post_hook(lambda *_: setattr(COUNTS, "in_optimizer", False))

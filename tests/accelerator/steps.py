@@ -36,9 +36,9 @@ from mmm.models.meta import meta_parameters  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import build_mesh  # noqa: E402
 from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
-from mmm.parallel.pipeline import pipeline  # noqa: E402
-from mmm.parallel.pipeline.pipeline import TimedStage  # noqa: E402
-from mmm.parallel.pipeline.stages import take_stage  # noqa: E402
+from mmm.parallel.pp import pipeline  # noqa: E402
+from mmm.parallel.pp.pipeline import TimedStage  # noqa: E402
+from mmm.parallel.pp.stages import take_stage  # noqa: E402
 from mmm.parity import models  # noqa: E402
 from mmm.parity.layouts import ParityCase, canonical  # noqa: E402
 from mmm.parity.reference import Training, batch  # noqa: E402

@@ -8,11 +8,11 @@ import torch
 from mmm.analysis.bubble import action_lists, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.recorder import Action, Recorder
-from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
-from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.recorder import Action, Recorder
+from mmm.parallel.pp.schedules import SCHEDULES, stages_of
+from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision
 from support import reference
 

@@ -16,12 +16,12 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.schedules import check_pipeline, stages_of
-from mmm.parallel.pipeline.stages import balance_stages, parts_of, take_stage
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.schedules import check_pipeline, stages_of
+from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.testing.pool import clear_sharding_cache
 from support import reference, vision

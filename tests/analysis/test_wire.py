@@ -12,7 +12,7 @@ from mmm.analysis.socket_bytes import sent_since, socket_bytes
 from mmm.analysis.traffic import count_traffic
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.data.zero import all_gather, reduce_scatter
+from mmm.parallel.dp.zero import all_gather, reduce_scatter
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 

@@ -13,8 +13,8 @@ from mmm.data.documents import DocumentTokens, PackedTokens, first_after, first_
 from mmm.data.prepare import Preparation, prepare
 from mmm.data.sources import open_sources
 from mmm.data.token_file import TokenFile, open_tokens
-from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError, DataError
+from mmm.layout import PADDING
 
 SEQ = 16
 LENGTHS = np.random.RandomState(0).geometric(0.12, 400)  # tokens of each document; 13 % are longer than SEQ + 1

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import mmm.history
 from mmm.errors import UserError
 from mmm.examples.context_parallel import Config, positions_of, ring_attention, train
-from mmm.parallel.context.ring import RingAttention
-from mmm.parallel.context.ring import positions_of as package_positions
+from mmm.parallel.cp.ring import RingAttention
+from mmm.parallel.cp.ring import positions_of as package_positions
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")

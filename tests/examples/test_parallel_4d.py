@@ -17,7 +17,7 @@ from mmm.examples import parallel_4d
 from mmm.examples.context_parallel import positions_of
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.loss import detached
+from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.flags import run_main

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from fuzz.flags import Flags, Value, flags_of
-from mmm.parallel.pipeline.schedules import SCHEDULES
+from mmm.parallel.pp.schedules import SCHEDULES
 
 RANKS = (1, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 5, 6, 7, 8)
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from mmm.analysis.footprint import footprint_of
+from mmm.layout import Layout, Techniques
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel.data.fsdp import ignore_views
-from mmm.parallel.mesh import Layout, build_mesh
+from mmm.parallel.dp.fsdp import ignore_views
+from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import get_logger

@@ -20,7 +20,7 @@ from mmm.models.transformer import (
     rotate,
     takes_grouped_heads,
 )
-from mmm.parallel.context import block_attention
+from mmm.parallel.cp import block_attention
 
 SMALL = TransformerConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=48)
 

@@ -11,11 +11,11 @@ from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import PRESETS, ViTConfig
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.advice import nearest, smaller
-from mmm.parallel.data.apply import check_data_parallel
-from mmm.parallel.pipeline.schedules import check_pipeline
+from mmm.parallel.dp.data_parallel import check_data_parallel
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.parallel.plans.transformer import check_transformer
 from mmm.parallel.plans.vit import check_vit
+from mmm.parallel.pp.schedules import check_pipeline
 
 SMALL = TransformerConfig(dim=96, n_layers=2, n_heads=6, n_kv_heads=3, ffn_dim=96)
 DEBUG = PRESETS["debug"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import Techniques
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, build_mesh
@@ -12,7 +13,6 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmm.errors import ConfigError
+from mmm.layout import Techniques
 from mmm.parallel import Layout, Plan, sync_gradients
 from mmm.parallel.checks import check_techniques
-from mmm.parallel.data.batch_norm import check_batch_norm
-from mmm.parallel.data.replicas import Replicas
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.dp.batch_norm import check_batch_norm
+from mmm.parallel.dp.replicas import Replicas
 from mmm.runtime.device import Precision
 from support.own_model import build, furthest, gradients, own, parameters, plain
 

@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import Techniques
 from mmm.models.weights import Init
 from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
-from mmm.parallel.data.fsdp import is_offloaded
+from mmm.parallel.dp.fsdp import is_offloaded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
-from mmm.parallel.techniques import Techniques
-from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.tp.replicated import Replicated
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
@@ -20,7 +21,6 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 from mmm.runtime.process_group import gather_floats

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import mmm.parallel.data.apply
+import mmm.parallel.dp.data_parallel
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNNConfig
@@ -24,12 +24,12 @@ from mmm.parallel import (
     cross_entropy,
     materialize,
 )
-from mmm.parallel.context import block_attention
-from mmm.parallel.context.apply import STYLES, apply_context_parallel
-from mmm.parallel.context.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
-from mmm.parallel.context.ring import RingAttention, positions_of
-from mmm.parallel.context.ulysses import UlyssesAttention
-from mmm.parallel.loss import detached
+from mmm.parallel.cp import block_attention
+from mmm.parallel.cp.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
+from mmm.parallel.cp.context_parallel import STYLES, apply_context_parallel
+from mmm.parallel.cp.ring import RingAttention, positions_of
+from mmm.parallel.cp.ulysses import UlyssesAttention
+from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit
@@ -314,12 +314,12 @@ def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
 
 def over_dp_alone(rank, layout):
     """A planted bug: gradients are added up over dp_shard, and not over cp."""
-    original = mmm.parallel.data.apply.dp_mesh
-    mmm.parallel.data.apply.dp_mesh = lambda mesh: mesh["dp_shard"]
+    original = mmm.parallel.dp.data_parallel.dp_mesh
+    mmm.parallel.dp.data_parallel.dp_mesh = lambda mesh: mesh["dp_shard"]
     try:
         return train(rank, layout, "ring", 1)
     finally:
-        mmm.parallel.data.apply.dp_mesh = original
+        mmm.parallel.dp.data_parallel.dp_mesh = original
 
 
 def equal_stretches(rank, layout):

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import mmm.models.experts
-import mmm.parallel.data.apply
-import mmm.parallel.expert.apply
-import mmm.parallel.expert.balance
+import mmm.parallel.dp.data_parallel
+import mmm.parallel.ep.balance
+import mmm.parallel.ep.expert_parallel
 import mmm.parallel.mesh
 from mmm.errors import LayoutError
 from mmm.models import weights
@@ -31,15 +31,15 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.data.apply import check_data_parallel
-from mmm.parallel.data.fsdp import fsdp_units_of, prefetch_next
-from mmm.parallel.expert.apply import apply_expert_parallel
-from mmm.parallel.loss import detached
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.schedules import stages_of
-from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
+from mmm.parallel.dp.data_parallel import check_data_parallel
+from mmm.parallel.dp.fsdp import fsdp_units_of, prefetch_next
+from mmm.parallel.ep.expert_parallel import apply_expert_parallel
+from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.schedules import stages_of
+from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -316,17 +316,17 @@ def test_compiled(run_on_ranks):
 
 def prefetched(rank, layout):
     """As on an accelerator: each FSDP unit, a layer with its experts, begins to gather the next."""
-    original = mmm.parallel.data.apply.apply_fsdp
+    original = mmm.parallel.dp.data_parallel.apply_fsdp
 
     def applied(model, mesh, plan, *given):
         original(model, mesh, plan, *given)
         prefetch_next(fsdp_units_of(model, plan))
 
-    mmm.parallel.data.apply.apply_fsdp = applied
+    mmm.parallel.dp.data_parallel.apply_fsdp = applied
     try:
         return train(rank, layout)
     finally:
-        mmm.parallel.data.apply.apply_fsdp = original
+        mmm.parallel.dp.data_parallel.apply_fsdp = original
 
 
 def test_the_next_layer_and_its_experts_are_gathered_ahead(run_on_ranks):
@@ -336,7 +336,7 @@ def test_the_next_layer_and_its_experts_are_gathered_ahead(run_on_ranks):
 def reads(rank):
     """Reads of counts by the host in the forwards of a step."""
     read, original = [], mmm.models.experts.to_host_list
-    modules = (mmm.models.experts, mmm.parallel.expert.apply)
+    modules = (mmm.models.experts, mmm.parallel.ep.expert_parallel)
     for module in modules:
         module.to_host_list = lambda *given: (read.append(1), original(*given))[1]
     try:
@@ -385,22 +385,22 @@ def over_dp_alone(rank, layout):
 
 def counted_on_dp_alone(rank, layout):
     """Loads are not added up over cp."""
-    original = mmm.parallel.expert.balance.TOKEN_AXES
-    mmm.parallel.expert.balance.TOKEN_AXES = tuple(axis for axis in original if axis != "cp")
+    original = mmm.parallel.ep.balance.TOKEN_AXES
+    mmm.parallel.ep.balance.TOKEN_AXES = tuple(axis for axis in original if axis != "cp")
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.balance.TOKEN_AXES = original
+        mmm.parallel.ep.balance.TOKEN_AXES = original
 
 
 def not_back_in_order(rank, layout):
     """Tokens come back sorted by expert and not as they were sent."""
-    original = mmm.parallel.expert.apply.expert_forward
-    mmm.parallel.expert.apply.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
+    original = mmm.parallel.ep.expert_parallel.expert_forward
+    mmm.parallel.ep.expert_parallel.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
     try:
         return train(rank, layout, steps=1)
     finally:
-        mmm.parallel.expert.apply.expert_forward = original
+        mmm.parallel.ep.expert_parallel.expert_forward = original
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
@@ -18,7 +19,6 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision

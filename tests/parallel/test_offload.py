@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import mmm.parallel.data.zero
+import mmm.parallel.dp.zero
 from mmm.errors import ConfigError
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
@@ -79,17 +79,17 @@ def test_what_is_kept_and_moved(run_on_ranks, technique, times, once):
 
 def forgotten(rank):
     """A planted bug: what was updated on the host never reaches the device."""
-    original = mmm.parallel.data.zero.ShardedParameter.gather
+    original = mmm.parallel.dp.zero.ShardedParameter.gather
 
     def gather(self):
         self.host = None
         return original(self)
 
-    mmm.parallel.data.zero.ShardedParameter.gather = gather
+    mmm.parallel.dp.zero.ShardedParameter.gather = gather
     try:
         return anywhere.train(rank, Layout(dp_shard=2), {"data_parallel": "zero2", "offload": True})
     finally:
-        mmm.parallel.data.zero.ShardedParameter.gather = original
+        mmm.parallel.dp.zero.ShardedParameter.gather = original
 
 
 def test_a_planted_bug_is_caught(run_on_ranks):

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.mesh import build_p2p_groups, neighbour_rounds
-from mmm.parallel.pipeline.p2p import batched_by_group
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
+from mmm.parallel.pp.p2p import batched_by_group
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from parallel import test_pipeline
 
 STEPS = 2

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.loss import detached
+from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats

@@ -9,16 +9,16 @@ from torch.utils._pytree import tree_leaves
 import mmm.parallel.memory.chunked_loss
 import mmm.parallel.memory.tiling
 from mmm.analysis.peak import Peak
-from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
+from mmm.layout import PADDING
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
-from mmm.parallel.apply import apply
 from mmm.parallel.materialize import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
 from mmm.parallel.memory.tiling import apply_tiling
+from mmm.parallel.parallelize import apply
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan

@@ -15,13 +15,13 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, Techniques, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.schedules import SCHEDULES, Schedule, check_pipeline, stages_of
-from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.schedules import SCHEDULES, Schedule, check_pipeline, stages_of
+from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision

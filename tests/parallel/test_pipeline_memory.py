@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from mmm.errors import LayoutError
+from mmm.layout import Techniques
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.expert.balance import balance_experts
+from mmm.parallel.ep.balance import balance_experts
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
-from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.runtime.device import Precision
 from support import reference, vision
 from support.clock import PATIENCE

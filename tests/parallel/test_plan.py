@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
+from mmm.layout import Techniques
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import NAMING, Plan, unmatched
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
-from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.tp.replicated import Replicated
 from mmm.parity import models
 from mmm.runtime.device import Precision
 from mmm.trainer.parallelize import parallelize

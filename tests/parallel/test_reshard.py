@@ -11,7 +11,7 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, loss_of, materialize, meta_parameters
 from mmm.parallel.checks import check_techniques
-from mmm.parallel.data.fsdp import fsdp_units_of, gathered_twice, prefetch_next
+from mmm.parallel.dp.fsdp import fsdp_units_of, gathered_twice, prefetch_next
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan

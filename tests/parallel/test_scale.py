@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mmm.layout import Layout
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel.apply import apply
-from mmm.parallel.mesh import Layout, build_mesh
+from mmm.parallel.mesh import build_mesh
+from mmm.parallel.parallelize import apply
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.losses import sums_in_order

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mmm.parallel import Layout, Plan
-from mmm.parallel.data.fsdp import reshard
+from mmm.parallel.dp.fsdp import reshard
 from support.own_model import build, furthest, own, parameters, plain
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3).sin()

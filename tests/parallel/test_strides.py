@@ -7,15 +7,15 @@ from torch import nn
 
 from mmm.data.datasets import load_images
 from mmm.data.image_batches import ImageBatches
+from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
-from mmm.parallel.pipeline.strides import to_contiguous
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.pp.strides import to_contiguous
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")

@@ -12,18 +12,18 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from mmm.comparison import worst
 from mmm.errors import LayoutError
+from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
-from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
-from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
+from mmm.parallel.tp.replicated import Replicated
 from mmm.parity.fixtures import gpt
 from mmm.parity.fixtures.plans.gpt import gpt_plan
 from mmm.parity.reference import Training, batch

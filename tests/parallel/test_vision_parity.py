@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
-from mmm.parallel.loss import detached
+from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
@@ -143,19 +143,19 @@ def own_rows(shard):
 @pytest.mark.parametrize(
     ("wrong", "where", "layout", "technique"),
     [
-        ("mean instead of sum", "mmm.parallel.data.ddp Bucket finish", Layout(dp_shard=2), "ddp"),
-        ("no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero1"),
+        ("mean instead of sum", "mmm.parallel.dp.ddp Bucket finish", Layout(dp_shard=2), "ddp"),
+        ("no all-gather", "mmm.parallel.dp.zero Zero gather", Layout(dp_shard=2), "zero1"),
         pytest.param(
-            "no all-gather", "mmm.parallel.data.zero Zero gather", Layout(dp_shard=2), "zero2", marks=pytest.mark.long
+            "no all-gather", "mmm.parallel.dp.zero Zero gather", Layout(dp_shard=2), "zero2", marks=pytest.mark.long
         ),
         pytest.param(
             "no sum over ranks",
-            "mmm.parallel.data.zero ShardedParameter begin",
+            "mmm.parallel.dp.zero ShardedParameter begin",
             Layout(dp_shard=2),
             "zero2",
             marks=pytest.mark.long,
         ),
-        ("summed over tp", "mmm.parallel.tensor.replicated _leave", Layout(dp_shard=1, tp=2), "fsdp"),
+        ("summed over tp", "mmm.parallel.tp.replicated _leave", Layout(dp_shard=1, tp=2), "fsdp"),
     ],
 )
 def test_planted_bugs_are_caught(run_on_ranks, wrong, where, layout, technique):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import Layout
 from mmm.parallel import mesh
-from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline.schedules import SCHEDULES
+from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity import layouts, models
 from mmm.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, sizes_of
 

@@ -12,8 +12,8 @@ from mmm.parallel import Layout, Techniques
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of
 from mmm.parallel.memory.tiling import apply_tiling
-from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm.plan.activations import transformer_layer, vit_layer
 from mmm.plan.memory import PARTS, MemoryModel, full_model, in_flight, stages_for
 from mmm.plan.models import read_model
@@ -158,7 +158,7 @@ def test_micro_batches_under_way(schedule, pp, microbatches):
 
 
 def test_parts_by_data_parallel_technique():
-    """The table of `mmm.parallel.data`: parameters, gradients and state of each technique."""
+    """The table of `mmm.parallel.dp`: parameters, gradients and state of each technique."""
     spec = read_model("small", {}, 64)
     memory, sizes = MemoryModel(spec, "cuda", "fp32"), spec.parameters * 4
     found = {

@@ -11,7 +11,7 @@ import pytest
 
 from mmm.analysis.bubble import action_lists, bubble_formula, replay
 from mmm.parallel import Layout, Techniques
-from mmm.parallel.pipeline.schedules import SCHEDULES, stages_of
+from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm.plan.candidate import Choice, divisors
 from mmm.plan.cost import bubble_of
 from mmm.plan.machine import changed, load

@@ -8,9 +8,9 @@ from mmm.models.transformer import PRESETS, Transformer
 from mmm.models.vit import PRESETS as VITS
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, Techniques, partition_model
-from mmm.parallel.pipeline.schedules import stages_of
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.pp.schedules import stages_of
 from mmm.plan.memory import MemoryModel, full_model, stages_for
 from mmm.plan.models import read_model
 from mmm.plan.network import Group

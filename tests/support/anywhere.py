@@ -21,11 +21,11 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.loss import detached
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.schedules import stages_of
-from mmm.parallel.pipeline.stages import balance_stages, part_costs, parts_of, take_stage
+from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.schedules import stages_of
+from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference

@@ -14,8 +14,7 @@ from typing import get_type_hints
 
 import tyro
 
-from mmm.parallel.mesh import Layout
-from mmm.parallel.techniques import Techniques
+from mmm.layout import Layout, Techniques
 from mmm.trainer.flags import FLAGS
 from mmm.trainer.options import BaseOptions, values_of
 from mmm.trainer.run import Run

@@ -5,7 +5,7 @@ import torch
 import mmm.trainer.lm
 import mmm.trainer.start
 from mmm.errors import ConfigError
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 from support import parity_bugs
 
 

@@ -4,10 +4,10 @@ import os
 import signal
 
 import mmm.parallel.parallel_model
-import mmm.parallel.pipeline.pipeline
 import mmm.parallel.plans.transformer
-from mmm.parallel.mesh import Layout
-from mmm.parallel.tensor.replicated import Replicated, _SameGradients
+import mmm.parallel.pp.pipeline
+from mmm.layout import Layout
+from mmm.parallel.tp.replicated import Replicated, _SameGradients
 
 
 def gradients_not_summed_over_dp():
@@ -18,10 +18,10 @@ def gradients_not_summed_over_dp():
 
 def gradients_averaged_over_dp():
     """FSDP divides by the number of ranks, as it does by itself."""
-    import mmm.parallel.data.fsdp
+    import mmm.parallel.dp.fsdp
 
-    mmm.parallel.data.fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
-    mmm.parallel.data.fsdp.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
+    mmm.parallel.dp.fsdp.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+    mmm.parallel.dp.fsdp.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
 
 
 def mean_of_each_microbatch():
@@ -36,13 +36,13 @@ def mean_of_each_microbatch():
 
 def gradients_divided_by_microbatches():
     """PyTorch's pipelines scale gradients as if each micro-batch's loss were a mean."""
-    right = mmm.parallel.pipeline.pipeline.Pipeline.__init__
+    right = mmm.parallel.pp.pipeline.Pipeline.__init__
 
     def init(self, *given, **named):
         right(self, *given, **named)
         self.schedule.scale_grads = True
 
-    mmm.parallel.pipeline.pipeline.Pipeline.__init__ = init
+    mmm.parallel.pp.pipeline.Pipeline.__init__ = init
 
 
 def same_samples_on_all_dp_ranks():
@@ -123,7 +123,7 @@ def constants_of_ranks_are_spoiled():
 
 def ring_passes_over_documents():
     """Attention over a ring crosses the ends of documents."""
-    import mmm.parallel.context.ring as ring
+    import mmm.parallel.cp.ring as ring
 
     ring._first_keys = lambda *_: ()
 
@@ -131,7 +131,7 @@ def ring_passes_over_documents():
 def targets_counted_by_each_rank():
     """Ranks whose samples have more targets count for as much as the others."""
     import mmm.parallel.parallel_model as parallel_model
-    from mmm.data.tokens import PADDING
+    from mmm.layout import PADDING
 
     def count(self, targets):
         return (targets != PADDING).sum() * self.layout.dp
@@ -141,13 +141,13 @@ def targets_counted_by_each_rank():
 
 def documents_of_the_first_microbatch():
     """Every micro-batch of a pipeline has the documents of the first."""
-    right = mmm.parallel.pipeline.pipeline.Pipeline._run
+    right = mmm.parallel.pp.pipeline.Pipeline._run
 
     def run(self, schedule, inputs, targets, split, unsplit):
         first = {name: each[: len(each) // 2].repeat(2, 1) for name, each in split.items()}
         return right(self, schedule, inputs, targets, first, unsplit)
 
-    mmm.parallel.pipeline.pipeline.Pipeline._run = run
+    mmm.parallel.pp.pipeline.Pipeline._run = run
 
 
 def dropout_of_each_rank():
@@ -160,7 +160,7 @@ def dropout_of_each_rank():
 
 def dropout_of_the_first_shard():
     """Every rank of tp drops the places of the first one's hidden units."""
-    from mmm.parallel.tensor.sharded_dropout import ShardedDropout
+    from mmm.parallel.tp.sharded_dropout import ShardedDropout
 
     ShardedDropout._apply = lambda self, module, mesh: module
 

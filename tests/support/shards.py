@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from mmm.data import Batch
-from mmm.parallel.context.ring import positions_of
+from mmm.parallel.cp.ring import positions_of
 
 
 def shard_batch(batch: Batch, coordinate: int, cp: int) -> tuple[Batch, Tensor]:

@@ -9,8 +9,8 @@ from mmm.errors import LayoutError, UserError
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, Techniques, batch_sizes
 from mmm.parallel.compile import check_compile
-from mmm.parallel.pipeline.schedules import check_pipeline
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.pp.schedules import check_pipeline
 from mmm.trainer.flags import run_main, with_flags
 
 PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mmm.errors import DivergedError
+from mmm.layout import Techniques
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from mmm.parallel.pipeline.recorder import Action, ActionSpan, Recorder
+from mmm.parallel.pp.recorder import Action, ActionSpan, Recorder
 
 KINDS = "FBIW"
 

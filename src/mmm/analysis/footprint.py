@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from mmm.errors import LayoutError
+from mmm.layout import Layout, Techniques
 from mmm.models.weights import parameter_count
-from mmm.parallel.data.apply import UNSHARDED
-from mmm.parallel.mesh import Layout
+from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.parallel.partition import Partition
-from mmm.parallel.pipeline.schedules import stages_of
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.pp.schedules import stages_of
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank

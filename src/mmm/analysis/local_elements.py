@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import to_local
 
 

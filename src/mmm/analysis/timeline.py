@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from mmm.analysis.bubble import PipelineTimeline, bubble_formula, gather, replay
 from mmm.history import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
-from mmm.parallel.pipeline.pipeline import TimedStage, sum_over_stages
-from mmm.parallel.pipeline.recorder import Recorder
+from mmm.parallel.pp.pipeline import TimedStage, sum_over_stages
+from mmm.parallel.pp.recorder import Recorder
 from mmm.runtime.clock import StepClock
 from mmm.runtime.log import get_logger
 

@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.analysis.collective_bytes import Call
-from mmm.parallel.mesh import Layout, Mesh
+from mmm.layout import Layout
+from mmm.parallel.mesh import Mesh
 
 
 @dataclass

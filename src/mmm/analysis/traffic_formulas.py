@@ -42,15 +42,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.analysis.collective_bytes import factor
+from mmm.layout import Layout, Techniques
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
-from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
-from mmm.parallel.mesh import Layout
+from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
 from mmm.parallel.partition import Partition
-from mmm.parallel.pipeline.stages import take_stage
 from mmm.parallel.plan import Plan, matches
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
 

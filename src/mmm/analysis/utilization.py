@@ -10,8 +10,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from mmm.parallel.pipeline.stages import part_costs, parts_of
 from mmm.parallel.plan import Plan
+from mmm.parallel.pp.stages import part_costs, parts_of
 
 # FLOP/s of dense matrix products, by what a device's name contains (the first match counts): the makers' data sheets,
 # without sparsity. One GCD of an MI250X, one tile of a GPU Max, which is what PyTorch calls a device there.

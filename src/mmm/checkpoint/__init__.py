@@ -6,17 +6,25 @@ dcp_to_torch`` reads, and ``checkpoint.json`` (`Manifest`), which has everything
 checksum of every other file.
 """
 
-from mmm.checkpoint.manifest import Manifest, complete, read_manifest, steps_of
-from mmm.checkpoint.saver import Saver
-from mmm.checkpoint.state import load_tensors, shapes_of, training_state
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Manifest",
-    "Saver",
-    "complete",
-    "load_tensors",
-    "read_manifest",
-    "shapes_of",
-    "steps_of",
-    "training_state",
-]
+from mmm.lazy import lazy
+
+if TYPE_CHECKING:
+    from mmm.checkpoint.manifest import Manifest as Manifest
+    from mmm.checkpoint.manifest import complete as complete
+    from mmm.checkpoint.manifest import read_manifest as read_manifest
+    from mmm.checkpoint.manifest import steps_of as steps_of
+    from mmm.checkpoint.saver import Saver as Saver
+    from mmm.checkpoint.state import load_tensors as load_tensors
+    from mmm.checkpoint.state import shapes_of as shapes_of
+    from mmm.checkpoint.state import training_state as training_state
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "mmm.checkpoint.manifest": "Manifest complete read_manifest steps_of",
+        "mmm.checkpoint.saver": "Saver",
+        "mmm.checkpoint.state": "load_tensors shapes_of training_state",
+    },
+)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmm.errors import ConfigError
+from mmm.layout import AXES
 from mmm.plan.machine import Machine, calibrated_path, changed, load
 
 if TYPE_CHECKING:
     from mmm.plan.candidate import Candidate
     from mmm.plan.search import Search
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 CHECK_SECONDS = 900  # of each run on real ranks
 CHECK_FAILED = 1
 DATA = {"mmm.trainer.lm": "random", "mmm.trainer.vit": "digits", "mmm.trainer.fsdp": "digits"}  # without a download
@@ -33,7 +33,7 @@ def sizes_of(text: str) -> dict[str, int]:
     Raises:
         ConfigError: it is no layout.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes = dict.fromkeys((*AXES, "ep"), 1)
     for word in re.split(r"[·,.*\s]+", text.strip()) if text.strip() != "1" else []:
         match = re.fullmatch(r"([a-z_]+?)=?(\d+)", word)
         axis = {"dp": "dp_shard"}.get(match[1], match[1]) if match else ""
@@ -62,7 +62,7 @@ def machine_here(args: argparse.Namespace, sizes: dict[str, int]) -> Machine:
             calibrate(path, lambda _: None)
         machine = load(str(path), "--machine")
     ranks = 1
-    for axis in AXES[:-1]:
+    for axis in AXES:
         ranks *= sizes.get(axis, 1)
     return changed(machine, {"hosts": 1, "gpus_per_host": ranks if sizes else args.gpus_per_host})
 

@@ -58,8 +58,8 @@ def main(argv: list[str]) -> int:
 def _sample(args: Any) -> None:
     from mmm.checkpoint.weights import open_weights  # imports torch
     from mmm.errors import ConfigError
+    from mmm.layout import Layout
     from mmm.models.sampling import Sampling
-    from mmm.parallel.mesh import Layout
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami

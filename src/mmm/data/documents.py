@@ -16,8 +16,9 @@ import numpy as np
 from mmm.data.order import permuted
 from mmm.data.text import TokenArray
 from mmm.data.token_file import TokenFile
-from mmm.data.tokens import PADDING, FileTokens, Tokens, check_vocabulary
+from mmm.data.tokens import FileTokens, Tokens, check_vocabulary
 from mmm.errors import DataError
+from mmm.layout import PADDING
 
 WINDOW = 64  # sequences, about, whose documents are packed together
 GROUPS = 1 << 16  # at most so many numbers are kept of a file, however long it is

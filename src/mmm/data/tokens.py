@@ -17,8 +17,6 @@ from mmm.data.text import TokenArray
 from mmm.data.token_file import TokenFile
 from mmm.errors import ConfigError, DataError
 
-PADDING = -100  # a target that cross-entropy passes over: PyTorch's default
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from mmm.analysis.collective_bytes import factor
 from mmm.errors import ConfigError
-from mmm.parallel import Layout
-from mmm.parallel.data.zero import all_gather, reduce_scatter
+from mmm.layout import Layout
+from mmm.parallel.dp.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami

@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.parallel import Layout, cross_entropy
+from mmm.layout import Layout
+from mmm.parallel import cross_entropy
 from mmm.trainer import by_hand, example
 
 

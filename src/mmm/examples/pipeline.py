@@ -35,10 +35,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.analysis.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import ScheduleName
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pipeline.schedules import SCHEDULES
-from mmm.parallel.techniques import ScheduleName
+from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.trainer import example
 
 

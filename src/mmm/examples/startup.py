@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 from mmm.analysis import startup_cost as measure
 from mmm.errors import ConfigError
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
-from mmm.parallel import Layout
+from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, Need, check_needs, parse

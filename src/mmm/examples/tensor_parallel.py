@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from mmm.errors import LayoutError
-from mmm.parallel import Layout
+from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
 from mmm.trainer.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.trainer.flags import run_main

@@ -26,12 +26,12 @@ from mmm.analysis.footprint import footprint_of
 from mmm.analysis.step_traffic import Sent, apart, count_step, table
 from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
+from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, batch_sizes, build_mesh
+from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse

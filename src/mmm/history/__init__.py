@@ -8,23 +8,31 @@
 Importing this package imports neither torch, xarray, matplotlib nor plotext: `load` and the plots do when called.
 """
 
-from mmm.history.history import History
-from mmm.history.plots import plot_all, plot_timeline
-from mmm.history.reader import finalize, load, state
-from mmm.history.record import encode, prepare, versions, write_config, write_encoded
-from mmm.history.terminal import terminal_plot
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "History",
-    "encode",
-    "finalize",
-    "load",
-    "plot_all",
-    "plot_timeline",
-    "prepare",
-    "state",
-    "terminal_plot",
-    "versions",
-    "write_config",
-    "write_encoded",
-]
+from mmm.lazy import lazy
+
+if TYPE_CHECKING:
+    from mmm.history.history import History as History
+    from mmm.history.plots import plot_all as plot_all
+    from mmm.history.plots import plot_timeline as plot_timeline
+    from mmm.history.reader import finalize as finalize
+    from mmm.history.reader import load as load
+    from mmm.history.reader import state as state
+    from mmm.history.record import encode as encode
+    from mmm.history.record import prepare as prepare
+    from mmm.history.record import versions as versions
+    from mmm.history.record import write_config as write_config
+    from mmm.history.record import write_encoded as write_encoded
+    from mmm.history.terminal import terminal_plot as terminal_plot
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "mmm.history.history": "History",
+        "mmm.history.plots": "plot_all plot_timeline",
+        "mmm.history.reader": "finalize load state",
+        "mmm.history.record": "encode prepare versions write_config write_encoded",
+        "mmm.history.terminal": "terminal_plot",
+    },
+)

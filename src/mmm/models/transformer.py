@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.rope import RopeScaling
 from mmm.models.sizes import below_one
-from mmm.models.weights import Init, widest
+from mmm.models.weights import Init, accum_dtype
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def rotary_table(
         Two tensors (…, seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
         float32 on devices without it.
     """
-    dtype = widest(positions.device)
+    dtype = accum_dtype(positions.device)
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
     frequencies = theta**-exponent if scaling is None else scaling.scaled(theta**-exponent)
     angle = positions.to(dtype)[..., None] * frequencies  # (…, seq, head_dim / 2)

@@ -136,7 +136,7 @@ def fill_(local: Tensor, rule: Init, key: int, box: ShardBox, device: torch.devi
     total = local.numel()
     if device is None or device.type == "meta":  # which has no values to copy
         device = local.device
-    if widest(device) != torch.float64:
+    if accum_dtype(device) != torch.float64:
         device = torch.device("cpu")
     chunk = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else CHUNK
     if local.is_contiguous():
@@ -251,7 +251,7 @@ def initialize(
             fill_(local_of(buffer), rule, stream_key(seed, name), full_box(buffer))
 
 
-def widest(device: torch.device) -> torch.dtype:
+def accum_dtype(device: torch.device) -> torch.dtype:
     """float64, or float32 on devices without it: Apple's, and Intel's smaller ones (Arc)."""
     without = device.type == "mps"
     if device.type == "xpu":

@@ -3,53 +3,61 @@
 The names below are what a program of one's own uses (docs/your-script.md, docs/models.md), and stay.
 """
 
-from mmm.data.local_batches import local_batches
-from mmm.models.meta import meta_parameters
-from mmm.parallel.apply import apply
-from mmm.parallel.clip import clip_grad_norm
-from mmm.parallel.compile import check_compile
-from mmm.parallel.data.apply import DATA_PARALLEL, check_data_parallel, sync_gradients
-from mmm.parallel.ema import EMA
-from mmm.parallel.expert.balance import balance_experts, imbalance
-from mmm.parallel.local import to_local
-from mmm.parallel.loss import cross_entropy
-from mmm.parallel.materialize import check_weights, materialize
-from mmm.parallel.memory.chunked_loss import loss_of
-from mmm.parallel.mesh import Layout, Mesh, batch_sizes, build_mesh
-from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.partition import Partition, partition_model
-from mmm.parallel.plan import Plan
-from mmm.parallel.techniques import Techniques
-from mmm.parallel.tensor.replicated import PartialGradient, Replicated
-from mmm.parallel.values import loaded_values
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DATA_PARALLEL",
-    "EMA",
-    "Layout",
-    "Mesh",
-    "ParallelModel",
-    "PartialGradient",
-    "Partition",
-    "Plan",
-    "Replicated",
-    "Techniques",
-    "apply",
-    "balance_experts",
-    "batch_sizes",
-    "build_mesh",
-    "check_compile",
-    "check_data_parallel",
-    "check_weights",
-    "clip_grad_norm",
-    "cross_entropy",
-    "imbalance",
-    "loaded_values",
-    "local_batches",
-    "loss_of",
-    "materialize",
-    "meta_parameters",
-    "partition_model",
-    "sync_gradients",
-    "to_local",
-]
+from mmm.lazy import lazy
+
+if TYPE_CHECKING:
+    from mmm.data.local_batches import local_batches as local_batches
+    from mmm.layout import Layout as Layout
+    from mmm.layout import Techniques as Techniques
+    from mmm.layout import batch_sizes as batch_sizes
+    from mmm.models.meta import meta_parameters as meta_parameters
+    from mmm.parallel.clip import clip_grad_norm as clip_grad_norm
+    from mmm.parallel.compile import check_compile as check_compile
+    from mmm.parallel.dp.data_parallel import DATA_PARALLEL as DATA_PARALLEL
+    from mmm.parallel.dp.data_parallel import check_data_parallel as check_data_parallel
+    from mmm.parallel.dp.data_parallel import sync_gradients as sync_gradients
+    from mmm.parallel.ema import EMA as EMA
+    from mmm.parallel.ep.balance import balance_experts as balance_experts
+    from mmm.parallel.ep.balance import imbalance as imbalance
+    from mmm.parallel.local import to_local as to_local
+    from mmm.parallel.loss import cross_entropy as cross_entropy
+    from mmm.parallel.materialize import check_weights as check_weights
+    from mmm.parallel.materialize import materialize as materialize
+    from mmm.parallel.memory.chunked_loss import loss_of as loss_of
+    from mmm.parallel.mesh import Mesh as Mesh
+    from mmm.parallel.mesh import build_mesh as build_mesh
+    from mmm.parallel.parallel_model import ParallelModel as ParallelModel
+    from mmm.parallel.parallelize import apply as apply
+    from mmm.parallel.partition import Partition as Partition
+    from mmm.parallel.partition import partition_model as partition_model
+    from mmm.parallel.plan import Plan as Plan
+    from mmm.parallel.tp.replicated import PartialGradient as PartialGradient
+    from mmm.parallel.tp.replicated import Replicated as Replicated
+    from mmm.parallel.values import loaded_values as loaded_values
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "mmm.data.local_batches": "local_batches",
+        "mmm.layout": "Layout Techniques batch_sizes",
+        "mmm.models.meta": "meta_parameters",
+        "mmm.parallel.clip": "clip_grad_norm",
+        "mmm.parallel.compile": "check_compile",
+        "mmm.parallel.dp.data_parallel": "DATA_PARALLEL check_data_parallel sync_gradients",
+        "mmm.parallel.ema": "EMA",
+        "mmm.parallel.ep.balance": "balance_experts imbalance",
+        "mmm.parallel.local": "to_local",
+        "mmm.parallel.loss": "cross_entropy",
+        "mmm.parallel.materialize": "check_weights materialize",
+        "mmm.parallel.memory.chunked_loss": "loss_of",
+        "mmm.parallel.mesh": "Mesh build_mesh",
+        "mmm.parallel.parallel_model": "ParallelModel",
+        "mmm.parallel.parallelize": "apply",
+        "mmm.parallel.partition": "Partition partition_model",
+        "mmm.parallel.plan": "Plan",
+        "mmm.parallel.tp.replicated": "PartialGradient Replicated",
+        "mmm.parallel.values": "loaded_values",
+    },
+)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mmm.errors import LayoutError
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 
 
 @dataclass(frozen=True)

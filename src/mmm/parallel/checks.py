@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
+from mmm.layout import Layout, Techniques
 from mmm.parallel.compile import check_compile, check_compiled_experts
-from mmm.parallel.data.apply import check_data_parallel, check_reshard
-from mmm.parallel.data.batch_norm import check_batch_norm
+from mmm.parallel.dp.batch_norm import check_batch_norm
+from mmm.parallel.dp.data_parallel import check_data_parallel, check_reshard
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.memory.offload import check_offload
 from mmm.parallel.memory.tiling import check_tiling
-from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan
-from mmm.parallel.techniques import Techniques
 
 
 def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, dtype: str = "") -> None:

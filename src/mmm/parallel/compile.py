@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.log import get_logger
 

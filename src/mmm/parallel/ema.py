@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from mmm.errors import ConfigError
 from mmm.models.weights import canonical_name
-from mmm.parallel.data.fsdp import reshard
-from mmm.parallel.data.zero import Zero
+from mmm.parallel.dp.fsdp import reshard
+from mmm.parallel.dp.zero import Zero
 from mmm.parallel.local import to_local
 
 if TYPE_CHECKING:

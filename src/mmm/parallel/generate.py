@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.models.sampling import Sampling
-from mmm.parallel.data.fsdp import reshard
+from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.local import to_local, unsharded
 from mmm.parallel.memory.chunked_loss import DeferredLMHead
 from mmm.parallel.parallel_model import ParallelModel

@@ -7,11 +7,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.models import weights
+from mmm.models.weights import accum_dtype
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """This rank's local tensor of a `DTensor`; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def detached(loss: Tensor) -> Tensor:
+    """A scalar, plain or replicated over a mesh, without its graph and as `accum_dtype`, to add up on its device."""
+    return to_local(loss.detach()).to(accum_dtype(loss.device))
 
 
 def sendable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

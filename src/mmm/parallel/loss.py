@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmm.data.tokens import PADDING
-from mmm.models.weights import widest
-from mmm.parallel.local import to_local
+from mmm.layout import PADDING
 
 Loss = Callable[[Tensor, Tensor, int | Tensor], Tensor]  # (output, targets, count) → local loss
 
@@ -30,8 +28,3 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int | Tensor) -> Tenso
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=PADDING)
     return total / count
-
-
-def detached(loss: Tensor) -> Tensor:
-    """A scalar, plain or replicated over a mesh, without its graph and as `widest`, to add up on its device."""
-    return to_local(loss.detach()).to(widest(loss.device))

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from mmm.errors import ConfigError
 from mmm.models import weights
 from mmm.models.meta import KEPT, drop_values
-from mmm.parallel.data.fsdp import is_offloaded
-from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.dp.fsdp import is_offloaded
+from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.ties import find_ties, tie_again
 from mmm.parallel.values import Values, class_name, constructed_values

@@ -15,13 +15,11 @@ A `Layout` is the sizes alone: it is checked, and says who stands where, before 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,107 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
+from mmm.layout import AXES, Layout
 from mmm.runtime.process_group import bound_if_it_splits, default_timeout
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Size of each axis, in ranks. ``dp_shard=-1``: whatever the other axes leave.
-
-    ``ep`` divides ``dp_shard`` and uses its ranks once more: it is no factor of their number, and not in `sizes`.
-    """
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-
-    def __str__(self) -> str:
-        """Such as ``dp2·tp2``, or ``dp4·ep2``, which is 4 ranks; ``1`` for a single rank."""
-        short = {"dp_shard": "dp"} if self.dp_replicate == 1 else {}
-        return "·".join(f"{short.get(a, a)}{n}" for a, n in (*self.sizes.items(), ("ep", self.ep)) if n != 1) or "1"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in AXES}
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.sizes.values())
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel coordinates: how many different parts of a global batch there are."""
-        return self.dp_replicate * self.dp_shard
-
-    def fit(self, world_size: int) -> Layout:
-        """This layout with ``dp_shard`` computed for that many ranks.
-
-        Raises:
-            LayoutError: an axis is not a positive size, the axes do not multiply to `world_size`, or ep does not divide
-                dp_shard.
-        """
-        if self.ep < 1:
-            raise LayoutError(f"ep {self.ep}: it is at least 1, which is no expert parallelism")
-        for axis, size in self.sizes.items():
-            if size < 1 and not (axis == "dp_shard" and size == -1):
-                raise LayoutError(f"{axis} {size}: an axis of the mesh has at least 1 rank")
-        fixed = {axis: size for axis, size in self.sizes.items() if axis != "dp_shard" and size > 1}
-        product = math.prod(fixed.values())
-        named = " · ".join(f"{axis} {size}" for axis, size in fixed.items())
-        if self.dp_shard == -1:
-            if world_size % product:
-                near = max(round(world_size / (product * self.ep)), 1) * product * self.ep
-                raise LayoutError(
-                    f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
-                    f"{world_size}: start {near} ranks, or change the layout",
-                    ranks=near,
-                )
-            return replace(self, dp_shard=world_size // product)._check_ep()
-        if self.ranks != world_size:
-            raise LayoutError(
-                f"the layout {self} has {self.ranks} rank{'s' if self.ranks > 1 else ''}, and there "
-                f"{'is' if world_size == 1 else 'are'} {world_size}: start {self.ranks} ranks, or change the layout",
-                ranks=self.ranks,
-            )
-        return self._check_ep()
-
-    def _check_ep(self) -> Layout:
-        """This layout, once its dp_shard is known; or a LayoutError."""
-        if self.dp_shard % self.ep:
-            divisors = [n for n in range(1, self.dp_shard + 1) if self.dp_shard % n == 0]
-            others = self.ranks // self.dp_shard
-            raise LayoutError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (data-parallel ranks share the experts): "
-                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks (with dp_shard "
-                f"left out)"
-            )
-        return self
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank on every axis; tp varies fastest."""
-        place = {}
-        for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return {axis: place[axis] for axis in AXES}
-
-    def dp_coordinate(self, rank: int) -> int:
-        """Which part of the global batch a rank takes, 0 … dp - 1."""
-        place = self.coordinates(rank)
-        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
-
-    @cached_property
-    def of_loss_ranks(self) -> slice:
-        """`loss_ranks`, of a table by rank."""
-        return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)
-
-    def loss_ranks(self) -> list[int]:
-        """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
-        return list(range(self.ranks)[self.of_loss_ranks])
 
 
 @dataclass(frozen=True)
@@ -145,10 +44,10 @@ class Mesh:
             experts are sharded as all other parameters are.
         one_device: nothing is data parallel, and the model stays as it is. On MPS, where PyTorch makes no groups and
             FSDP does not run: there is one rank. And where FSDP would only copy: in a trainer on one rank
-            (`mmm.parallel.data.apply.needs_no_fsdp`), and around a model without replicas or shards that is not
+            (`mmm.parallel.dp.data_parallel.needs_no_fsdp`), and around a model without replicas or shards that is not
             trained.
         p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
-            receiver) on pp; those of this rank (`mmm.parallel.pipeline.p2p` says why). Gloo needs none.
+            receiver) on pp; those of this rank (`mmm.parallel.pp.p2p` says why). Gloo needs none.
     """
 
     layout: Layout
@@ -286,37 +185,3 @@ def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]
             group = dist.split_group(split_ranks=members) if splits else dist.new_subgroups_by_enumeration(members)[0]
             found |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
     return found
-
-
-def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:
-    """Samples of one step (per data-parallel coordinate, over all of them), from whichever was given.
-
-    Raises:
-        LayoutError: not positive, both given and inconsistent, or the global batch does not divide over `dp`.
-    """
-    fields = ("batch_size", "global_batch_size")
-    for name, value in zip(fields, (batch_size, global_batch_size), strict=True):
-        if value is not None and value < 1:
-            raise LayoutError(f"{name} {value}: it must be at least 1", fields=fields)
-    if global_batch_size is None:
-        batch_size = batch_size or default
-        return batch_size, batch_size * dp
-    if global_batch_size % dp:
-        raise LayoutError(
-            f"global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates: use "
-            f"{' or '.join(map(str, nearest_multiples(global_batch_size, dp)))}",
-            fields=fields,
-        )
-    if batch_size is not None and batch_size * dp != global_batch_size:
-        raise LayoutError(
-            f"batch_size {batch_size} on {dp} data-parallel coordinates is {batch_size * dp} samples a step, not "
-            f"global_batch_size {global_batch_size}: give one of them",
-            fields=fields,
-        )
-    return global_batch_size // dp, global_batch_size
-
-
-def nearest_multiples(size: int, of: int) -> list[int]:
-    """The multiple of a number below `size`, where that is above 0, and the one above."""
-    below = size // of * of
-    return [multiple for multiple in (below, below + of) if multiple]

@@ -20,30 +20,30 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.data.tokens import PADDING
 from mmm.errors import DataError
+from mmm.layout import PADDING, Techniques
 from mmm.models.dropout import has_dropout
 from mmm.models.experts import has_experts
-from mmm.models.weights import InitRules, canonical_name, widest
-from mmm.parallel.apply import apply
+from mmm.models.weights import InitRules, accum_dtype, canonical_name
 from mmm.parallel.clip import clip_grad_norm, local_norms
 from mmm.parallel.compile import CompileReport
-from mmm.parallel.context.ring import positions_of
-from mmm.parallel.data.apply import sync_gradients
-from mmm.parallel.data.fsdp import reshard
-from mmm.parallel.data.replicas import Replicas
-from mmm.parallel.data.zero import Zero
-from mmm.parallel.expert.balance import BALANCE_RATE, balance_experts, imbalance
-from mmm.parallel.loss import Loss, detached
+from mmm.parallel.cp.ring import positions_of
+from mmm.parallel.dp.data_parallel import sync_gradients
+from mmm.parallel.dp.fsdp import reshard
+from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.zero import Zero
+from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
+from mmm.parallel.local import detached
+from mmm.parallel.loss import Loss
 from mmm.parallel.materialize import materialize
 from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Mesh
+from mmm.parallel.parallelize import apply
 from mmm.parallel.partition import Partition
-from mmm.parallel.pipeline.pipeline import Lap, Pipeline
-from mmm.parallel.pipeline.schedules import stages_of
-from mmm.parallel.pipeline.stages import take_stage
 from mmm.parallel.plan import Plan, warn_unmatched
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.pp.pipeline import Lap, Pipeline
+from mmm.parallel.pp.schedules import stages_of
+from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import StageTies, stage_ties
 from mmm.runtime.device import Precision
 
@@ -292,10 +292,11 @@ class ParallelModel:
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
-            (measures,) `widest`, on the device, of this data-parallel (and cp) coordinate, the same on all its stages.
+            (measures,) `accum_dtype`, on the device, of this data-parallel (and cp) coordinate, the same on all its
+            stages.
         """
         inputs, targets, positions = self._own_tokens(inputs, targets)
-        sums = torch.zeros(len(measures), dtype=widest(self.device), device=self.device)
+        sums = torch.zeros(len(measures), dtype=accum_dtype(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
             sums.add_(torch.stack([detached(measure(output, targets)) for measure in measures]))

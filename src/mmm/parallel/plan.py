@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import LayoutError
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 from mmm.runtime.log import get_logger
 
 
@@ -38,7 +38,7 @@ class Plan:
         output: the matrix that computes the logits of a sequence, which the chunked loss defers.
         tiled: MLPs that can be computed in tiles of the sequence, (batch, seq, dim) in and out.
         uniform: whether forward calls the same FSDP units in the same order, whatever the samples. Then ranks do not
-            compare what they have called (`mmm.parallel.data.unit_order`).
+            compare what they have called (`mmm.parallel.dp.unit_order`).
         optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
             on them.
     """

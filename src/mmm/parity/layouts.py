@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import AXES
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # as in parallel/mesh.py
 NAMES = (*AXES[:3], "dp", *AXES[3:], "ep")
 OPTIMIZERS = ("sgd", "adamw")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mmm.data.datasets import digits
 from mmm.data.images import ImagesInMemory
-from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
+from mmm.layout import PADDING
 from mmm.models import weights
 from mmm.models.dropout import has_dropout, sample_keys
 

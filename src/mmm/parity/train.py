@@ -19,17 +19,17 @@ from mmm.analysis.traffic import count_traffic
 from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.comparison import worst
 from mmm.errors import LayoutError
+from mmm.layout import Layout, Techniques
 from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.data.fsdp import ignore_views
-from mmm.parallel.mesh import Layout, Mesh, build_mesh
+from mmm.parallel.dp.fsdp import ignore_views
+from mmm.parallel.mesh import Mesh, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
-from mmm.parallel.pipeline.schedules import SCHEDULES
 from mmm.parallel.plan import unmatched
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss

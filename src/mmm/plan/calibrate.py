@@ -27,7 +27,7 @@ from mmm.analysis.collective_bytes import factor
 from mmm.errors import ConfigError
 from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig, rotary_table
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.tensor.apply import apply_tensor_parallel
+from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.plan.machine import read
 from mmm.plan.memory import MemoryModel
 from mmm.plan.models import transformer_spec

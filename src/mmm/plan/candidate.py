@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmm.parallel.mesh import Layout
-from mmm.parallel.techniques import Techniques
+from mmm.layout import Layout, Techniques
 from mmm.plan.cost import StepCost
 from mmm.plan.memory import PlannedStage
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.machine import Machine
 from mmm.plan.measured import PhaseTracker

@@ -23,12 +23,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mmm.analysis.bubble import bubble_formula
+from mmm.layout import Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.data.apply import UNSHARDED
-from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline.schedules import SCHEDULES
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.dp.data_parallel import UNSHARDED
+from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group, collective, group_of, groups_of, send

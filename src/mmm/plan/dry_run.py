@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from mmm.errors import ConfigError, UserError
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 from mmm.plan.program import Rehearsal, rehearsing
 from mmm.plan.sent_calls import SentCall
 from mmm.plan.step_graph import Node

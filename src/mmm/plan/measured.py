@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 from mmm.analysis.traffic import axes_of, count_traffic
+from mmm.layout import Layout
 from mmm.models.experts import has_experts
-from mmm.parallel.mesh import Layout
 from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.runtime.clock import StepClock

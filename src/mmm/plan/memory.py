@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from mmm.layout import Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.data.apply import UNSHARDED, needs_no_fsdp
-from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD
-from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline.schedules import stages_of
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.dp.data_parallel import UNSHARDED, needs_no_fsdp
+from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
+from mmm.parallel.pp.schedules import stages_of
 from mmm.plan.activations import KeptActivations, transformer_layer, vit_layer
 from mmm.plan.spec import ModelSpec
 
@@ -118,7 +117,7 @@ class MemoryModel:
             shape = matrix.local(tp, ep)
             n = expert_shards if matrix.expert else shards
             rows, others = shape[0], math.prod(shape[1:])
-            if matrix.expert and rows % n and shape[1] % n == 0:  # `mmm.parallel.expert.apply` shards their rows
+            if matrix.expert and rows % n and shape[1] % n == 0:  # `mmm.parallel.ep.expert_parallel` shards their rows
                 rows, others = rows * shape[1], math.prod(shape[2:])
             each = -(-rows // n)
             local += math.prod(shape)

@@ -24,11 +24,11 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT, ViTConfig
-from mmm.parallel.pipeline.stages import Part, part_costs, parts_of
 from mmm.parallel.plan import Plan, matches
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.pp.stages import Part, part_costs, parts_of
 from mmm.plan.hugging_face import LARGEST, read_config
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
 

@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 from mmm.analysis.collective_bytes import factor
-from mmm.parallel.mesh import AXES, Layout
+from mmm.layout import AXES, Layout
 from mmm.plan.machine import Machine
 
 

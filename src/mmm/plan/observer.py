@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 

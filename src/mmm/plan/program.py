@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.analysis.traffic import axes_of, count_traffic
 from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
+from mmm.layout import Layout
 from mmm.models import weights
 from mmm.models.experts import has_experts
-from mmm.parallel.mesh import Layout
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentInOrder

@@ -16,16 +16,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from mmm.layout import Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.advice import Broken
-from mmm.parallel.data.apply import UNSHARDED
-from mmm.parallel.mesh import Layout
-from mmm.parallel.pipeline.schedules import SCHEDULES
-from mmm.parallel.pipeline.stages import balance_stages
+from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.parallel.plans import transformer as transformer_rules
 from mmm.parallel.plans import vit as vit_rules
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.parallel.pp.stages import balance_stages
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
 from mmm.plan.cost import CostModel, bubble_of
 from mmm.plan.machine import Machine

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.pipelining import stage as pipelining
 
+from mmm.layout import Layout
 from mmm.models import weights
 from mmm.models.experts import has_experts
-from mmm.parallel.context.ring import positions_of
-from mmm.parallel.mesh import Layout, build_mesh
-from mmm.parallel.pipeline.pipeline import Pipeline
-from mmm.parallel.pipeline.stages import take_stage
-from mmm.parallel.pipeline.strides import to_contiguous
-from mmm.parallel.tensor.apply import apply_tensor_parallel
+from mmm.parallel.cp.ring import positions_of
+from mmm.parallel.mesh import build_mesh
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.stages import take_stage
+from mmm.parallel.pp.strides import to_contiguous
+from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.plan.tracker import MemoryTracker
 
 

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmm.layout import Layout
 from mmm.parallel.local import to_local
-from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import find
 
 PARTS = (

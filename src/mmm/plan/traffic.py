@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 
 from mmm.analysis.collective_bytes import factor
+from mmm.layout import Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.data.apply import UNSHARDED
-from mmm.parallel.mesh import Layout
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group
 

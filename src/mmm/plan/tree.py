@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.parallel.mesh import Layout
-from mmm.parallel.techniques import Techniques
+from mmm.layout import Layout, Techniques
 from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, full_model
 from mmm.plan.spec import ModelSpec

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from mmm.errors import ConfigError
+from mmm.layout import Techniques
 from mmm.models.meta import meta_parameters
-from mmm.parallel import Plan, Techniques, loaded_values
+from mmm.parallel import Plan, loaded_values
 from mmm.parallel.materialize import InitName
 from mmm.parallel.values import StateDict
 from mmm.runtime.ranks import DRY_RUN

@@ -17,7 +17,7 @@ from mmm.analysis.footprint import STATE
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
 from mmm.checkpoint.weights import Origins
 from mmm.contract import SAVED_EXIT
-from mmm.models.weights import widest
+from mmm.models.weights import accum_dtype
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
@@ -113,7 +113,7 @@ class Checkpoints:
             local = sum(losses[rank] for rank in state["loss_ranks"])
         else:
             local = 0.0
-        local_loss = torch.tensor(local, dtype=widest(run.device), device=run.device)
+        local_loss = torch.tensor(local, dtype=accum_dtype(run.device), device=run.device)
         return manifest.step, state["since"], state["counted"], local_loss
 
     def compare_rates(self, rate: Callable[[int], float]) -> None:

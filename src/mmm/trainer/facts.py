@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import mmm
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import Rank

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mmm.data import Batch
 from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
-from mmm.data.tokens import PADDING
+from mmm.layout import PADDING
 from mmm.models.dropout import sample_keys
-from mmm.parallel.loss import detached
+from mmm.parallel.local import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.run import Run

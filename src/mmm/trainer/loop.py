@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mmm.parallel.clip import local_norms
-from mmm.parallel.expert.balance import BALANCE_RATE
+from mmm.parallel.ep.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
@@ -33,7 +33,7 @@ class Fit:
         schedule: factor of the learning rate at a step.
         eval_every: steps between two evaluations; 0 for the end alone. by_epoch: one row, and one evaluation, an epoch
             (and at the end), instead of a row a step.
-        balance_rate: how far a step moves the biases of experts (`mmm.parallel.expert.apply.balance_experts`).
+        balance_rate: how far a step moves the biases of experts (`mmm.parallel.ep.expert_parallel.balance_experts`).
         skip: a step with a loss or gradient that is not finite changes nothing; else it ends the run.
     """
 

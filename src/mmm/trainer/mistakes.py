@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.comparison import worst
 from mmm.data import Batch
-from mmm.data.tokens import PADDING
+from mmm.layout import PADDING
 from mmm.models.weights import canonical_name, convert
 from mmm.parallel import cross_entropy, materialize
 from mmm.trainer.run import Run

@@ -18,8 +18,7 @@ import tyro
 
 from mmm.errors import ConfigError
 from mmm.history.trackers import check_tracker
-from mmm.parallel.mesh import Layout
-from mmm.parallel.techniques import Techniques
+from mmm.layout import Layout, Techniques
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import DRY_RUN, LONGEST, command_line, whoami
 from mmm.trainer.dry_run import DryRunAsked, DryRunOptions, for_a_few_steps

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mmm.models.experts import has_experts
 from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
-from mmm.parallel.data.apply import needs_no_fsdp
+from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects

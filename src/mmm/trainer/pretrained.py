@@ -10,11 +10,12 @@ import torch
 from mmm.checkpoint.weights import Origins, Weights, open_weights
 from mmm.data.tokenizer import Tokenizer, tokenizer_of
 from mmm.errors import CheckpointError, ConfigError
+from mmm.layout import Layout, Techniques
 from mmm.models.experts import has_experts
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.models.weights import Init
-from mmm.parallel import Layout, Techniques, build_mesh, partition_model
+from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan

@@ -24,10 +24,10 @@ from mmm.analysis.rank_trace import STEPS, CallRecorder, RankTrace, Slice
 from mmm.analysis.trace_file import TraceFile
 from mmm.analysis.traffic import axes_of
 from mmm.history.record import PROFILE_PAGE, PROFILE_TEXT, TRACE
+from mmm.layout import Layout
 from mmm.models.experts import has_experts
-from mmm.parallel.mesh import Layout
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.pipeline.recorder import Action, Recorder
+from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.runtime.clock_offset import clock_offset
 from mmm.trainer.profile_options import ProfileOptions, parse_steps
 from mmm.trainer.run import Run

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from mmm import history
 from mmm.history.record import TRACE, TRACE_PICTURE
 from mmm.models.weights import canonical_name
-from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import to_local
 from mmm.runtime import startup
 from mmm.runtime.log import get_logger

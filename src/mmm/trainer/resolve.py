@@ -11,10 +11,9 @@ from torch import Tensor
 from mmm.analysis.footprint import Footprint, footprint_of
 from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout, Techniques
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
-from mmm.parallel.techniques import Techniques
 from mmm.trainer.options import RunOptions
 from mmm.trainer.report import model_summary
 

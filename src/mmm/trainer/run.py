@@ -17,8 +17,8 @@ from mmm import history
 from mmm.errors import DivergedError, RecordError
 from mmm.history.ending import RUNNING, Ending
 from mmm.history.series import OWN
-from mmm.parallel.loss import detached
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
+from mmm.parallel.local import detached
 from mmm.runtime import startup
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.history.record import cannot_write
 from mmm.models.weights import canonical_name
-from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import unsharded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.ties import find_ties

@@ -29,8 +29,8 @@ from mmm.contract import LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import DeviceError
 from mmm.history.attempts import this_attempt
 from mmm.history.trackers import Tracked
-from mmm.parallel.data.fsdp import ignore_views
-from mmm.parallel.mesh import Layout
+from mmm.layout import Layout
+from mmm.parallel.dp.fsdp import ignore_views
 from mmm.plan.observer import observed
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree

@@ -29,11 +29,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.data.workers import read
 from mmm.errors import ConfigError, DataError
+from mmm.layout import Techniques
 from mmm.models.cnn import CNN
 from mmm.models.experts import has_experts
 from mmm.models.transformer import Transformer
-from mmm.parallel import Mesh, Plan, Techniques, apply, build_mesh, materialize
-from mmm.parallel.loss import detached
+from mmm.parallel import Mesh, Plan, apply, build_mesh, materialize
+from mmm.parallel.local import detached
 from mmm.parallel.materialize import InitName
 from mmm.parallel.values import Values
 from mmm.runtime.seed import seed_step

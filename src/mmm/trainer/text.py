@@ -16,10 +16,10 @@ from mmm.data import Batch, RandomTokens, Tokens
 from mmm.data.sources import Sources, open_sources
 from mmm.data.tokenizer import Tokenizer
 from mmm.errors import ConfigError, DataError, LayoutError
+from mmm.layout import batch_sizes
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
 from mmm.outside import parse_json
-from mmm.parallel import batch_sizes
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions

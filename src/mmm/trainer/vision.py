@@ -11,8 +11,8 @@ import torch
 from mmm.data.datasets import load_images
 from mmm.data.images import ImageData
 from mmm.errors import ConfigError
+from mmm.layout import batch_sizes
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.parallel import batch_sizes
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.runtime.ranks import Rank, whoami
 from mmm.trainer.layout import DataParallelOptions

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from mmm.errors import ConfigError
+from mmm.layout import batch_sizes
 from mmm.models.vit import PRESETS, SDPA_BACKENDS, ViT, ViTConfig
-from mmm.parallel import batch_sizes
 from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.ranks import whoami

@@ -36,8 +36,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from mmm.data.tokens import PADDING
 from mmm.errors import ConfigError
+from mmm.layout import PADDING
 from mmm.parallel.local import to_local
 from mmm.parallel.loss import Loss, cross_entropy
 from mmm.parallel.plan import Plan, find

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError
-from mmm.parallel.data.fsdp import gathered_twice
-from mmm.parallel.data.replicas import Replicas
+from mmm.parallel.dp.fsdp import gathered_twice
+from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import to_local
 
 OFFLOADED = ("zero1", "zero2", "zero3", "fsdp", "hsdp")

@@ -23,12 +23,12 @@ from collections.abc import Mapping
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
+from mmm.layout import Layout
 from mmm.models.cnn import CNNConfig
 from mmm.parallel.advice import Broken, check_sizes
-from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
-from mmm.parallel.tensor.replicated import Replicated
-from mmm.parallel.tensor.sharded_dropout import ShardedDropout
+from mmm.parallel.tp.replicated import Replicated
+from mmm.parallel.tp.sharded_dropout import ShardedDropout
 
 
 def cnn_plan() -> Plan:

@@ -16,7 +16,7 @@ Between the sharded matrices the sequence is sharded (sequence parallel), so tha
 
     tok_embeddings     rows (the vocabulary): each rank looks up its shard; reduce-scatter over the sequence
     router             replicated: each rank scores its local tokens; experts are not sharded over tp
-                       (`mmm.parallel.expert.apply`)
+                       (`mmm.parallel.ep.expert_parallel`)
     output             columns (the vocabulary): logits stay sharded, and so does the loss computed from them
 """
 
@@ -36,13 +36,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from mmm.errors import LayoutError
+from mmm.layout import Layout
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel.advice import Broken, check_sizes
-from mmm.parallel.context.apply import context_problems
-from mmm.parallel.expert.apply import expert_problems
-from mmm.parallel.mesh import Layout
+from mmm.parallel.cp.context_parallel import context_problems
+from mmm.parallel.ep.expert_parallel import expert_problems
 from mmm.parallel.plan import Plan
-from mmm.parallel.tensor.kv_heads import KVHeads, kv_head_problems
+from mmm.parallel.tp.kv_heads import KVHeads, kv_head_problems
 
 
 def transformer_plan(config: TransformerConfig | None = None) -> Plan:

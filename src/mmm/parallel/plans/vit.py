@@ -27,11 +27,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from mmm.errors import LayoutError
+from mmm.layout import Layout
 from mmm.models.vit import ViTConfig
 from mmm.parallel.advice import Broken, check_sizes
-from mmm.parallel.mesh import Layout
 from mmm.parallel.plan import Plan, axis_problems
-from mmm.parallel.tensor.replicated import Replicated
+from mmm.parallel.tp.replicated import Replicated
 
 
 def vit_plan() -> Plan:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.parallel.data.replicas import Part, Replicas
+from mmm.parallel.dp.replicas import Part, Replicas
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, as in PyTorch; the first is small, so that sending begins early
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmm.models.weights import widest
+from mmm.models.weights import accum_dtype
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from mmm.models.weights import widest
 def test_the_widest_float(monkeypatch, kind, has_fp64, expected):
     """Intel's Arc has no float64, its data-center GPUs have."""
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has_fp64))
-    assert widest(torch.device(kind)) == expected
+    assert accum_dtype(torch.device(kind)) == expected

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, find
-from mmm.parallel.tensor.replicated import Replicated
 from mmm.parallel.ties import find_ties
+from mmm.parallel.tp.replicated import Replicated
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:

@@ -29,14 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
-from mmm.models.weights import widest
-from mmm.parallel.data.fsdp import reshard, widen_gradients
-from mmm.parallel.loss import detached
+from mmm.models.weights import accum_dtype
+from mmm.parallel.dp.fsdp import reshard, widen_gradients
+from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
-from mmm.parallel.pipeline.p2p import P2PStage, batched_by_group
-from mmm.parallel.pipeline.recorder import Action, Recorder
-from mmm.parallel.pipeline.schedules import SCHEDULES
-from mmm.parallel.pipeline.strides import contiguous_between_stages
+from mmm.parallel.pp.p2p import P2PStage, batched_by_group
+from mmm.parallel.pp.recorder import Action, Recorder
+from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.parallel.pp.strides import contiguous_between_stages
 
 Lap = Callable[[str], None]
 
@@ -91,9 +91,9 @@ def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.
     """The local losses of a step's micro-batches, summed, on all stages alike: only the last has any. A collective.
 
     Returns:
-        Scalar, `widest`.
+        Scalar, `accum_dtype`.
     """
-    loss = sum(map(detached, losses), torch.zeros((), dtype=widest(device), device=device))
+    loss = sum(map(detached, losses), torch.zeros((), dtype=accum_dtype(device), device=device))
     dist.all_reduce(loss, group=group)
     return loss
 
@@ -184,7 +184,7 @@ class Pipeline:
             unsplit: further arguments of each stage's forward, not split into micro-batches, such as ``positions``.
 
         Returns:
-            The coordinate's local loss, the same on all its stages: scalar, `widest`.
+            The coordinate's local loss, the same on all its stages: scalar, `accum_dtype`.
         """
         self._training = True
         if self._recorder is not None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from mmm.errors import ConfigError
-from mmm.parallel.data.outputs import adds_to_leaves, tensors_in
+from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
 from mmm.runtime.device import Precision
 
 

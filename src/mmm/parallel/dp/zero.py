@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mmm.parallel.data.replicas import Part, Replicas
+from mmm.parallel.dp.replicas import Part, Replicas
 from mmm.parallel.local import to_local
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import all_gather

@@ -8,23 +8,23 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
-from mmm.parallel.context.apply import apply_context_parallel
-from mmm.parallel.data.apply import UNSHARDED, apply_data_parallel
-from mmm.parallel.data.batch_norm import apply_batch_norm
-from mmm.parallel.data.cast_buffers import cast_buffers
-from mmm.parallel.expert.apply import apply_expert_parallel
+from mmm.parallel.cp.context_parallel import apply_context_parallel
+from mmm.parallel.dp.batch_norm import apply_batch_norm
+from mmm.parallel.dp.cast_buffers import cast_buffers
+from mmm.parallel.dp.data_parallel import UNSHARDED, apply_data_parallel
+from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.mesh import Mesh, meshes_made_once
 from mmm.parallel.plan import Plan, warn_unmatched
-from mmm.parallel.techniques import Techniques
-from mmm.parallel.tensor.apply import apply_tensor_parallel
 from mmm.parallel.ties import check_tied, find_ties, tie_again
+from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.parallel.values import check_sizes
 from mmm.runtime.device import Precision
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import LayoutError
-from mmm.parallel.data.outputs import adds_to_leaves, tensors_in
+from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
 from mmm.parallel.local import sendable
 from mmm.runtime.log import get_logger
 

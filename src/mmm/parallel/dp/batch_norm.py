@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmm.errors import ConfigError
+from mmm.layout import Layout, Techniques
 from mmm.parallel.local import to_local
-from mmm.parallel.mesh import Layout, Mesh
-from mmm.parallel.techniques import Techniques
+from mmm.parallel.mesh import Mesh
 
 AXES = ("dp_replicate", "dp_shard", "cp")  # whose ranks have different samples, or different places of them
 

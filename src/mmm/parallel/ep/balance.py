@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.models.experts import MixtureOfExperts
-from mmm.models.weights import widest
+from mmm.models.weights import accum_dtype
 from mmm.parallel.mesh import Mesh
 
 BALANCE_RATE = 1e-3  # DeepSeek-V3's
@@ -64,5 +64,5 @@ def imbalance(load: Tensor) -> Tensor:
     Returns:
         Scalar, on the device of `load`; NaN where no expert had a token.
     """
-    wide = load.to(widest(load.device))
+    wide = load.to(accum_dtype(load.device))
     return (wide.amax(1) / wide.mean(1)).max() if load.numel() else wide.new_tensor(math.nan)

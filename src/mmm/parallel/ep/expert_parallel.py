@@ -38,11 +38,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmm.errors import LayoutError
+from mmm.layout import Layout
 from mmm.models.experts import Experts, expert_forward, to_host_list
 from mmm.parallel.advice import Broken
-from mmm.parallel.data.fsdp import mixed_precision, offload_policy
+from mmm.parallel.dp.fsdp import mixed_precision, offload_policy
 from mmm.parallel.local import to_local
-from mmm.parallel.mesh import Layout, Mesh
+from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.device import Precision
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.layout import Layout, Techniques
 from mmm.parallel.advice import smaller
-from mmm.parallel.mesh import Layout
-from mmm.parallel.techniques import Techniques
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@
     rank 2: kv 2     kv 1             kv 0             kv 3              while it attends to one shard, the next is on
     rank 3: kv 3     kv 2             kv 1             kv 0              its way
 
-A shard is one chunk of the head of the sequence and one of its tail (`mmm.parallel.context.apply`). Of the keys of
-another shard, either all of a rank's queries attend to the head chunk, or its tail queries to both chunks: every hop is
-a dense block, half of a square, so that no rank waits for another::
+A shard is one chunk of the head of the sequence and one of its tail (`mmm.parallel.cp.context_parallel`). Of the keys
+of another shard, either all of a rank's queries attend to the head chunk, or its tail queries to both chunks: every hop
+is a dense block, half of a square, so that no rank waits for another::
 
                     keys of an earlier shard    own shard          keys of a later shard
                       head    tail              head    tail         head    tail
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.parallel.context.block_attention import block_backward, block_forward, merge
+from mmm.parallel.cp.block_attention import block_backward, block_forward, merge
 
 
 class RingAttention:

@@ -26,16 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.parallel.data.batch_norm import batch_norms
-from mmm.parallel.data.ddp import DDP
-from mmm.parallel.data.fsdp import RESHARD_AFTER_FORWARD, apply_fsdp, fsdp_units_of, prefetch_next
-from mmm.parallel.data.replicas import Replicas
-from mmm.parallel.data.written_buffers import WrittenBuffers
-from mmm.parallel.data.zero import Zero
-from mmm.parallel.expert.apply import apply_expert_fsdp
-from mmm.parallel.mesh import Layout, Mesh
+from mmm.layout import Layout, Techniques
+from mmm.parallel.dp.batch_norm import batch_norms
+from mmm.parallel.dp.ddp import DDP
+from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_fsdp, fsdp_units_of, prefetch_next
+from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.written_buffers import WrittenBuffers
+from mmm.parallel.dp.zero import Zero
+from mmm.parallel.ep.expert_parallel import apply_expert_fsdp
+from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan
-from mmm.parallel.techniques import Techniques
 from mmm.runtime.device import Precision
 
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp

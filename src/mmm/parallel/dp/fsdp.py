@@ -29,10 +29,10 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_leaves
 
 from mmm.errors import ConfigError
-from mmm.parallel.data.outputs import tensors_in
-from mmm.parallel.data.unit_order import UnitOrder, follow_shards, groups_of, reduce_unused
+from mmm.layout import Techniques
+from mmm.parallel.dp.outputs import tensors_in
+from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, groups_of, reduce_unused
 from mmm.parallel.plan import Plan, find
-from mmm.parallel.techniques import Techniques
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
 

@@ -8,8 +8,8 @@ into 2 · cp chunks, and each rank takes one from the head and its counterpart f
     rank     0    1    2    3  │  3    2    1    0         of a rank: 1 + 15 = 3 + 13 = 5 + 11 = 7 + 9
              └────┴────┴────┴──┴──┴────┴────┴────┘
 
-Two styles of attention reach the tokens of all ranks: ``ring`` (`mmm.parallel.context.ring`) sends keys and values
-round, ``ulysses`` (`mmm.parallel.context.ulysses`) shards heads instead of the sequence during attention.
+Two styles of attention reach the tokens of all ranks: ``ring`` (`mmm.parallel.cp.ring`) sends keys and values
+round, ``ulysses`` (`mmm.parallel.cp.ulysses`) shards heads instead of the sequence during attention.
 
 All ranks of a cp group have the same parameters and different tokens, so that for gradients cp is one more data
 parallel axis: FSDP shards parameters, and sums gradients, over dp_shard × cp together (``dp_shard_cp``).
@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.errors import ConfigError
+from mmm.layout import Layout
 from mmm.parallel.advice import Broken
-from mmm.parallel.context.ring import RingAttention
-from mmm.parallel.context.ulysses import UlyssesAttention
-from mmm.parallel.mesh import Layout
+from mmm.parallel.cp.ring import RingAttention
+from mmm.parallel.cp.ulysses import UlyssesAttention
 from mmm.parallel.plan import Plan, find
 
 STYLES = ("ring", "ulysses")

@@ -1,0 +1,191 @@
+"""Layouts, the techniques on them, and how a batch lies on them: sizes and names alone, without torch.
+
+Axes of the mesh, outermost first::
+
+    pp            pipeline stages
+    dp_replicate  data parallel: replicas of the model
+    dp_shard      data parallel: parameters sharded over it (FSDP)
+    cp            the sequence sharded
+    tp            matrices sharded; innermost, because it communicates most: neighbours, ideally on one host
+
+ep, expert parallel, has no ranks of its own: it divides dp_shard. Its groups are neighbours on that axis.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from mmm.errors import LayoutError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+PADDING = -100  # a target that cross-entropy passes over: PyTorch's default
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Size of each axis, in ranks. ``dp_shard=-1``: whatever the other axes leave.
+
+    ``ep`` divides ``dp_shard`` and uses its ranks once more: it is no factor of their number, and not in `sizes`.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        """Such as ``dp2·tp2``, or ``dp4·ep2``, which is 4 ranks; ``1`` for a single rank."""
+        short = {"dp_shard": "dp"} if self.dp_replicate == 1 else {}
+        return "·".join(f"{short.get(a, a)}{n}" for a, n in (*self.sizes.items(), ("ep", self.ep)) if n != 1) or "1"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel coordinates: how many different parts of a global batch there are."""
+        return self.dp_replicate * self.dp_shard
+
+    def fit(self, world_size: int) -> Layout:
+        """This layout with ``dp_shard`` computed for that many ranks.
+
+        Raises:
+            LayoutError: an axis is not a positive size, the axes do not multiply to `world_size`, or ep does not divide
+                dp_shard.
+        """
+        if self.ep < 1:
+            raise LayoutError(f"ep {self.ep}: it is at least 1, which is no expert parallelism")
+        for axis, size in self.sizes.items():
+            if size < 1 and not (axis == "dp_shard" and size == -1):
+                raise LayoutError(f"{axis} {size}: an axis of the mesh has at least 1 rank")
+        fixed = {axis: size for axis, size in self.sizes.items() if axis != "dp_shard" and size > 1}
+        product = math.prod(fixed.values())
+        named = " · ".join(f"{axis} {size}" for axis, size in fixed.items())
+        if self.dp_shard == -1:
+            if world_size % product:
+                near = max(round(world_size / (product * self.ep)), 1) * product * self.ep
+                raise LayoutError(
+                    f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
+                    f"{world_size}: start {near} ranks, or change the layout",
+                    ranks=near,
+                )
+            return replace(self, dp_shard=world_size // product)._check_ep()
+        if self.ranks != world_size:
+            raise LayoutError(
+                f"the layout {self} has {self.ranks} rank{'s' if self.ranks > 1 else ''}, and there "
+                f"{'is' if world_size == 1 else 'are'} {world_size}: start {self.ranks} ranks, or change the layout",
+                ranks=self.ranks,
+            )
+        return self._check_ep()
+
+    def _check_ep(self) -> Layout:
+        """This layout, once its dp_shard is known; or a LayoutError."""
+        if self.dp_shard % self.ep:
+            divisors = [n for n in range(1, self.dp_shard + 1) if self.dp_shard % n == 0]
+            others = self.ranks // self.dp_shard
+            raise LayoutError(
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (data-parallel ranks share the experts): "
+                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks (with dp_shard "
+                f"left out)"
+            )
+        return self
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank on every axis; tp varies fastest."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+    def dp_coordinate(self, rank: int) -> int:
+        """Which part of the global batch a rank takes, 0 … dp - 1."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    @cached_property
+    def of_loss_ranks(self) -> slice:
+        """`loss_ranks`, of a table by rank."""
+        return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)
+
+    def loss_ranks(self) -> list[int]:
+        """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
+        return list(range(self.ranks)[self.of_loss_ranks])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Techniques:
+    """How a model is parallelized on a layout.
+
+    Attributes:
+        data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
+        reshard_after_forward: the FSDP units that are freed after forward, and gathered again for backward. ``auto``:
+            all but the last, in a pipeline none. ``always``: all. ``never``: none.
+        cp_style: of attention over a sharded sequence, where the mesh has cp: ``ring`` or ``ulysses``.
+        schedule: of a pipeline. stages_per_rank: None for the fewest that the schedule takes.
+        microbatches: of a step. None: with pp what the schedule needs at least, else 1. With pp they have the same
+            size; else they differ by one sample at most (gradient accumulation).
+        checkpointing: of activations, of the modules that the plan names: ``none``, ``full`` or ``selective``.
+        compile: compile what the plan says can be compiled.
+        loss_chunks: chunks of the sequence that logits and loss are computed in; the loss is then `loss_of` the model.
+        tile: tiles of the sequence that MLPs are computed in.
+        offload: keep what the optimizer updates, and its state, in the host's memory.
+    """
+
+    data_parallel: str = "fsdp"
+    reshard_after_forward: str = "auto"
+    cp_style: str = "ring"
+    schedule: ScheduleName = "1F1B"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    checkpointing: str = "none"
+    compile: bool = False
+    loss_chunks: int = 1
+    tile: int = 1
+    offload: bool = False
+
+
+def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:
+    """Samples of one step (per data-parallel coordinate, over all of them), from whichever was given.
+
+    Raises:
+        LayoutError: not positive, both given and inconsistent, or the global batch does not divide over `dp`.
+    """
+    fields = ("batch_size", "global_batch_size")
+    for name, value in zip(fields, (batch_size, global_batch_size), strict=True):
+        if value is not None and value < 1:
+            raise LayoutError(f"{name} {value}: it must be at least 1", fields=fields)
+    if global_batch_size is None:
+        batch_size = batch_size or default
+        return batch_size, batch_size * dp
+    if global_batch_size % dp:
+        raise LayoutError(
+            f"global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates: use "
+            f"{' or '.join(map(str, nearest_multiples(global_batch_size, dp)))}",
+            fields=fields,
+        )
+    if batch_size is not None and batch_size * dp != global_batch_size:
+        raise LayoutError(
+            f"batch_size {batch_size} on {dp} data-parallel coordinates is {batch_size * dp} samples a step, not "
+            f"global_batch_size {global_batch_size}: give one of them",
+            fields=fields,
+        )
+    return global_batch_size // dp, global_batch_size
+
+
+def nearest_multiples(size: int, of: int) -> list[int]:
+    """The multiple of a number below `size`, where that is above 0, and the one above."""
+    below = size // of * of
+    return [multiple for multiple in (below, below + of) if multiple]

@@ -1,0 +1,22 @@
+"""A package whose names are imported when they are asked for: who takes one does not pay for the others."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package.
+
+    Args:
+        package: its ``__name__``.
+        names: module → the names that the package has from it, with spaces between them.
+    """
+    modules = {name: module for module, line in names.items() for name in line.split()}
+
+    def __getattr__(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(modules[name]), name)
+
+    return __getattr__
