@@ -1,10 +1,13 @@
 """The package as a whole: light to import, quick to answer, and rooms that call downwards only."""
 
 import ast
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -108,6 +111,17 @@ def test_models_import_nothing_else():
 def test_no_torch_in_launch():
     for path in [*(SOURCE / "launch").rglob("*.py"), SOURCE / "contract.py", SOURCE / "errors.py"]:
         assert "torch" not in [name.split(".")[0] for name in named(path)], path
+
+
+@pytest.mark.parametrize("package", ["checkpoint", "data", "history", "parallel", "trainer"])
+def test_a_package_that_loads_lazily(package):
+    """What type checkers see is what there is, and no module of the package has a name of those."""
+    found = importlib.import_module(f"mmm.{package}")
+    (block,) = [node for node in ast.parse(inspect.getsource(found)).body if isinstance(node, ast.If)]
+    assert dir(found) == sorted(alias.name for node in block.body for alias in node.names)
+    for name in dir(found):
+        assert not (SOURCE / package / f"{name}.py").exists(), name
+        assert not isinstance(getattr(found, name), ModuleType)
 
 
 def test_import_is_light():

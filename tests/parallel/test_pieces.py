@@ -15,7 +15,7 @@ from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
-from mmm.parallel.materialize import materialize
+from mmm.parallel.initial_weights import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.parallelize import apply

@@ -131,7 +131,7 @@ def test_one_weight(run_on_ranks, layout, techniques):
 
 def untied(rank, gradients):
     """A planted bug: nothing ties again what has been given memory."""
-    module = importlib.import_module("mmm.parallel.materialize")
+    module = importlib.import_module("mmm.parallel.initial_weights")
     original, module.tie_again = module.tie_again, lambda *given: None
     try:
         return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=())[1]

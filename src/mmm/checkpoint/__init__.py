@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmm.checkpoint.state import shapes_of as shapes_of
     from mmm.checkpoint.state import training_state as training_state
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.checkpoint.manifest": "Manifest complete read_manifest steps_of",

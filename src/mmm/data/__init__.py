@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmm.data.tokens import TextTokens as TextTokens
     from mmm.data.tokens import Tokens as Tokens
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.data.text": "Corpus read_text_files standard_library",

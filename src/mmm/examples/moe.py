@@ -35,9 +35,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.layout import Layout
 from mmm.models.experts import Experts
-from mmm.parallel import balance_experts, cross_entropy, imbalance
+from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
 from mmm.trainer import by_hand, example
 from mmm.trainer.run import Run
 

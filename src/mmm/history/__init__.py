@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmm.history.record import write_encoded as write_encoded
     from mmm.history.terminal import terminal_plot as terminal_plot
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.history.history": "History",

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from mmm.parallel.ema import EMA as EMA
     from mmm.parallel.ep.balance import balance_experts as balance_experts
     from mmm.parallel.ep.balance import imbalance as imbalance
+    from mmm.parallel.initial_weights import check_weights as check_weights
+    from mmm.parallel.initial_weights import materialize as materialize
     from mmm.parallel.local import to_local as to_local
     from mmm.parallel.loss import cross_entropy as cross_entropy
-    from mmm.parallel.materialize import check_weights as check_weights
-    from mmm.parallel.materialize import materialize as materialize
     from mmm.parallel.memory.chunked_loss import loss_of as loss_of
     from mmm.parallel.mesh import Mesh as Mesh
     from mmm.parallel.mesh import build_mesh as build_mesh
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mmm.parallel.tp.replicated import Replicated as Replicated
     from mmm.parallel.values import loaded_values as loaded_values
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.data.local_batches": "local_batches",
@@ -50,7 +50,7 @@ __getattr__ = lazy(
         "mmm.parallel.ep.balance": "balance_experts imbalance",
         "mmm.parallel.local": "to_local",
         "mmm.parallel.loss": "cross_entropy",
-        "mmm.parallel.materialize": "check_weights materialize",
+        "mmm.parallel.initial_weights": "check_weights materialize",
         "mmm.parallel.memory.chunked_loss": "loss_of",
         "mmm.parallel.mesh": "Mesh build_mesh",
         "mmm.parallel.parallel_model": "ParallelModel",

@@ -33,9 +33,9 @@ from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
+from mmm.parallel.initial_weights import materialize
 from mmm.parallel.local import detached
 from mmm.parallel.loss import Loss
-from mmm.parallel.materialize import materialize
 from mmm.parallel.memory.chunked_loss import loss_of
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.parallelize import apply

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Layout, Techniques
 from mmm.parallel.checks import check_techniques
-from mmm.parallel.materialize import check_weights
+from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes, find
 from mmm.parallel.pp.schedules import check_pipeline
 from mmm.parallel.pp.stages import Part, balance_stages, check_stages, part_costs, parts_of

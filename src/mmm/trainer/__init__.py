@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmm.trainer.steps import evaluate as evaluate
     from mmm.trainer.steps import train_steps as train_steps
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.runtime.ranks": "whoami",

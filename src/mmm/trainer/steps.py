@@ -34,8 +34,8 @@ from mmm.models.cnn import CNN
 from mmm.models.experts import has_experts
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, Plan, apply, build_mesh, materialize
+from mmm.parallel.initial_weights import InitName
 from mmm.parallel.local import detached
-from mmm.parallel.materialize import InitName
 from mmm.parallel.values import Values
 from mmm.runtime.seed import seed_step
 from mmm.trainer.image_task import ImageTask, evaluate_images
