@@ -41,7 +41,7 @@ from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.trainer.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.options import RunOptions  # noqa: E402
-from mmm.trainer.run import Run  # noqa: E402
+from mmm.trainer.run.core import Run  # noqa: E402
 
 LAYOUTS = {
     "fsdp·tp8": lambda ranks: Layout(tp=8),

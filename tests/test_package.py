@@ -87,7 +87,7 @@ def test_rooms_of_launch():
     [
         "import mmm.trainer.run",
         "from mmm import trainer",
-        "def f():\n    from mmm.trainer.run import Run",
+        "def f():\n    from mmm.trainer.run.core import Run",
         "if TYPE_CHECKING:\n    from mmm.trainer import Run",
         "PLACES = {'Run': 'mmm.trainer.run'}",
         "command = [python, '-m', 'mmm.trainer.lm']",

@@ -50,8 +50,8 @@ from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.trainer.loop import Fit, fit  # noqa: E402
 from mmm.trainer.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.options import RunOptions  # noqa: E402
-from mmm.trainer.run import Run  # noqa: E402
 from mmm.trainer.tasks import Task  # noqa: E402
+from support.runs import make_run  # noqa: E402
 
 ROWS = 2  # a row is due in every second step
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
@@ -59,13 +59,6 @@ BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 
 class Enough(Exception):
     """All steps that are counted have been made."""
-
-
-class Record:
-    """Stands where a record stands."""
-
-    def update(self, row, per_rank):
-        return ""
 
 
 class MadeUp(Task):
@@ -167,8 +160,7 @@ def counted(kind, words):
                 seed=0,
                 lap=clock.lap,
             )
-            options, host = RunOptions(log_every=ROWS), [{"host": "here"}] * case.ranks
-            run = Run(options, rank, ready.layout, device, BF16, clock, get_logger(), None, host, Record())
+            run, _ = make_run(rank, RunOptions(log_every=ROWS), ready.layout, BF16, device, clock)
             task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
             with contextlib.suppress(Enough):

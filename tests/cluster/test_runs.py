@@ -191,7 +191,7 @@ def test_retries_and_the_record(launcher, mpi):
 import os, signal, sys, time
 import mmm.history
 from mmm.examples import fsdp_tp
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 if os.environ["MMM_ATTEMPT"] == "0":
     row = Run.row
     def dying(self, at, *args, **kw):

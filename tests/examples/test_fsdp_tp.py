@@ -248,7 +248,7 @@ def test_one_clear_message(tmp_path, flags, words):
 def test_refused_before_any_process_group(monkeypatch, config, words):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
         train(Config(**{"tpsize": 4, **config}))
 

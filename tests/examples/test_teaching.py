@@ -20,14 +20,12 @@ from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout
-from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
-from mmm.runtime.log import get_logger
 from mmm.trainer import zero_stages
 from mmm.trainer.by_hand import Case, replica_spread
-from mmm.trainer.run import Run
 from mmm.trainer.text import resolve
 from support.clock import PATIENCE
+from support.runs import make_run
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 SIZES = {"seq_length": 16, "max_iters": 3, "global_batch_size": 8, "dtype": "fp64"}
@@ -84,8 +82,7 @@ def stages(rank):
     options, layout = zero.Config(**SIZES, preset="debug"), Layout().fit(rank.world_size)
     with patch("mmm.trainer.text.whoami", lambda: rank):
         resolved = resolve(options)
-    about = [{"rank": r, "host": "here"} for r in range(rank.world_size)]
-    run = Run(options, rank, layout, CPU, choose_precision("fp64", CPU), StepClock(CPU), get_logger(), None, about)
+    run, _ = make_run(rank, options, layout, choose_precision("fp64", CPU))
     mesh = init_device_mesh("cpu", (layout.dp,), mesh_dim_names=("dp_shard",))
     found = [zero.train_stage(run, mesh, resolved, stage) for stage in range(4)]
     return found, parameter_count(resolved.model)
@@ -261,6 +258,6 @@ def test_refused_before_any_process_group(monkeypatch, example, options, ranks, 
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=words):
         example.train(example.Config(**options))

@@ -24,13 +24,11 @@ from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
-from mmm.runtime.log import get_logger
 from mmm.testing import free_port
 from mmm.trainer.mistakes import OneDevice
-from mmm.trainer.run import Run
 from support.clock import PATIENCE
+from support.runs import make_run
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 CPU = torch.device("cpu")
@@ -57,9 +55,8 @@ def full(name):
 
 
 def run_of(rank, layout, **options):
-    about = [{"rank": r, "host": "here"} for r in range(rank.world_size)]
     config = fsdp.Config(seed=SEED, dtype="fp64", lr=0.1, optimizer="sgd", **options)
-    return Run(config, rank, layout, CPU, F64, StepClock(CPU), get_logger(), None, about)
+    return make_run(rank, config, layout, F64)[0]
 
 
 def written_out(name, rank, layout):

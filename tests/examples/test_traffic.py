@@ -53,7 +53,7 @@ def test_table_and_verdict():
 def test_refused_before_any_process_group(monkeypatch, options, ranks, words):
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     with pytest.raises(UserError, match=words):
         traffic.train(traffic.Config(**options))

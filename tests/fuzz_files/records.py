@@ -25,7 +25,7 @@ from mmm.history.record import JOURNAL, TRACE
 from mmm.history.resume import Resume, check_over, reopen
 from mmm.history.trackers import Tracked
 from mmm.runtime import startup
-from mmm.trainer.resume import _measured, _was_interrupted
+from mmm.trainer.run.resume import _measured, _was_interrupted
 
 ROWS = 6
 RANKS = [{"rank": rank, "host": f"n{rank}", "local_rank": 0, "pid": 10 + rank, "axis_tp": rank} for rank in range(2)]
@@ -144,7 +144,7 @@ def make_trace(folder: Path) -> None:
 
 
 def read_trace(folder: Path) -> Any:
-    """The picture of it, which the end of a run gives up whatever is wrong (`mmm.trainer.report`)."""
+    """The picture of it, which the end of a run gives up whatever is wrong (`mmm.trainer.run.tables`)."""
     try:
         return sorted(_read(folder / TRACE)[0])
     except Exception as error:

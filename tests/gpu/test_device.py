@@ -16,19 +16,18 @@ from mmm.analysis.footprint import footprint_of
 from mmm.layout import Layout, Techniques
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel.dp.fsdp import ignore_views
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
-from mmm.runtime.log import get_logger
+from mmm.runtime.log import get_logger, ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("MMM_GPU_TESTS") == "required"

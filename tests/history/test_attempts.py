@@ -21,7 +21,7 @@ from mmm.parallel import Layout
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import RunOptions
-from mmm.trainer.start import start_run
+from mmm.trainer.run.standard import start_run
 def main():
     attempt, options = int(os.environ["MMM_ATTEMPT"]), RunOptions(outdir=Path("run"), flush_every=1, plots=False)
     with start_run("test", options, Layout().fit(whoami().world_size)) as run:

@@ -17,9 +17,11 @@ ROWS = [{"iter": 0, "loss": 4.5}, {"iter": 1, "loss": 4.25, "val_loss": 4.75}, {
 
 
 def keep(outdir, tracker, rows=ROWS):
-    with History(outdir, ranks=[{"rank": 0}], tracker=tracker) as record:
+    with History(outdir, ranks=[{"rank": 0}]) as record:
         for row in rows:
             record.update(row)
+            tracker.row(row)
+    tracker.close()
     return load(outdir)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mmm.trainer.start  # noqa: F401  # before `program_on` looks for it
+import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.parallel import Layout, Plan, Replicated
 from mmm.runtime.seed import derived_seed, generator_states, restore_generators, seed_all, seed_step
 from mmm.trainer import BatchOptions, build_model, start_run, train_steps

@@ -17,7 +17,7 @@ import tyro
 from mmm.layout import Layout, Techniques
 from mmm.trainer.flags import FLAGS
 from mmm.trainer.options import BaseOptions, values_of
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 ROOMS = ("mmm.examples.", "mmm.trainer.")
 HOLDERS = ("config", "options", "run", "given")  # what options are called where they are passed

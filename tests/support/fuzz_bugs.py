@@ -3,7 +3,7 @@
 import torch
 
 import mmm.trainer.lm
-import mmm.trainer.start
+import mmm.trainer.run.standard
 from mmm.errors import ConfigError
 from mmm.layout import Layout
 from support import parity_bugs

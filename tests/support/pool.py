@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from mmm.runtime.ranks import Rank
 
 # The modules that may ask which rank they are on.
-ASK = ("mmm.trainer.start", "mmm.trainer.text", "mmm.trainer.vision", "mmm.trainer.vit")
+ASK = ("mmm.trainer.run.core", "mmm.trainer.text", "mmm.trainer.vision", "mmm.trainer.vit")
 
 
 def meeting_only(rank: Rank, device: torch.device, timeout: float, meet: Callable[[Any], None]) -> Any:
@@ -28,7 +28,7 @@ def meeting_only(rank: Rank, device: torch.device, timeout: float, meet: Callabl
 def program_on(rank: Rank) -> Iterator[None]:
     """A trainer or an example that is called inside runs on this rank of the pool, and prints nothing."""
     with ExitStack() as stack:
-        stack.enter_context(patch("mmm.trainer.start.process_group", meeting_only))
+        stack.enter_context(patch("mmm.trainer.run.core.process_group", meeting_only))
         for name in ASK:
             if hasattr(sys.modules.get(name), "whoami"):
                 stack.enter_context(patch(f"{name}.whoami", lambda: rank))

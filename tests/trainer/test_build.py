@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-import mmm.trainer.start  # noqa: F401  # before `program_on` looks for it
+import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.checkpoint.safetensors import header_of
 from mmm.checkpoint.weights import TensorEntry
 from mmm.errors import CheckpointError, ConfigError

@@ -1,7 +1,6 @@
 """The shared loop: micro-batches, clipping and schedules change nothing that they should not."""
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,32 +18,20 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.runtime.log import get_logger
 from mmm.trainer.image_task import ImageTask
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.options import RunOptions
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.resolve import Resolved, resolve_plan
-from mmm.trainer.run import Run
 from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import TextData
 from support import reference as texts
+from support.runs import make_run
 
 CONFIG = CNNConfig(image_size=8, width1=4, width2=4, hidden=8).without_dropout()
 CPU = torch.device("cpu")
 STEPS, BATCH = 6, 12
-
-
-@dataclass
-class Rows:
-    """Stands where a record stands; keeps the rows."""
-
-    rows: list
-
-    def update(self, row, per_rank):
-        self.rows.append(row)
-        return ""
 
 
 def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
@@ -57,8 +44,7 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     data = load_images("digits", image_size=8)
     own = Resolved(options=options, layout=layout, sizes=CONFIG, model=model, sample=sample, data=data, steps=STEPS)
     resolved = resolve_plan(own, cnn_plan())
-    record, clock = Rows([]), StepClock(CPU)
-    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, [], record)
+    run, kept = make_run(rank, options, layout, precision)
     model = parallelize(run, resolved)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     task = ImageTask(run, resolved)
@@ -67,7 +53,7 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
         whole_epoch = task.batches
         task.batches = lambda epoch, first: itertools.islice(whole_epoch(0), 4)
     evaluated = fit(run, model, optimizer, task, Fit(steps=STEPS, by_epoch=by_epoch, **techniques))
-    return record.rows, evaluated
+    return kept.rows, evaluated
 
 
 def reference(max_norm=0.0, schedule=lambda step: 1.0):
@@ -155,7 +141,7 @@ def biases_by_step(rank, max_norm):
         loss=loss,
         lap=clock.lap,
     )
-    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, [], Rows([]))
+    run, _ = make_run(rank, options, layout, precision, clock=clock)
     task = TokenTask(run, resolved, eval_batches=1)
     layers = [module for module in model.modules[0].modules() if isinstance(module, MixtureOfExperts)]
     (weight,) = (p for name, p in model.named_parameters() if name == "output.weight")

@@ -36,7 +36,7 @@ EXPERTS = "without --n_experts: there are no experts"
 )
 def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, given, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(ConfigError) as refused:
         program.train(program.Config(**given))
     assert words in str(refused.value)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,28 +17,19 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.runtime.log import get_logger
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions
 from mmm.trainer.resolve import Resolved, resolve_plan
-from mmm.trainer.run import Run
 from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import TextData
 from support import reference as texts
+from support.runs import make_run
 
 CPU = torch.device("cpu")
 DENSE = TransformerConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
 EXPERTS = TransformerConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=8)
 STEPS, BAD, WHO = 3, 1, 1  # the step and the rank
-
-
-class Rows(list):
-    """Stands where a record stands."""
-
-    def update(self, row, per_rank):
-        self.append(row)
-        return ""
 
 
 def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by_epoch=False, steps=STEPS):
@@ -91,22 +83,22 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     if mode == "leave out":
         made.step = lambda: None if at["step"] == BAD else update()
         model.balance_experts = lambda rate, due: balance(0.0 if at["step"] == BAD else rate, due)
-    hosts, rows = [{"host": f"node{each}"} for each in range(rank.world_size)], Rows()
-    run = Run(options, rank, layout, CPU, precision, clock, get_logger(), None, hosts, rows)
+    run, kept = make_run(rank, options, layout, precision, clock=clock)
     task = TokenTask(run, resolved, eval_batches=1)
     if by_epoch:
         task.steps_per_epoch = 2
     choices = Fit(steps=steps, max_norm=max_norm, by_epoch=by_epoch, balance_rate=0.125, skip=mode == "skip")
     said = []
     try:
-        fit(run, model, made, task, choices)
+        with patch("mmm.trainer.run.losses.socket.gethostname", lambda: f"node{rank.rank}"):
+            fit(run, model, made, task, choices)
     except DivergedError as error:
         said = [str(error)] * error.on_every_rank
     modules = [each for part in model.modules.values() for each in part.modules()]
     numbers = [to_local(p).detach().clone() for p in model.parameters()]
     numbers += [to_local(value).clone() for of_one in made.state.values() for value in of_one.values()]
     numbers += [each.expert_bias for each in modules if isinstance(each, MixtureOfExperts)]
-    return "".join(said), numbers, list(rows), run.notes
+    return "".join(said), numbers, kept.rows, kept.notes
 
 
 LAYOUTS = [

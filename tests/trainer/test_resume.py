@@ -22,7 +22,7 @@ from mmm.data.prepare import Preparation, prepare
 from mmm.history.figures import metric_figure
 from mmm.history.resume import marks_of
 from mmm.runtime.stop import stop_signal
-from mmm.trainer.resume import _has_state
+from mmm.trainer.run.resume import _has_state
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train
 

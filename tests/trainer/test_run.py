@@ -16,33 +16,32 @@ import torch
 
 import mmm.history
 from mmm.errors import DeviceError, DivergedError, RecordError, UserError
-from mmm.history import History
 from mmm.parallel import Layout
-from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, _computes_bf16
-from mmm.runtime.log import get_logger
-from mmm.runtime.ranks import Rank
 from mmm.testing import free_port
 from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import BaseOptions, RunOptions
-from mmm.trainer.run import Run
-from mmm.trainer.start import start_run
+from mmm.trainer.run.standard import start_run
 from mmm.trainer.text import TextProgramOptions, resolve
 from support.clock import PATIENCE
 from support.launcher import OURS
 from support.pool import program_on
+from support.runs import make_run
 
 CPU = torch.device("cpu")
+
+
+def on_a_host(rank):
+    return patch("mmm.trainer.run.losses.socket.gethostname", lambda: f"node{rank.rank}")
 
 
 def diverge(rank):
     """One step whose loss is no number on rank 1 alone: is the error said to be every rank's, and what does it say?"""
     layout = Layout().fit(rank.world_size)
-    precision, clock = Precision("fp32", torch.float32, torch.float32), StepClock(CPU)
-    ranks = [{"host": f"node{each}"} for each in range(rank.world_size)]
-    run = Run(RunOptions(), rank, layout, CPU, precision, clock, get_logger(), None, ranks)
-    clock.start()
-    with pytest.raises(DivergedError) as raised:
+    run, _ = make_run(rank, RunOptions(), layout, Precision("fp32", torch.float32, torch.float32))
+    run.clock.start()
+    run.clock.lap("dto")
+    with on_a_host(rank), pytest.raises(DivergedError) as raised:
         run.step(3, torch.tensor(math.nan if rank.rank == 1 else 1.0), samples=1)
     return raised.value.on_every_rank, str(raised.value)
 
@@ -56,15 +55,16 @@ def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(run_on_ranks)
 def diverge_between_rows(rank):
     """Rank 1's loss is infinite in a step without a row, and a number in those after it."""
     layout = Layout().fit(rank.world_size)
-    precision, clock = Precision("fp32", torch.float32, torch.float32), StepClock(CPU)
-    ranks = [{"host": f"node{each}"} for each in range(rank.world_size)] if rank.is_main else []
-    run = Run(RunOptions(log_every=4), rank, layout, CPU, precision, clock, get_logger(), None, ranks)
+    run, _ = make_run(rank, RunOptions(log_every=4), layout, Precision("fp32", torch.float32, torch.float32))
     said, collectives = [], []
     gather = torch.distributed.distributed_c10d.all_gather_into_tensor
-    with patch("mmm.runtime.process_group.all_gather", lambda *given: (collectives.append(1), gather(*given))):
+    with (
+        on_a_host(rank),
+        patch("mmm.runtime.process_group.all_gather", lambda *given: (collectives.append(1), gather(*given))),
+    ):
         for step in range(8):
-            clock.start()
-            clock.lap("dto")
+            run.clock.start()
+            run.clock.lap("dto")
             bad = rank.rank == 1 and step in (5, 6)
             try:
                 said.append(run.step(step, torch.tensor(math.inf if bad else 1.0 + step), samples=1, last=step == 7))
@@ -91,31 +91,26 @@ class Table(list):
 
 
 def test_a_table_is_encoded_once(tmp_path):
-    clock, precision = StepClock(CPU), Precision("fp32", torch.float32, torch.float32)
-    run = Run(
-        RunOptions(), Rank(0, 1, 0, 1, "test"), Layout(dp_shard=1), CPU, precision, clock, get_logger(), tmp_path, []
-    )
-    run.describe(ranks=Table([{"rank": 0}]))
-    for value in range(3):
-        run.describe(value=value, text=["π\n", {}])
-    assert Table.written == 1
-    text = (tmp_path / "config.json").read_text()
-    config = {"ranks": [{"rank": 0}], "value": 2, "text": ["π\n", {}], "state": "running"}
-    assert text == json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    options = RunOptions(device="cpu", outdir=tmp_path, plots=False)
+    Table.written = 0
+    with start_run("test", options, Layout().fit(1)) as run:
+        run.describe(table=Table([{"rank": 0}]))
+        for value in range(3):
+            run.describe(value=value, text=["π\n", {}])
+        assert Table.written == 1
+        text = (tmp_path / "config.json").read_text()
+        config = json.loads(text)
+        added = {"table": [{"rank": 0}], "value": 2, "text": ["π\n", {}], "state": "running"}
+        assert list(config.items())[-4:] == list(added.items())
+        assert text == json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
 def test_what_is_added_to_the_record_of_a_run_that_has_ended_may_fail(tmp_path, caplog):
     """A disk that is too full for the last line of config.json does not make a run that finished one that failed."""
-    clock, precision = StepClock(CPU), Precision("fp32", torch.float32, torch.float32)
-    run = Run(
-        RunOptions(), Rank(0, 1, 0, 1, "test"), Layout(dp_shard=1), CPU, precision, clock, get_logger(), tmp_path, []
-    )
+    options = RunOptions(device="cpu", outdir=tmp_path, plots=False)
     no_room = patch("mmm.history.write_encoded", side_effect=RecordError("config.json: No space left on device"))
-    with History(tmp_path, ranks=[{}]) as run.record:
-        run.record.update({"iter": 0})
-        run.describe(value=1)
-        with no_room, pytest.raises(RecordError):
-            run.describe(value=2)
+    with start_run("test", options, Layout().fit(1)) as run, no_room, pytest.raises(RecordError):
+        run.describe(value=2)
     with no_room:
         run.describe(measured=3)
     assert "config.json: No space left on device" in caplog.text
@@ -149,9 +144,15 @@ def start(rank, outdir, options, differs):
     ("differs", "words"),
     [
         (("mmm.runtime.device._computes_bf16", True), r"data type: fp32 on rank 0 \(.*\); bf16 on rank 1 .*\n.*dtype"),
-        (("mmm.trainer.facts.platform.python_version_tuple", ("3", "99", "1")), r"Python: 3\.\d+ on .*3\.99 on rank 1"),
-        (("mmm.trainer.facts.main_digest", "train.py (0123)"), r"program's file: .*train\.py \(0123\) on rank 1"),
-        (("mmm.trainer.facts.source_digest", "0123"), r"mmm: .*\(files 0123\) on rank 1 "),
+        (
+            ("mmm.trainer.run.agreement.platform.python_version_tuple", ("3", "99", "1")),
+            r"Python: 3\.\d+ on .*3\.99 on rank 1",
+        ),
+        (
+            ("mmm.trainer.run.agreement.main_digest", "train.py (0123)"),
+            r"program's file: .*train\.py \(0123\) on rank 1",
+        ),
+        (("mmm.trainer.run.agreement.source_digest", "0123"), r"mmm: .*\(files 0123\) on rank 1 "),
     ],
 )
 def test_hosts_that_differ_are_refused(run_on_ranks, tmp_path, differs, words):
@@ -263,8 +264,8 @@ def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
 
 def test_mps_runs_the_trainers_alone(monkeypatch):
     """The others make groups by PyTorch's own calls, which MPS has none for: refused before any is made."""
-    monkeypatch.setattr("mmm.trainer.start.choose_device", lambda *_: torch.device("mps"))
-    monkeypatch.setattr("mmm.trainer.start.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr("mmm.trainer.run.core.choose_device", lambda *_: torch.device("mps"))
+    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     refused = pytest.raises(DeviceError, match=r"--device mps: zero .* mmm\.trainer\.lm")
     with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
         pass

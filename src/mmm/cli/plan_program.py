@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> None:
     from mmm.plan.check import CheckedRun
     from mmm.plan.machine import load
     from mmm.plan.measured import Stopwatch
-    from mmm.plan.observer import observing
+    from mmm.runtime.observer import observing
     from mmm.runtime.ranks import whoami
 
     folder, kind, machine, program, *flags = words

@@ -85,7 +85,8 @@ def train(config: Config) -> None:
         example.print_once(resolved.summary())
         return
 
-    with example.start_run("checkpoint", config, resolved) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("checkpoint", config, resolved, hooks) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
             with torch.device("meta"):

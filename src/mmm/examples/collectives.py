@@ -40,7 +40,8 @@ from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, parse
-from mmm.trainer.start import start_run
+from mmm.trainer.run.record import add_row
+from mmm.trainer.run.standard import start_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +138,7 @@ def train(config: Config) -> None:
                 row |= {f"{name}_seconds": took, f"{name}_gbps": times * size / took / 1e9}
                 lines.append(f"{name:16}{size:12,}{times:8.2f}{took:12.6f}{times * size / took / 1e9:10.3f}")
             run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))
-            if run.record is not None:
-                run.record.update(row)
+            add_row(run, row)
 
 
 if __name__ == "__main__":

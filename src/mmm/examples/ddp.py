@@ -74,7 +74,8 @@ def train(config: Config) -> None:
         example.print_once(resolved.summary())
         return
 
-    with example.start_run("ddp", config, resolved) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
+    with example.start_run("ddp", config, resolved, hooks) as run:
         model = resolved.model.to(run.precision.storage)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)

@@ -38,7 +38,7 @@ from mmm.errors import ConfigError
 from mmm.models.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
 from mmm.trainer import by_hand, example
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,8 @@ def train(config: Config) -> None:
     if config.summary:
         example.print_once(resolved.summary())
         return
-
-    with example.start_run("moe", config, resolved) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
+    with example.start_run("moe", config, resolved, hooks) as run:
         compare(run)
         mesh = example.parallelize(run, resolved)  # training takes the package's layer
         for module in model.modules():

@@ -33,8 +33,9 @@ from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, Need, check_needs, parse
-from mmm.trainer.run import Run
-from mmm.trainer.start import start_run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.record import add_row
+from mmm.trainer.run.standard import start_run
 
 PROGRAM = ["-m", "mmm.examples._startup_rank"]
 MPIEXEC = Need(
@@ -127,9 +128,8 @@ def train(config: Config) -> tuple[dict[int, dict[str, measure.Start]], float]:
         run.describe(one_import_cpu=imported, program=PROGRAM)
         for ranks, found in sweep(run, config, ways, mpiexec, folder):
             by_ranks[ranks] = found
-            if run.record is not None:
-                row = {f"{way}_{name}": value for way, each in found.items() for name, value in each._asdict().items()}
-                run.record.update({"ranks": ranks, **row})
+            row = {f"{way}_{name}": value for way, each in found.items() for name, value in each._asdict().items()}
+            add_row(run, {"ranks": ranks, **row})
         run.describe(cpu_of_a_further_rank={way: growth(by_ranks, way) for way in ways})
         run.log.info("\n%s", table(by_ranks, ways, imported))
         draw(run, by_ranks, ways)

@@ -42,10 +42,10 @@ from torch.distributed.tensor import Shard
 from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
+from mmm.trainer import example
 from mmm.trainer.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BreakOptions, parse
-from mmm.trainer.start import start_run
 
 Ways = tuple[list[Tensor], list[Tensor]]  # [output, gradients …] of the sharded computation, and of the full one
 
@@ -136,7 +136,8 @@ def train(config: Config) -> bool:
     if SEQ % ranks:
         fitting = " or ".join(str(n) for n in range(1, SEQ + 1) if SEQ % n == 0)
         raise LayoutError(f"{ranks} ranks do not divide the sequence of {SEQ} and the widths: start {fitting}")
-    with start_run("tensor_parallel", config, Layout(tp=ranks).fit(ranks)) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("tensor_parallel", config, Layout(tp=ranks).fit(ranks), hooks) as run:
         mesh = init_device_mesh(run.device.type, (ranks,), mesh_dim_names=("tp",))
         return report(run, compare(Case(mesh, run.device, run.precision.storage, config.seed), config.break_))
 

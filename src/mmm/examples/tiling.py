@@ -69,7 +69,8 @@ def train(config: Config) -> bool:
         example.print_once(resolved.summary())
         return True
 
-    with example.start_run("tiling", config, resolved) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("tiling", config, resolved, hooks) as run:
         mesh = build_mesh(resolved.layout, run.device.type, config.timeout)
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
         apart = worst(relative_error(*pair) for curve in curves for pair in zip(curve, curves[0], strict=True))

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mmm.analysis.footprint import footprint_of
+from mmm.analysis.footprint import Footprint, footprint_of
 from mmm.analysis.step_traffic import Sent, apart, count_step, table
 from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
@@ -35,8 +35,8 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse
-from mmm.trainer.run import Run
-from mmm.trainer.start import start_run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.standard import start_run
 from mmm.trainer.text import TextData, TextOptions, TransformerOptions
 
 LIMIT = 0.05
@@ -84,17 +84,41 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
         return Transformer(sizes)
 
 
-def measure(run: Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, data: TextData) -> list[Sent]:
-    """The third step on a layout, by rank. A collective."""
+@dataclass(frozen=True)
+class Subject:
+    """What the measurements on all layouts have in common: what the run checks and records."""
+
+    layout: Layout
+    data: TextData
+    footprint: Footprint
+
+
+def measure(
+    run: Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, data: TextData, size: int
+) -> list[Sent]:
+    """The third step on a layout, by rank. A collective.
+
+    Args:
+        size: samples of the global batch.
+    """
     layout, plan, seed = case.layout, transformer_plan(sizes), run.options.seed
     mesh, model = build_mesh(layout, run.device.type, run.options.timeout), on_meta(sizes)
     trained = ParallelModel(
         on_meta(sizes), plan, mesh, run.precision, case.techniques, partition, device=run.device, seed=seed
     )
-    tokens, size = data.train, run.config["global_batch_size"]
+    tokens = data.train
     local = size // layout.dp
-    each = {"batch": local, "seq_length": tokens.seq_length, "precision": run.precision}
-    formula = expected_traffic(model, plan, layout, case.techniques, partition, trained.modules, **each)
+    formula = expected_traffic(
+        model,
+        plan,
+        layout,
+        case.techniques,
+        partition,
+        trained.modules,
+        batch=local,
+        seq_length=tokens.seq_length,
+        precision=run.precision,
+    )
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
     batch = tokens.batch(0, size, layout.dp_coordinate(run.rank.rank) * local, local).to(run.device)
 
@@ -128,11 +152,12 @@ def train(config: Config) -> bool:
             why_not[case] = error
     if not partitions:
         raise next(iter(why_not.values()))
-    with start_run("traffic", config, Layout().fit(ranks), data.describe(), footprint_of(model, "sgd")) as run:
+    subject = Subject(Layout().fit(ranks), data, footprint_of(model, "sgd"))
+    with start_run("traffic", config, subject) as run:
         run.describe(model=sizes, global_batch_size=size)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
-        found = {case: measure(run, case, partition, sizes, data) for case, partition in partitions.items()}
+        found = {case: measure(run, case, partition, sizes, data, size) for case, partition in partitions.items()}
         worst = {case: max(map(apart, by_rank)) for case, by_rank in found.items()}
         text = table({(case.name, str(case.layout)): by_rank for case, by_rank in found.items()})
         head = f"bytes of a step, on the rank that sends most; {size} samples of {config.seq_length} tokens in all"

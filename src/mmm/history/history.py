@@ -19,7 +19,6 @@ from mmm.history.record import DATASET, JOURNAL, reason
 
 if TYPE_CHECKING:
     from mmm.history.resume import Resume
-    from mmm.history.trackers import Tracked
 
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 log = logging.getLogger("mmm")
@@ -39,7 +38,6 @@ class History:
         full_ranks: up to this many ranks a variable given by rank is kept in full, (draw, rank); above it a variable x
             is kept as ``x_min``, ``x_median``, ``x_max`` and ``x_argmax`` (the rank of the largest).
         resume: go on with the record that the folder holds.
-        tracker: gets each row as well.
 
     Raises:
         RecordError: the folder holds rows already, or cannot be written.
@@ -53,12 +51,11 @@ class History:
         flush_every: int = 10,
         full_ranks: int = 64,
         resume: "Resume | None" = None,
-        tracker: "Tracked | None" = None,
     ) -> None:
         if flush_every < 1 or not ranks:
             raise RecordError(f"a History needs flush_every >= 1 and a rank or more: {flush_every=}, {len(ranks)=}.")
         self.outdir = Path(outdir)
-        self.flush_every, self._tracker = flush_every, tracker
+        self.flush_every = flush_every
         self._ranks = _plain_ranks(ranks)
         self._full = len(ranks) <= full_ranks
         self._taken = taken_names(self._ranks)
@@ -123,8 +120,6 @@ class History:
                 scalars.update(_reduced(name, values))
         self._pending.append(LoggedRow(self._next, scalars, spread))
         self._next += 1
-        if self._tracker is not None:
-            self._tracker.row(shown)
         if len(self._pending) >= self.flush_every:
             self.flush()
         return " ".join([f"{name}={_shown(value)}" for name, value in shown.items()])
@@ -155,8 +150,6 @@ class History:
             finalize_now(self.outdir, self.ending)
             self._journal.close()
             self._closed = True
-            if self._tracker is not None:
-                self._tracker.close()
         return self.outdir / DATASET
 
     def __len__(self) -> int:

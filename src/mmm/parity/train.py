@@ -24,7 +24,6 @@ from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.dp.fsdp import ignore_views
 from mmm.parallel.mesh import Mesh, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
@@ -34,7 +33,7 @@ from mmm.parity.layouts import ParityCase
 from mmm.parity.models import Model
 from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
 from mmm.runtime.device import Precision, choose_device
-from mmm.runtime.log import get_logger
+from mmm.runtime.log import get_logger, ignore_views
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank
 

@@ -15,12 +15,12 @@ from mmm.layout import Layout
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.machine import Machine
 from mmm.plan.measured import PhaseTracker
-from mmm.plan.observer import Observer
 from mmm.plan.predict import Prediction, predict
 from mmm.plan.tracker import PARTS, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import peak_memory, start_of_peak
+from mmm.runtime.observer import Observer
 from mmm.runtime.ranks import whoami
 
 MIB = 2**20

@@ -87,7 +87,7 @@ def dry_run(
     """Run a program as rank after rank of `world_size`, on nothing.
 
     Args:
-        program: starts one run (`mmm.trainer.start.start_run`), and ends by itself after a few steps.
+        program: starts one run (`mmm.trainer.run.core.start_run`), and ends by itself after a few steps.
         rank: the only one; None for the distinct ones.
         traced: keep the nodes of the last step. every: the first rank of each stage and, under cp, of each part of the
             sequence, which attends to others.

@@ -18,10 +18,10 @@ from typing_extensions import Self
 from mmm.analysis.traffic import axes_of, count_traffic
 from mmm.layout import Layout
 from mmm.models.experts import has_experts
-from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
+from mmm.runtime.observer import Observer, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.testing.ranks import fork_ranks
 

@@ -6,9 +6,9 @@
         program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
     rehearsal.peaks()                   # memory; rehearsal.traffic has what was sent
 
-The program does not know. Its rank comes from the environment, as always; `mmm.trainer.start` takes its process
-group from the observer (`mmm.plan.observer`), which is this one; and where the program reads an element of a tensor, it
-gets a 1, or zeros. Nobody writes or prints: a rank of a dry run is never the main one.
+The program does not know. Its rank comes from the environment, as always; a run takes its process group from the
+observer (`mmm.runtime.observer`), which is this one; and where the program reads an element of a tensor, it gets a 1,
+or zeros. Nobody writes or prints: a rank of a dry run is never the main one.
 
 Only for a process of its own (`mmm.plan.dry_run` forks one a rank): PyTorch's caches keep what was made here.
 """
@@ -42,13 +42,13 @@ from mmm.layout import Layout
 from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.plan.observer import Observer, observing
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
 from mmm.plan.step_graph import StepGraph
 from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
+from mmm.runtime.observer import Observer, observing
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default

@@ -13,6 +13,7 @@ from mmm.runtime.device import synchronize
 
 PARTS = ("dtd", "dtf", "dtb", "dto")
 PIPELINE_PARTS = ("dtd", "dtf", "dtb", "dtw", "dto")  # with a pipeline, a rank also waits
+OWN = "dt_own"  # dt less what the rank waited in it for others
 MOST_LAPS = 1024  # whose events are kept
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -22,6 +23,18 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 def get_logger() -> logging.Logger:
     """The package's logger. It says nothing until `logging_to` gives it somewhere to write."""
     return logging.getLogger(LOGGER)
+
+
+_said: set[str] = set()  # by `say_once`, since `logging_to` began
+
+
+def say_once(text: str, stacklevel: int = 1) -> bool:
+    """Log a text, unless it has been logged so before. Whether it was."""
+    if text in _said:
+        return False
+    _said.add(text)
+    get_logger().info(text, stacklevel=stacklevel + 1)
+    return True
 
 
 class _Formatter(logging.Formatter):
@@ -93,6 +106,7 @@ def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> 
         all_ranks: every rank writes, with its number in the line.
     """
     logger = get_logger()
+    _said.clear()
     tag = f"[rank {rank}]" if all_ranks else ""
     handlers: list[logging.Handler] = []
     out = logging.StreamHandler(sys.stdout)  # flushes after each record
@@ -114,3 +128,13 @@ def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> 
             logger.removeHandler(handler)
             handler.close()
         logger.level, logger.propagate = before
+
+
+@contextmanager
+def ignore_views() -> Iterator[None]:
+    """Inside, PyTorch does not warn of FSDP units whose output is a view, as under tensor parallelism: it would be
+    wrong to write into one, which no model here does. To be entered once a run: each change of the filters makes Python
+    repeat warnings that it has shown."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+        yield

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from mmm.trainer.options import BatchOptions as BatchOptions
     from mmm.trainer.options import RunOptions as RunOptions
     from mmm.trainer.options import parse as parse
-    from mmm.trainer.run import Run as Run
+    from mmm.trainer.run.core import Run as Run
+    from mmm.trainer.run.standard import start_run as start_run
     from mmm.trainer.save import save_model as save_model
-    from mmm.trainer.start import start_run as start_run
     from mmm.trainer.steps import evaluate as evaluate
     from mmm.trainer.steps import train_steps as train_steps
 
@@ -31,9 +31,9 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.flags": "run_main",
         "mmm.trainer.optimizer": "make_optimizer",
         "mmm.trainer.options": "BaseOptions BatchOptions RunOptions parse",
-        "mmm.trainer.run": "Run",
+        "mmm.trainer.run.core": "Run",
         "mmm.trainer.save": "save_model",
-        "mmm.trainer.start": "start_run",
+        "mmm.trainer.run.standard": "start_run",
         "mmm.trainer.steps": "evaluate train_steps",
     },
 )

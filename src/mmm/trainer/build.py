@@ -15,8 +15,8 @@ from mmm.parallel import Plan, loaded_values
 from mmm.parallel.initial_weights import InitName
 from mmm.parallel.values import StateDict
 from mmm.runtime.ranks import DRY_RUN
-from mmm.runtime.seed import derived_seed, generator_states, restore_generators, seed_all
-from mmm.trainer.run import Run
+from mmm.runtime.seed import States, derived_seed, generator_states, restore_generators, seed_all
+from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.steps import on_mesh
 
 
@@ -61,10 +61,33 @@ def build_model(
         model = make()
     values = None if dry or weights is None else loaded_values(model, weights)
     seed = run.options.seed
-    if name is not None or run.unnamed_models:
-        seed = derived_seed(seed, "model", name or run.unnamed_models)
-    run.unnamed_models += name is None
+    construction = _construction_of(run)
+    if name is not None or construction.unnamed_models:
+        seed = derived_seed(seed, "model", name or construction.unnamed_models)
+    construction.unnamed_models += name is None
     return on_mesh(run, model, plan, Techniques(**techniques), seed, "by_name" if dry else init, values)[1]
+
+
+class Construction(Hook):
+    """The models of a run so far.
+
+    Attributes:
+        unnamed_models: how many had no name.
+        states: of the generators where the constructors of those have stopped.
+    """
+
+    def __init__(self) -> None:
+        self.unnamed_models = 0
+        self.states: States | None = None
+
+
+def _construction_of(run: Run) -> Construction:
+    """The run's own, from its first model on."""
+    construction = run.hook(Construction)
+    if construction is None:
+        construction = Construction()
+        run.hooks.append(construction)
+    return construction
 
 
 @contextmanager
@@ -74,13 +97,13 @@ def _construction(run: Run, name: str | None) -> Iterator[None]:
     before = generator_states(run.device)
     if name is not None:
         seed_all(derived_seed(run.options.seed, "model", name))
-    elif run.construction is None:
+    elif (states := _construction_of(run).states) is None:
         seed_all(run.options.seed)
     else:
-        restore_generators(run.device, run.construction)
+        restore_generators(run.device, states)
     try:
         yield
         if name is None:
-            run.construction = generator_states(run.device)
+            _construction_of(run).states = generator_states(run.device)
     finally:
         restore_generators(run.device, before)

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from mmm.comparison import worst
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import DRY_RUN
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.record import add_row
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}  # differences
 BATCH, SEQ, DIM, HIDDEN, VOCAB = 2, 24, 48, 192, 131  # of a `Case`: its ranks divide SEQ, DIM and HIDDEN
@@ -160,6 +161,5 @@ def report(run: Run, found: dict[str, list[float]]) -> bool:
     run.log.info(
         "sharded over %d ranks, differs from the full computation by\n%s", ranks, "\n".join(lines), stacklevel=2
     )
-    if run.record is not None:
-        run.record.update({**row, "allowed": limit})
+    add_row(run, {**row, "allowed": limit})
     return all(value <= limit for value in row.values())

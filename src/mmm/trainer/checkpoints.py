@@ -17,15 +17,17 @@ from mmm.analysis.footprint import STATE
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
 from mmm.checkpoint.weights import Origins
 from mmm.contract import SAVED_EXIT
+from mmm.history.record import versions
 from mmm.models.weights import accum_dtype
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats
+from mmm.runtime.ranks import command_line
 from mmm.trainer.optimizer import learning_rate
 from mmm.trainer.options import BaseOptions
-from mmm.trainer.resume import CHECKPOINTS
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.resume import CHECKPOINTS, ResumableRecord
 
 
 def without_checkpoints(options: BaseOptions) -> str:
@@ -56,6 +58,9 @@ class Checkpoints:
         origins: Origins,
     ) -> None:
         self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
+        record = run.hook(ResumableRecord)
+        assert record is not None, "the hooks of a program with checkpoints have none that resumes"
+        self.record = record
         self.parameters: dict[str, Tensor] = {}
         self.repeated: list[tuple[str, Tensor]] = []  # of a tied weight that this rank has in two stages
         for name, parameter in model.named_parameters():
@@ -75,7 +80,7 @@ class Checkpoints:
         else:
             run.log.info("%s", without_checkpoints(run.options))
         self.replicas: ReplicaSaver | None = None
-        if (memory := run.memory) is not None:
+        if (memory := record.memory) is not None:
             from mmm.checkpoint.replica import ReplicaSaver  # a run with --replica only
 
             self.replicas = ReplicaSaver(
@@ -87,14 +92,14 @@ class Checkpoints:
     def load(self) -> tuple[int, int, float, Tensor | None]:
         """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's
         loss. A collective."""
-        if (origin := self.run.origin) is None:
+        if (origin := self.record.origin) is None:
             return 0, 0, 0, None
         manifest, run = origin.manifest, self.run
         buffers = self.model.saved_buffers()
 
         def fetch(names: list[str]) -> None:
-            if origin.in_memory and run.memory is not None:
-                run.memory.fetch(origin.path, manifest.files, names)
+            if origin.in_memory and self.record.memory is not None:
+                self.record.memory.fetch(origin.path, manifest.files, names)
 
         load_tensors(origin.path, manifest.files, self.parameters, buffers, self.optimizer, self.repeated, fetch)
         self.model.gather_updated()
@@ -122,7 +127,7 @@ class Checkpoints:
         Args:
             rate: of a step, by this run's flags.
         """
-        manifest = None if self.run.origin is None else self.run.origin.manifest
+        manifest = None if self.record.origin is None else self.record.origin.manifest
         if manifest is None or not manifest.step or (before := manifest.state.get("lr")) is None:
             return
         last, step = manifest.step - 1, manifest.step
@@ -141,7 +146,8 @@ class Checkpoints:
         if self.replicas is not None:  # then no more steps are lost than lie between two copies
             self.replicas.wait()
         run = self.run
-        came = torch.full((1,), float(run.stop.came is not None), device=run.device)  # a kernel: no copy to wait for
+        asked = float(self.record.stop.came is not None)
+        came = torch.full((1,), asked, device=run.device)  # a kernel: no copy to wait for
         if run.rank.world_size > 1:
             dist.all_reduce(came, dist.ReduceOp.MAX)
         if self._event is None:
@@ -173,10 +179,11 @@ class Checkpoints:
         """
         run = self.run
         losses = [] if local_loss is None else [loss for (loss,) in gather_floats(local_loss.view(1), run.device)]
-        if run.record is not None:
-            run.record.flush()  # the rows that the checkpoint counts on
+        rows = self.record.history
+        if rows is not None:
+            rows.flush()  # the rows that the checkpoint counts on
         state = {
-            "rows": 0 if run.record is None else len(run.record),
+            "rows": 0 if rows is None else len(rows),
             "scaler": self.scaler.state_dict(),
             "lr": learning_rate(self.optimizer),
             "since": since,
@@ -184,8 +191,8 @@ class Checkpoints:
             "losses": losses,
             "loss_ranks": run.layout.loss_ranks() if losses else [],
         }
-        about = {name: run.config.get(name) for name in ("layout", "command", "versions")} | {"layout": str(run.layout)}
-        manifest = Manifest(done, run.identity, state, about, {})
+        about = {"layout": str(run.layout), "command": command_line(), "versions": versions()}
+        manifest = Manifest(done, self.record.identity, state, about, {})
         tensors = training_state(self.parameters, self.model.saved_buffers(), self.optimizer)
         for saver in savers:
             saver.save(tensors, manifest)
@@ -204,7 +211,7 @@ class Checkpoints:
 
     def _predict(self, times: int) -> None:
         """Say what copies take of the memory of rank 0's host. A collective."""
-        memory, every = self.run.memory, self.run.options.replica
+        memory, every = self.record.memory, self.run.options.replica
         assert memory is not None
         local = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters.values()]
         size = sum(x.numel() * x.element_size() for x in local) * (

@@ -13,12 +13,16 @@ from mmm.errors import ConfigError
 from mmm.parallel import Mesh
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
+from mmm.trainer.mistakes import MistakeOnPurpose
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, Unused, parse
-from mmm.trainer.report import print_once, sharded_model, stage_table
 from mmm.trainer.resolve import Resolved, ResolvedPlan
-from mmm.trainer.run import Run
-from mmm.trainer.start import start_run
+from mmm.trainer.run.agreement import Agreement
+from mmm.trainer.run.core import Run, start_run
+from mmm.trainer.run.plots import Plots
+from mmm.trainer.run.record import Record
+from mmm.trainer.run.startup import StartUp
+from mmm.trainer.run.tables import print_once, sharded_model, stage_table
 from mmm.trainer.steps import image_steps, on_mesh, text_steps
 from mmm.trainer.text import (
     ExpertOptions,

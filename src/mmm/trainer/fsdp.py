@@ -18,10 +18,11 @@ from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import LoopOptions, Unused, parse
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.report import print_once
+from mmm.trainer.run.core import start_run
+from mmm.trainer.run.standard import standard_hooks
+from mmm.trainer.run.tables import print_once
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import step_decay
-from mmm.trainer.start import start_run
 from mmm.trainer.vision import CNNOptions, resolve
 
 
@@ -42,7 +43,7 @@ def train(config: Config) -> None:
         print_once(resolved.summary())
         return
 
-    with start_run("fsdp", config, resolved) as run:
+    with start_run("fsdp", config, resolved, standard_hooks()) as run:
         model = parallelize(run, resolved)
         optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
         task = ImageTask(run, resolved, config.workers)

@@ -16,7 +16,7 @@ from mmm.models.dropout import sample_keys
 from mmm.parallel.local import detached
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 from mmm.trainer.tasks import Task
 
 TEST_BATCH = 64

@@ -25,12 +25,13 @@ from mmm.trainer.options import TrainingOptions, parse
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.presets import preset_defaults
 from mmm.trainer.pretrained import PretrainedOptions, start_from, without_draws
-from mmm.trainer.rates import measure_utilization
-from mmm.trainer.report import print_once
+from mmm.trainer.run.core import start_run
+from mmm.trainer.run.standard import standard_hooks
+from mmm.trainer.run.tables import print_once
+from mmm.trainer.run.utilization import Utilization
 from mmm.trainer.samples import SampleOptions, log_sample
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
-from mmm.trainer.start import start_run
 from mmm.trainer.tasks import TokenTask
 from mmm.trainer.text import DocumentOptions, TextProgramOptions, ValidationOptions, resolve
 
@@ -73,8 +74,7 @@ def train(config: Config) -> None:
         print_once(resolved.summary())
         return
 
-    with start_run("lm", config, resolved) as run:
-        measure_utilization(run, resolved)
+    with start_run("lm", config, resolved, standard_hooks(Utilization())) as run:
         if (weights := config.weights()) is not None:
             without_draws(resolved.model)
         model = parallelize(run, resolved)

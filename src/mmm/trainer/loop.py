@@ -18,7 +18,7 @@ from mmm.trainer.checkpoints import Checkpoints
 from mmm.trainer.optimizer import learning_rate
 from mmm.trainer.profile_options import profile_of
 from mmm.trainer.progress import StepsBar, epochs_bar
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 from mmm.trainer.schedule import Schedule, constant
 from mmm.trainer.tasks import Task
 
@@ -132,8 +132,8 @@ def _fit(
             name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
             size = since * task.global_batch_size, since * task.tokens
             logged = run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=3)
-            if logged is not None and run.seconds_per_sample:  # on rank 0
-                bar.row(logged, (size[1] or size[0]) / size[0] / run.seconds_per_sample[-1])
+            if logged is not None and logged.numbers:  # on rank 0
+                bar.row(logged.loss, logged.numbers.get("tps", logged.numbers["sps"]))
             local_loss, since, counted = None, 0, 0
         if savers:
             checkpoints.save(savers, step + 1, since, counted, local_loss)

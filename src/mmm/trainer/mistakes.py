@@ -22,10 +22,20 @@ from mmm.data import Batch
 from mmm.layout import PADDING
 from mmm.models.weights import canonical_name, convert
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Hook, Run
 
 STEPS = 3
+EXIT = 1
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}  # relative: sums go in another order
+
+
+class MistakeOnPurpose(Hook):
+    """Ends a run with ``--break``, once its record is complete, with exit code 1. It is the last hook."""
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if error is None and run.options.break_ is not None:
+            dist.barrier()  # rank 0 has written its record before an exit code ends the run
+            raise SystemExit(EXIT)  # on every rank, whatever it found
 
 
 @dataclass

@@ -11,9 +11,9 @@ from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects
-from mmm.trainer.report import local_parameters, sharded_model, stage_table
 from mmm.trainer.resolve import ResolvedPlan
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.tables import local_parameters, sharded_model, stage_table
 
 
 def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
@@ -24,7 +24,8 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
     """
     model, plan, techniques, partition = resolved.model, resolved.plan, resolved.techniques, resolved.partition
     parameters = parameter_count(model)
-    run.notes += unmatched(plan, model)  # `ParallelModel` says them
+    for text in unmatched(plan, model):  # `ParallelModel` says them
+        run.describe(note=text)
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     if needs_no_fsdp(run.layout, run.precision.mixed, techniques):
         mesh = replace(mesh, one_device=True)
@@ -60,7 +61,6 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
             100 * most / parameters,
         )
         run.describe(
-            notes=run.notes,
             **({"stages": partition.names()} if partition.stages else {}),
             techniques=techniques,
             microbatches=partition.microbatches,

@@ -22,7 +22,8 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.text import ModelOptions, Preset, TransformerOptions
 
 # Sizes that the weights decide. The others (epsilon, rotary positions) change no shape.
@@ -169,7 +170,8 @@ class PretrainedOptions(ModelOptions):
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
     """Load the weights that a run starts from, unless it goes on from a checkpoint. A collective."""
-    if weights is None or run.origin is not None:
+    record = run.hook(ResumableRecord)
+    if weights is None or (record is not None and record.origin is not None):
         return
     load_weights(run.rank, model, weights)
     for text in (f"weights of {weights.path}", *weights.origins.notes):

@@ -29,8 +29,9 @@ from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.runtime.clock_offset import clock_offset
+from mmm.runtime.ranks import command_line
 from mmm.trainer.profile_options import ProfileOptions, parse_steps
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 SKIPPED, STEPS_PROFILED = 3, 3  # the first steps, in which things are made; and how many follow
 CHUNK = 1 << 26  # bytes that a rank sends at once
@@ -134,7 +135,7 @@ class Profile:
     def _close(self, file: TraceFile, missing: list[int]) -> None:
         run, outdir = self.run, self.run.outdir
         assert outdir is not None
-        joined = file.close(command=run.config.get("command"), layout=str(run.layout))
+        joined = file.close(command=command_line(), layout=str(run.layout))
         about = {"file": TRACE, "ranks": [n for n in self.ranks if n not in missing], **joined._asdict()}
         self._describe(about)
         world = run.rank.world_size

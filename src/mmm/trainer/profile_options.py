@@ -14,7 +14,7 @@ from mmm.runtime.ranks import DRY_RUN
 
 if TYPE_CHECKING:
     from mmm.parallel.parallel_model import ParallelModel
-    from mmm.trainer.run import Run
+    from mmm.trainer.run.core import Run
 
 PACKAGES = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, what it needs
 

@@ -15,7 +15,7 @@ from mmm.layout import Layout, Techniques
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.trainer.options import RunOptions
-from mmm.trainer.report import model_summary
+from mmm.trainer.run.tables import model_summary
 
 LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
 

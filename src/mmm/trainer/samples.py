@@ -11,7 +11,8 @@ from mmm.errors import ConfigError, DataError
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.options import BaseOptions, Need
 from mmm.trainer.resolve import Resolved
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.record import Record
 
 if TYPE_CHECKING:
     from mmm.models.sampling import Sampling
@@ -128,5 +129,7 @@ def log_sample(run: Run, model: ParallelModel, resolved: Resolved, bos: Sequence
     tokens, sampling = options.sample_tokens or 100, options.sampling()
     text, _ = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop, bos)
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
-    kept = [*run.config.get("samples", ()), {"iter": run.clock.step, "text": text}]
+    record = run.hook(Record)
+    before = () if record is None else record.facts.get("samples", ())
+    kept = [*before, {"iter": run.clock.step, "text": text}]
     run.describe(samples=kept)

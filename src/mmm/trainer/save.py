@@ -17,7 +17,7 @@ from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import unsharded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.ties import find_ties
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 
 def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:

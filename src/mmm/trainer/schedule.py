@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from mmm.trainer.options import TrainingOptions
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 Schedule = Callable[[int], float]
 

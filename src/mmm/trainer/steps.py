@@ -42,9 +42,9 @@ from mmm.trainer.image_task import ImageTask, evaluate_images
 from mmm.trainer.mistakes import STEPS, OneDevice, without_labels
 from mmm.trainer.optimizer import learning_rate
 from mmm.trainer.progress import epochs_bar
-from mmm.trainer.report import sharded_model
 from mmm.trainer.resolve import Resolved
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.tables import sharded_model
 from mmm.trainer.text import ValidationOptions, validation_batches
 from mmm.trainer.vision import ResolvedCNN
 

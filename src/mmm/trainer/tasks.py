@@ -17,7 +17,7 @@ from mmm.data import Batch
 from mmm.errors import DataError
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.resolve import Resolved
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 from mmm.trainer.text import validation_batches
 
 

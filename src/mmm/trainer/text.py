@@ -24,7 +24,7 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.options import EXPERTS, Need, RunOptions
 from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 Preset = Literal[
     "debug",

@@ -27,11 +27,12 @@ from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import TrainingOptions, Unused, parse
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.report import print_once
 from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
+from mmm.trainer.run.core import start_run
+from mmm.trainer.run.standard import standard_hooks
+from mmm.trainer.run.tables import print_once
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
-from mmm.trainer.start import start_run
 from mmm.trainer.vision import ImageOptions, check_images
 
 
@@ -112,7 +113,7 @@ def train(config: Config) -> None:
         print_once(resolved.summary())
         return
 
-    with start_run("vit", config, resolved) as run:
+    with start_run("vit", config, resolved, standard_hooks()) as run:
         model, data, steps = parallelize(run, resolved), resolved.data, resolved.steps
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, config.weight_decay, config.decayed)
         task = ImageTask(run, resolved, config.workers)

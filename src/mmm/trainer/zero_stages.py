@@ -15,7 +15,7 @@ from mmm.comparison import relative_error, worst
 from mmm.models.weights import parameter_count
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.mistakes import TOLERANCE
-from mmm.trainer.run import Run
+from mmm.trainer.run.core import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage

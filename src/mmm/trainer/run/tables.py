@@ -1,4 +1,4 @@
-"""What a run shows people: its model before and after it is sharded, its ranks, and in the end where everything is."""
+"""What a run shows people: its model before and after it is sharded, and its ranks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import copy
 import logging
 import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm import history
-from mmm.history.record import TRACE, TRACE_PICTURE
 from mmm.models.weights import canonical_name
 from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import to_local
-from mmm.runtime import startup
 from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami
-
-if TYPE_CHECKING:
-    from mmm.trainer.run import Run
 
 RANKS_SHOWN = 32
 
@@ -116,25 +109,3 @@ def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
         elif i == half:
             table.add_row("…", "", f"({len(skip)} more)")
     return _as_text(table)
-
-
-def report_end(run: Run, outdir: Path) -> None:
-    """The end of a run, on rank 0: plots, and where everything is."""
-    run.log.info("record: %s", outdir / "train_dataset.h5")
-    if run.options.plots and (outdir / TRACE).exists():
-        from mmm.analysis.trace_picture import draw_trace  # a run with --profile only
-
-        try:
-            run.log.info("picture of the trace: %s", draw_trace(outdir / TRACE, outdir / TRACE_PICTURE))
-        except Exception as error:  # whatever is wrong with it, the run is over and well
-            run.log.warning("the trace could not be drawn: %s", error)
-    run.log.info("%s", startup.table(run.config["startup"], [about["host"] for about in run.ranks]))
-    if not run.options.plots or run.record is None or len(run.record) < 2:
-        return  # a single row is no curve
-    data = history.load(outdir)
-    shown = next((name for name in ("loss", "train_loss") if name in data), None)
-    if shown is None:
-        return  # a table of measurements is no curve either
-    history.plot_all(data, outdir)
-    print(history.terminal_plot(data, shown), flush=True)
-    run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")

@@ -1,4 +1,4 @@
-"""What watches a run of this process: `mmm.trainer.start.start_run` asks here, and a program knows nothing of it."""
+"""What watches a run of this process: a run asks here when it starts, and a program knows nothing of it."""
 
 from __future__ import annotations
 

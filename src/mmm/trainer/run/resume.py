@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,17 +22,18 @@ from mmm.checkpoint.manifest import (
 )
 from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
-from mmm.history.attempts import Attempt, attempt_of, make_room
+from mmm.history.attempts import Attempt, attempt_of, make_room, this_attempt
 from mmm.history.ending import FINISHED, config_ending, parsed, read_config
 from mmm.history.record import DATASET, JOURNAL, writable
 from mmm.history.resume import Resume, check_over
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
-from mmm.trainer.resolve import Resolved
+from mmm.runtime.stop import StopSignal, stop_signal
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.record import Record, data_of
 
 if TYPE_CHECKING:
-    from mmm.checkpoint.replica import Replica
-    from mmm.trainer.run import Run
+    from mmm.checkpoint.replica import HostMemory, Replica
 
 AUTO, CHECKPOINTS = Path("auto"), "checkpoints"
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch.amp.GradScaler's
@@ -66,6 +68,45 @@ class RunFolder:
     interrupted: bool = False
     note: str | None = None
     mfu: dict[str, Any] | None = None
+
+
+class ResumableRecord(Record):
+    """The record of a run that may go on from a checkpoint.
+
+    Attributes:
+        folder: of the run, on rank 0.
+        origin: the checkpoint that it goes on from, if any.
+        identity: of those that it can go on from.
+        memory: of the hosts, with --replica.
+        stop: the signal to, if one has come.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder: RunFolder | None = None
+        self.origin: Origin | None = None
+        self.identity: dict[str, Any] = {}
+        self.memory: HostMemory | None = None
+        self.stop = StopSignal()
+        self._stack = ExitStack()
+
+    def prepare(self, run: Run) -> None:
+        self.folder = prepare(run.name, run.options, this_attempt())
+        self._folder_note = self.folder.note or ""
+        run.outdir = self.folder.outdir
+
+    def start(self, run: Run) -> None:
+        if run.options.checkpoint_every is not None:
+            self.stop = self._stack.enter_context(stop_signal())
+        super().start(run)
+
+    def resume(self, run: Run) -> Resume | None:
+        choose(run, self)
+        return None if self.folder is None else record_goes_on(self.folder, self.origin, str(run.layout))
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        super().end(run, error)
+        self._stack.close()
 
 
 def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
@@ -156,9 +197,9 @@ def _at(path: Path) -> list[Path]:
     )
 
 
-def identity_of(module: str, resolved: Resolved, precision: Precision) -> dict[str, Any]:
+def identity_of(module: str, resolved: Any, precision: Precision) -> dict[str, Any]:
     """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout."""
-    options, data = resolved.options, resolved.data.describe()
+    options, data = resolved.options, data_of(resolved) or {}
     sizes = {name: value for name, value in asdict(resolved.sizes).items() if not isinstance(value, str)}
     identity = {
         "program": module,
@@ -175,11 +216,8 @@ def identity_of(module: str, resolved: Resolved, precision: Precision) -> dict[s
     return json.loads(json.dumps(identity))
 
 
-def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved) -> None:
-    """Set the run's identity and origin: the first checkpoint that is whole. A collective.
-
-    Args:
-        prepared: on rank 0.
+def choose(run: Run, record: ResumableRecord) -> None:
+    """Set a record's identity and origin: the first checkpoint that is whole. A collective.
 
     Raises:
         CheckpointError: none is whole, or ``--resume`` names one that is not; it is of another run; or it is of the
@@ -187,16 +225,17 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
     """
     if run.options.resume is None and run.options.checkpoint_every is None:
         return
-    run.identity = identity_of(module, resolved, run.precision)
+    record.identity = identity_of(run.name, run.resolved, run.precision)
+    folder = record.folder
     found, auto, goes_on, interrupted = broadcast_object(
-        (prepared.found, prepared.auto, prepared.goes_on, prepared.interrupted) if prepared else None
+        None if folder is None else (folder.found, folder.auto, folder.goes_on, folder.interrupted)
     )
     memory, problems = None, list[str]()
     replicas: list[Replica] = []
     if run.options.replica is not None:
         from mmm.checkpoint.replica import HostMemory  # a run with --replica only
 
-        run.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
+        record.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
         replicas = memory.replicas() if auto else []
     for place in _newest_first(found, replicas):
         if isinstance(place, Path):
@@ -205,20 +244,20 @@ def choose(run: Run, prepared: RunFolder | None, module: str, resolved: Resolved
             assert memory is not None
             path, (manifest, problem) = memory.path(place.step), memory.check(place)
         if problem is None:
-            run.origin = Origin(
+            record.origin = Origin(
                 path, manifest, manifest.state.get("rows", 0) if goes_on else 0, not isinstance(place, Path)
             )
-            _check(run.origin, run.identity, resolved, interrupted)
+            _check(record.origin, record.identity, run.resolved, interrupted)
             break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
         if isinstance(place, Path):
             problems.append(problem)
         run.note(f"{problem}: the checkpoint before it is taken")
-    if problems and run.origin is None:
+    if problems and record.origin is None:
         raise CheckpointError(f"no checkpoint is whole: {problems[0]}", on_every_rank=True)
     if memory is not None:
-        memory.keep_only(run.origin.manifest.step if run.origin is not None and run.origin.in_memory else None)
+        memory.keep_only(record.origin.manifest.step if record.origin is not None and record.origin.in_memory else None)
 
 
 def _newest_first(found: Sequence[Path], replicas: Sequence[Replica]) -> list[Path | Replica]:
@@ -249,7 +288,7 @@ def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> R
     return Resume(rows, {"step": step, "layout": layout, "time": datetime.now(timezone.utc).isoformat("T", "seconds")})
 
 
-def _check(origin: Origin, identity: Mapping[str, Any], resolved: Resolved, interrupted: bool) -> None:
+def _check(origin: Origin, identity: Mapping[str, Any], resolved: Any, interrupted: bool) -> None:
     path, manifest, steps, options = origin.path, origin.manifest, resolved.steps, resolved.options
     if wrong := manifest.differences(identity):
         raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)

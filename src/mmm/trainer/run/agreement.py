@@ -1,4 +1,4 @@
-"""What has to be equal on every rank of a run, for `mmm.runtime.agreement`; and what each says of itself."""
+"""What has to be equal on every rank of a run, compared while the ranks meet (`mmm.runtime.agreement`)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import dataclasses
 import hashlib
 import os
 import platform
-import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import mmm
-from mmm.layout import Layout
-from mmm.runtime.device import Precision
-from mmm.runtime.process_group import gather_objects
-from mmm.runtime.ranks import Rank
+from mmm.runtime.agreement import agree
+from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.record import data_of
 
 _ONE_ENVIRONMENT = "Use one environment, and the same files of the program, on all hosts."
 ADVICE = {  # by fact; "": all others
@@ -30,50 +27,44 @@ ADVICE = {  # by fact; "": all others
 }
 
 
-def facts_of_run(
-    module: str,
-    options: Any,
-    layout: Layout,
-    device: torch.device,
-    precision: Precision,
-    data: Mapping[str, Any] | None,
-    rank: Rank,
-) -> dict[str, str]:
+class Agreement(Hook):
+    """Refuses a run whose ranks differ in what has to be equal, on every rank."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, str] = {}
+
+    def before(self, run: Run) -> None:
+        self.facts = facts_of(run)
+
+    def meet(self, run: Run, store: dist.Store) -> None:
+        agree(store, run.rank, self.facts, ADVICE)
+
+
+def facts_of(run: Run) -> dict[str, str]:
     """Name and value of everything that decides what this rank computes.
 
     Paths do not count, because hosts may keep the same files in different places: the data's name and hash do. Ranks of
     one host share their files, which its first rank alone reads: thousands of ranks would ask the file system at once.
     """
     facts = {
-        "program": module,
-        "device": device.type,
-        "data type": precision.name,
-        "layout": str(layout),
+        "program": run.name,
+        "device": run.device.type,
+        "data type": run.precision.name,
+        "layout": str(run.layout),
         "torch": torch.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
+    data = data_of(run.resolved)
     if data is not None:
         digest = data.get("sha256")
         facts["data"] = f"{data.get('dataset', 'unnamed')}{f' (sha256 {str(digest)[:12]})' if digest else ''}"
-    if rank.local_rank == 0:
+    if run.rank.local_rank == 0:
         facts["mmm"] = f"{mmm.__version__} (files {source_digest(Path(mmm.__file__).parent)})"
         facts["program's file"] = main_digest()
-    for field in dataclasses.fields(options):
+    for field in dataclasses.fields(run.options):
         if "Path" not in str(field.type):
-            facts[f"--{field.name}"] = str(getattr(options, field.name))
+            facts[f"--{field.name}"] = str(getattr(run.options, field.name))
     return facts
-
-
-def all_ranks(rank: Rank, device: torch.device, layout: Layout) -> list[dict[str, Any]]:
-    """What every rank says of itself, by rank, on rank 0. A collective."""
-    local = {
-        "rank": rank.rank,
-        "local_rank": rank.local_rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "device": str(device),
-    }
-    return [{**about, **layout.coordinates(about["rank"])} for about in gather_objects(rank, local)]
 
 
 def source_digest(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmm.runtime.process_group import broadcast_object
+from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
 
 
@@ -38,12 +39,9 @@ class NotFinite(NamedTuple):
     ranks: list[int]
     parameter: str = ""
 
-    def text_on_all(self, rank: Rank, hosts: Sequence[str]) -> str:
-        """`text`, on every rank. A collective: the first of `ranks` has the parameter's name, rank 0 the hosts.
-
-        Args:
-            hosts: by rank, on rank 0.
-        """
+    def text_on_all(self, rank: Rank) -> str:
+        """`text`, on every rank. A collective: each knows its host, and the first of `ranks` the parameter's name."""
+        hosts = gather_objects(rank, socket.gethostname())
         parameter = self.parameter if self.loss is not None else broadcast_object(self.parameter, self.ranks[0])
         return broadcast_object(self.text(hosts, parameter) if rank.is_main else "")
 
@@ -67,12 +65,13 @@ class UnreadLosses:
     Attributes:
         by_step: the loop adds each step itself, with norms; else a row adds its own loss.
         in_a_row: steps that were skipped up to the last row that was due, without one between them that was not.
+        skip_noted: it has been said that a step was skipped.
     """
 
     COLUMNS = 6
 
     def __init__(self) -> None:
-        self.by_step, self.in_a_row = False, 0
+        self.by_step, self.in_a_row, self.skip_noted = False, 0, False
         self._clear()
 
     def _clear(self) -> None:

@@ -1,0 +1,1 @@
+"""One run on one rank: `core`, and the hooks around it, a file each."""

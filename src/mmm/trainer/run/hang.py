@@ -1,0 +1,20 @@
+"""A collective that times out ends the run with a message that says which ranks have not come (`mmm.runtime.hang`)."""
+
+from __future__ import annotations
+
+from mmm.runtime.hang import HangWatch
+from mmm.trainer.run.core import Hook, Run
+
+
+class Hang(Hook):
+    def __init__(self) -> None:
+        self.watch: HangWatch | None = None
+
+    def start(self, run: Run) -> None:
+        if not run.dry:
+            self.watch = HangWatch(run.rank, run.options.timeout, run.clock)
+            self.watch.__enter__()
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if self.watch is not None:
+            self.watch.__exit__(type(error), error, None)

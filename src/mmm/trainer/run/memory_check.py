@@ -1,0 +1,13 @@
+"""A model that cannot fit into the memory that is there is refused before the ranks meet."""
+
+from __future__ import annotations
+
+from mmm.analysis.footprint import check_fits
+from mmm.trainer.run.core import Hook, Run
+
+
+class MemoryCheck(Hook):
+    def before(self, run: Run) -> None:
+        footprint = getattr(run.resolved, "footprint", None)
+        if footprint is not None and not run.dry:
+            check_fits(footprint, run.layout, run.rank, run.device, run.precision)

@@ -1,0 +1,173 @@
+"""The record of a run: what it is, in the log and in config.json, and its rows. On rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mmm import history
+from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE
+from mmm.errors import ConfigError, RecordError
+from mmm.history.attempts import make_room, this_attempt
+from mmm.history.ending import RUNNING, Ending
+from mmm.history.resume import Resume
+from mmm.runtime.agreement import agree
+from mmm.runtime.process_group import gather_objects
+from mmm.runtime.ranks import command_line
+from mmm.trainer.run.core import Hook, Row, Run
+from mmm.trainer.run.tables import rank_table
+
+
+class Record(Hook):
+    """Keeps a run in its folder.
+
+    Attributes:
+        history: the rows; on rank 0, while the run goes on and after it.
+        facts: of config.json.
+        ranks: what each rank says of itself; on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.history: history.History | None = None
+        self.facts: dict[str, Any] = {"notes": []}
+        self.ranks: list[dict[str, Any]] = []
+        self._encoded: dict[str, str] = {}  # config.json, once the folder is known to be this run's
+        self._folder: Path | None = None
+        self._folder_note = ""
+
+    def meet(self, run: Run, store: dist.Store) -> None:
+        agree(store, run.rank, {}, then=lambda: self.prepare(run))
+
+    def prepare(self, run: Run) -> None:
+        """Make the run's folder, on rank 0. Raises RecordError, ConfigError, on every rank."""
+        outdir = run.options.outdir
+        if ELASTIC_VARIABLE in os.environ:
+            raise ConfigError(f"launch --elastic: {run.name} saves no checkpoints, from which other ranks could go on")
+        if outdir is not None:
+            self._folder_note = make_room(Path(outdir).expanduser().absolute(), this_attempt()) or ""
+        run.outdir = history.prepare(outdir, run.name, run.options.overwrite)
+
+    def start(self, run: Run) -> None:
+        self.ranks = all_ranks(run)
+        self.describe(run, facts_of(run) | {"ranks": self.ranks})
+        self.facts["hosts"] = sorted({about["host"] for about in self.ranks})
+        run.log.info(
+            "%d ranks (%s), layout %s, %s, %s (%s)\n%s",
+            run.rank.world_size,
+            run.rank.source,
+            run.layout,
+            run.device.type,
+            run.precision.name,
+            run.precision.reason,
+            rank_table(self.ranks) if self.ranks else "(rank 0 has the table)",
+        )
+        self._describe_resolved(run)
+        resume = self.resume(run)
+        if run.outdir is not None:
+            self._folder = run.outdir
+            self.describe(run, self.facts)
+            self.history = history.History(
+                run.outdir, ranks=self.ranks, flush_every=run.options.flush_every, resume=resume
+            )
+
+    def _describe_resolved(self, run: Run) -> None:
+        """What has been decided before the run: its data, its model, and notes of both."""
+        if self._folder_note:
+            run.note(self._folder_note)
+        if (data := data_of(run.resolved)) is not None:
+            self.describe(run, {"data": data})
+            if data.get("note"):  # another data set stands in for the one asked for, say
+                run.note(data["note"])
+        if hasattr(run.resolved, "summary"):
+            if run.rank.is_main or run.options.log_all_ranks:
+                run.log.info("model:\n%s", run.resolved.summary())
+            self.describe(run, run.resolved.describe())
+            for note in run.resolved.notes:
+                run.note(note)
+
+    def resume(self, run: Run) -> Resume | None:
+        """How the rows of a record that is there go on; None for one that begins. A collective."""
+        return None
+
+    def describe(self, run: Run, facts: Mapping[str, Any]) -> None:
+        facts = dict(facts)
+        if (note := facts.pop("note", None)) is not None:
+            self.facts["notes"].append(note)
+            facts["notes"] = self.facts["notes"]
+        self.facts.update(facts)
+        if self._folder is None:
+            return
+        self._encoded |= {name: history.encode(value) for name, value in facts.items()}
+        ending = self.history.ending if self.history is not None else Ending(RUNNING)
+        ended = {name: history.encode(value) for name, value in ending.attrs().items()}
+        try:
+            history.write_encoded(self._folder, self._encoded | ended)
+        except RecordError as error:
+            if ending.state == RUNNING:
+                raise
+            run.log.warning("%s", error)  # the run has ended as it has, and its rows are on the disk
+
+    def row(self, run: Run, row: Row) -> None:
+        if self.history is not None:
+            row.line = self.history.update(row.numbers, row.per_rank)
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if self.history is None:
+            return
+        self.history.__exit__(None if error is None else type(error), error, None)
+        if error is None and len(self.history):
+            run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
+
+
+def add_row(run: Run, numbers: Mapping[str, float]) -> None:
+    """Keep a row that no step has made, such as a line of a table of measurements. On rank 0; others do nothing."""
+    record = run.hook(Record)
+    if record is not None and record.history is not None:
+        record.history.update(numbers)
+
+
+def data_of(resolved: Any) -> Mapping[str, Any] | None:
+    """What the record keeps of the data of a `mmm.trainer.resolve.Resolved`; None where there are none. Its name
+    (``dataset``) and hash (``sha256``) have to be equal on all ranks; its ``note`` is for the user."""
+    data = getattr(resolved, "data", None)
+    return None if data is None else data.describe()
+
+
+def facts_of(run: Run) -> dict[str, Any]:
+    """What config.json says of every run."""
+    attempt = this_attempt()
+    return {
+        "module": run.name,
+        "command": command_line(),
+        "options": dataclasses.asdict(run.options),
+        "layout": str(run.layout),
+        "mesh": run.layout.sizes,
+        "precision": {"name": run.precision.name, "reason": run.precision.reason},
+        "started_by": run.rank.source,
+        "launch": os.environ.get(LINE_VARIABLE),
+        "site": json.loads(os.environ.get(SITE_VARIABLE, "null")),
+        "attempt": None if attempt is None else attempt._asdict(),
+        "python": sys.executable,
+        "versions": history.versions(),
+        "hosts": [],
+    }
+
+
+def all_ranks(run: Run) -> list[dict[str, Any]]:
+    """What every rank says of itself, by rank, on rank 0. A collective."""
+    local = {
+        "rank": run.rank.rank,
+        "local_rank": run.rank.local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(run.device),
+    }
+    return [{**about, **run.layout.coordinates(about["rank"])} for about in gather_objects(run.rank, local)]

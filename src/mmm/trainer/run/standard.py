@@ -1,0 +1,48 @@
+"""The hooks that most programs have, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mmm.trainer.run import core
+from mmm.trainer.run.agreement import Agreement
+from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.hang import Hang
+from mmm.trainer.run.memory_check import MemoryCheck
+from mmm.trainer.run.plots import Plots
+from mmm.trainer.run.prediction import Prediction
+from mmm.trainer.run.record import Record
+from mmm.trainer.run.resume import ResumableRecord
+from mmm.trainer.run.startup import StartUp
+from mmm.trainer.run.trace_picture import TracePicture
+from mmm.trainer.run.trackers import Trackers
+
+
+def standard_hooks(*before_record: Hook) -> list[Hook]:
+    """A trainer's. A hook that adds to rows stands before the record."""
+    return [
+        MemoryCheck(),
+        Agreement(),
+        Hang(),
+        StartUp(),
+        Prediction(),
+        *before_record,
+        ResumableRecord(),
+        Trackers(),
+        TracePicture(),
+        Plots(),
+    ]
+
+
+def start_run(
+    name: str, options: Any, resolved: Any, hooks: Sequence[Hook] | None = None
+) -> AbstractContextManager[Run]:
+    """`mmm.trainer.run.core.start_run`, for a program of one's own.
+
+    Args:
+        hooks: None for agreement of the ranks, watch for hangs, start-up times, record and plots.
+    """
+    own = [MemoryCheck(), Agreement(), Hang(), StartUp(), Record(), Plots()]
+    return core.start_run(name, options, resolved, own if hooks is None else hooks)

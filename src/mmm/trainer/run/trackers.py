@@ -1,0 +1,28 @@
+"""--tracker: a run's rows where others look for them, beside the record (`mmm.history.trackers`)."""
+
+from __future__ import annotations
+
+from mmm.history.trackers import Tracked
+from mmm.runtime.ranks import command_line
+from mmm.trainer.run.core import Hook, Row, Run
+
+
+class Trackers(Hook):
+    """It stands after the record, into whose folder most trackers write."""
+
+    def __init__(self) -> None:
+        self.tracked: Tracked | None = None
+
+    def start(self, run: Run) -> None:
+        if run.outdir is not None:
+            config = {"command": command_line(), "layout": str(run.layout)}
+            self.tracked = Tracked(run.options.tracker, run.outdir, config)
+
+    def row(self, run: Run, row: Row) -> None:
+        if self.tracked is not None:
+            of_rank_0 = {name: float(values[0]) for name, values in row.per_rank.items()}
+            self.tracked.row({**row.numbers, **of_rank_0})
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if self.tracked is not None:
+            self.tracked.close()

@@ -1,0 +1,57 @@
+"""How fast a run is: the rates of a row, and what they are called."""
+
+from __future__ import annotations
+
+from mmm.analysis.utilization import peak_flops, step_flops
+from mmm.trainer.run.core import Hook, Row, Run
+from mmm.trainer.run.resume import ResumableRecord
+
+LEGEND = """a row's columns
+iter         optimizer step, from 0
+loss         of the global batch, on which the step is made: the training loss
+dt           seconds of the step; of them dtd for data, dtf forward, dtb backward, dto clipping and optimizer, and in a
+             pipeline dtw waiting
+lr           learning rate of the step; of parameters with several the largest
+grad_norm    2-norm of the full gradient before it is clipped
+val_loss     mean loss of the validation batches; val_bpb the same in bits a byte of text
+sps, tps     samples and tokens a second, of all ranks; sps_per_gpu, tps_per_gpu a rank
+mfu          model FLOPs utilisation: FLOPs of the model's matrix products a second, of the devices' peak"""
+
+
+class Utilization(Hook):
+    """Adds to each row, of a program that trains a language model, how well the devices are used. It stands before the
+    record, and starts before the model is consumed.
+
+    Attributes:
+        flops: of a sample, forward and backward; 0 on ranks other than 0.
+        peak: FLOP/s of a rank's device.
+    """
+
+    def __init__(self) -> None:
+        self.flops = self.peak = 0.0
+
+    def start(self, run: Run) -> None:
+        """Costs rank 0 some tenths of a second, and the others nothing; in a later attempt of a launch, which goes by
+        what the first has measured, nothing."""
+        if not run.rank.is_main:
+            return
+        record = run.hook(ResumableRecord)
+        if record is not None and record.folder is not None and (known := record.folder.mfu):
+            self.flops, self.peak, source = (
+                known[name] for name in ("flops_per_sample", "peak_flops_per_rank", "peak")
+            )
+        else:
+            resolved = run.resolved
+            self.flops = step_flops(resolved.model, resolved.plan, resolved.sample)
+            self.peak, source = peak_flops(run.device, run.precision.compute)
+        run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})
+        run.log.info("%s; peak: %.4g TFLOP/s a rank (%s)", LEGEND, self.peak / 1e12, source)
+
+    def row(self, run: Run, row: Row) -> None:
+        if row.numbers and self.peak:
+            rank_seconds = row.numbers["dt"] * run.rank.world_size
+            row.numbers |= {
+                "sps_per_gpu": row.samples / rank_seconds,
+                "tps_per_gpu": row.tokens / rank_seconds,
+                "mfu": row.samples * self.flops / (rank_seconds * self.peak),
+            }

@@ -1,0 +1,40 @@
+"""A run without `start_run`: for tests that have a process group already, and want no folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mmm.runtime.clock import StepClock
+from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.resume import ResumableRecord
+
+CPU = torch.device("cpu")
+
+
+class Rows(Hook):
+    """Stands where a record stands, on rank 0: keeps rows and notes."""
+
+    def __init__(self):
+        self.rows, self.notes = [], []
+
+    def row(self, run, row):
+        if row.numbers:
+            self.rows.append(row.numbers)
+
+    def describe(self, run, facts):
+        self.notes += [facts["note"]] if "note" in facts else []
+
+
+def make_run(rank, options, resolved, precision, device=CPU, clock=None, hooks=()):
+    """A run, and what it keeps.
+
+    Args:
+        resolved: or a layout.
+    """
+    rows = Rows()
+    hooks = [ResumableRecord(), rows, *hooks]
+    clock = StepClock(device) if clock is None else clock
+    outdir = Path("no folder") if rank.is_main else None  # where rows are read
+    return Run("test", options, resolved, rank, device, precision, clock, hooks, outdir), rows
