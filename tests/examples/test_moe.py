@@ -13,13 +13,13 @@ import mmm.history
 from mmm.analysis.traffic import count_traffic
 from mmm.errors import UserError
 from mmm.examples import moe
+from mmm.examples._support.by_hand import dense_experts
 from mmm.examples.moe import Config, moe_layer, train
 from mmm.models.experts import MixtureOfExperts
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
-from mmm.trainer.by_hand import dense_experts
 from mmm.trainer.optimizer import make_optimizer
 from support.clock import PATIENCE
 

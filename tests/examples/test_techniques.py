@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm.comparison import relative_error, worst
 from mmm.examples import ddp, fsdp, fsdp_tp, hsdp, zero
+from mmm.examples._support.mistakes import OneDevice
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.transformer import PRESETS, Transformer
 from mmm.models.weights import canonical_name
@@ -26,7 +27,6 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import choose_precision
 from mmm.testing import free_port
-from mmm.trainer.mistakes import OneDevice
 from support.clock import PATIENCE
 from support.runs import make_run
 

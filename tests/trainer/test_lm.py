@@ -19,8 +19,8 @@ from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer
 from mmm.trainer import lm
 from mmm.trainer.options import parse
+from mmm.trainer.resolve_plan import resolve
 from mmm.trainer.tasks import fetched_ahead
-from mmm.trainer.text import resolve
 from support.clock import PATIENCE
 from support.pool import program_on
 

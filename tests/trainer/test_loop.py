@@ -23,9 +23,10 @@ from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.options import RunOptions
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.resolve import Resolved, resolve_plan
+from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve_plan import resolve_plan
+from mmm.trainer.resolve_text import TextData
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import TextData
 from support import reference as texts
 from support.runs import make_run
 

@@ -20,9 +20,10 @@ from mmm.runtime.device import Precision
 from mmm.trainer.loop import Fit, fit
 from mmm.trainer.optimizer import make_optimizer
 from mmm.trainer.options import RunOptions
-from mmm.trainer.resolve import Resolved, resolve_plan
+from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve_plan import resolve_plan
+from mmm.trainer.resolve_text import TextData
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import TextData
 from support import reference as texts
 from support.runs import make_run
 

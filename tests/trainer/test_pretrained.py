@@ -15,7 +15,7 @@ from mmm.checkpoint.weights import open_weights
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
 from mmm.trainer import lm
 from mmm.trainer.pretrained import tokenizer_on_disk
-from mmm.trainer.text import resolve
+from mmm.trainer.resolve_plan import resolve
 from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
 from support.pool import program_on
 from support.resuming import curve

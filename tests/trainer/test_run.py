@@ -21,8 +21,9 @@ from mmm.runtime.device import Precision, _computes_bf16
 from mmm.testing import free_port
 from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import BaseOptions, RunOptions
+from mmm.trainer.resolve_plan import resolve
 from mmm.trainer.run.standard import start_run
-from mmm.trainer.text import TextProgramOptions, resolve
+from mmm.trainer.text import TextProgramOptions
 from support.clock import PATIENCE
 from support.launcher import OURS
 from support.pool import program_on

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmm.trainer.options import TrainingOptions
+from mmm.trainer.loop_options import TrainingOptions
 from mmm.trainer.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
 
 

@@ -33,10 +33,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mmm.comparison import relative_error, worst
+from mmm.examples import _support as example
+from mmm.examples._support.mistakes import TOLERANCE
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer import example
-from mmm.trainer.mistakes import TOLERANCE
 
 SHOWN = "output.weight"  # whose rows the log follows
 

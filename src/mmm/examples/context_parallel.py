@@ -33,9 +33,10 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
+from mmm.examples import _support as example
+from mmm.examples._support import by_hand
 from mmm.layout import Layout
 from mmm.parallel import cross_entropy
-from mmm.trainer import by_hand, example
 
 
 @dataclass(frozen=True, kw_only=True)

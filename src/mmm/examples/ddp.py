@@ -39,9 +39,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.comparison import worst
 from mmm.errors import ConfigError
+from mmm.examples import _support as example
+from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer import example
-from mmm.trainer.by_hand import check_difference, replica_spread
 
 
 @dataclass(frozen=True, kw_only=True)

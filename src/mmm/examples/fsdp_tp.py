@@ -39,10 +39,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from mmm.data import Batch
+from mmm.examples import _support as example
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.trainer import example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,12 +37,12 @@ from torch.distributed.tensor import DTensor
 
 from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
+from mmm.examples import _support as example
+from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.trainer import example
-from mmm.trainer.by_hand import check_difference, replica_spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.errors import ConfigError
+from mmm.examples import _support as example
+from mmm.examples._support import by_hand
 from mmm.models.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
-from mmm.trainer import by_hand, example
 from mmm.trainer.run.core import Run
 
 

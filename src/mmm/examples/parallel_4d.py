@@ -40,12 +40,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 from mmm.analysis.timeline import PipelineTimes
 from mmm.data import Batch
+from mmm.examples import _support as example
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import convert
 from mmm.parallel import clip_grad_norm, cross_entropy, materialize
 from mmm.runtime.device import Precision
-from mmm.trainer import example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.analysis.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
+from mmm.examples import _support as example
 from mmm.layout import ScheduleName
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.trainer import example
 
 
 @dataclass(frozen=True, kw_only=True)

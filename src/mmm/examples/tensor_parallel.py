@@ -40,10 +40,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from mmm.errors import LayoutError
+from mmm.examples import _support as example
+from mmm.examples._support.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
-from mmm.trainer import example
-from mmm.trainer.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BreakOptions, parse
 

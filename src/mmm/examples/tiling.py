@@ -32,10 +32,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.analysis.peak import Peak
 from mmm.comparison import relative_error, worst
+from mmm.examples import _support as example
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, apply, build_mesh, loss_of, materialize
 from mmm.runtime.process_group import gather_floats
-from mmm.trainer import example
 
 WAYS = ("full", "loss in chunks", "MLP in tiles", "both")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order

@@ -35,9 +35,11 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse
+from mmm.trainer.resolve_text import TextData
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.standard import start_run
-from mmm.trainer.text import TextData, TextOptions, TransformerOptions
+from mmm.trainer.text import TextOptions
+from mmm.trainer.transformer_options import TransformerOptions
 
 LIMIT = 0.05
 

@@ -32,10 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from mmm.examples import _support as example
+from mmm.examples._support.zero_stages import most_elements, report_stages
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
-from mmm.trainer import example
-from mmm.trainer.zero_stages import most_elements, report_stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,7 @@ from functools import lru_cache
 from mmm.layout import Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.advice import Broken
 from mmm.parallel.dp.data_parallel import UNSHARDED
-from mmm.parallel.plans import transformer as transformer_rules
-from mmm.parallel.plans import vit as vit_rules
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
@@ -77,14 +74,14 @@ class Search:
         for axis, why in spec.plan.refused.items():
             if getattr(layout, axis, 1) > 1:
                 return why
-        rules: list[Broken] = []
+        broken: dict[str, str] = {}
         if isinstance(spec.config, TransformerConfig):
-            rules = transformer_rules.broken_rules(spec.config, layout, spec.seq_length, style)
+            broken = rules.transformer_rules(spec.config, layout, spec.seq_length, style)
         elif isinstance(spec.config, ViTConfig):
-            rules = vit_rules.broken_rules(spec.config, layout)
-        elif spec.config is not None and spec.config.hidden % tp:
-            return f"hidden {spec.config.hidden} is not divisible by tp {tp}"
-        return rules[0].text if rules else ""
+            broken = rules.vit_rules(spec.config, layout)
+        elif spec.config is not None:
+            broken = rules.cnn_rules(spec.config, layout)
+        return next(iter(broken.values()), "")
 
     def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
         """Layouts with a data-parallel technique. refused: kinds are added, with why one of its layouts does not go."""

@@ -15,8 +15,9 @@ from mmm.trainer.flags import run_main
 from mmm.trainer.image_task import ImageTask
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
+from mmm.trainer.loop_options import LoopOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import LoopOptions, Unused, parse
+from mmm.trainer.options import Unused, parse
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.standard import standard_hooks

@@ -9,7 +9,7 @@ import tyro
 
 from mmm.layout import Layout, ScheduleName
 from mmm.parallel.dp.data_parallel import check_data_parallel
-from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions
+from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions, TensorParallelOptions
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
@@ -25,14 +25,6 @@ class MemoryOptions:
     """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
     offload: bool = False
     """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorParallelOptions:
-    """Tensor parallelism."""
-
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)

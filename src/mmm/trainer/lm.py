@@ -20,11 +20,14 @@ from mmm.parallel.memory.offload import moved_text
 from mmm.trainer.flags import run_main
 from mmm.trainer.layout import LayoutOptions, MemoryOptions
 from mmm.trainer.loop import Fit, fit
+from mmm.trainer.loop_options import TrainingOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import TrainingOptions, parse
+from mmm.trainer.options import parse
 from mmm.trainer.parallelize import parallelize
 from mmm.trainer.presets import preset_defaults
 from mmm.trainer.pretrained import PretrainedOptions, start_from, without_draws
+from mmm.trainer.resolve_plan import resolve
+from mmm.trainer.resolve_text import ValidationOptions
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_once
@@ -33,7 +36,7 @@ from mmm.trainer.samples import SampleOptions, log_sample
 from mmm.trainer.save import save_model
 from mmm.trainer.schedule import schedule_of
 from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import DocumentOptions, TextProgramOptions, ValidationOptions, resolve
+from mmm.trainer.text import DocumentOptions, TextProgramOptions
 
 
 @dataclass(frozen=True, kw_only=True)

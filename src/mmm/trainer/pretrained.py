@@ -24,7 +24,8 @@ from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import ResumableRecord
-from mmm.trainer.text import ModelOptions, Preset, TransformerOptions
+from mmm.trainer.text import ModelOptions
+from mmm.trainer.transformer_options import Preset, TransformerOptions
 
 # Sizes that the weights decide. The others (epsilon, rotary positions) change no shape.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "n_experts", "tie_word_embeddings")

@@ -3,115 +3,23 @@ meet."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
-from mmm.data import Batch, RandomTokens, Tokens
+from mmm.data import RandomTokens
 from mmm.data.sources import Sources, open_sources
 from mmm.data.tokenizer import Tokenizer
-from mmm.errors import ConfigError, DataError, LayoutError
-from mmm.layout import batch_sizes
+from mmm.errors import ConfigError
 from mmm.models.rope import RopeScaling
-from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
+from mmm.models.transformer import TransformerConfig
 from mmm.outside import parse_json
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.ranks import whoami
-from mmm.trainer.options import EXPERTS, Need, RunOptions
-from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
-from mmm.trainer.run.core import Run
-
-Preset = Literal[
-    "debug",
-    "small",
-    "reference",
-    "medium",
-    "shakespeare",
-    "shakespeare-cpu",
-    "gpt2",
-    "llama-1b",
-    "llama2-7b",
-    "llama-8b",
-    "llama-70b",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerOptions:
-    """Flags of a Transformer's sizes: a preset, and what differs from it."""
-
-    preset: Preset = "small"
-    """Sizes to start from; the flags below change single ones."""
-    n_layers: int | None = None
-    dim: int | None = None
-    n_heads: int | None = None
-    n_kv_heads: int | None = None
-    ffn_dim: int | None = None
-    vocab_size: int | None = None
-    TIES: ClassVar = False  # whether the program keeps tied weights one
-
-    def base_config(self) -> TransformerConfig:
-        """The sizes that flags change."""
-        return PRESETS[self.preset]
-
-    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
-        """The sizes asked for.
-
-        Args:
-            default_vocab: vocabulary of the data, where ``--vocab_size`` is not given; None for the preset's.
-        """
-        changed = {f.name: getattr(self, f.name) for f in fields(TransformerOptions) if f.name != "preset"}
-        changed = {name: value for name, value in changed.items() if value is not None}
-        if default_vocab is not None:
-            changed.setdefault("vocab_size", default_vocab)
-        preset = self.base_config()
-        if "dim" in changed and "ffn_dim" not in changed:
-            changed["ffn_dim"] = None  # follows dim
-        if preset.tie_word_embeddings and not self.TIES:
-            why = "has one weight for embedding and output, which this program does not keep one"
-            raise ConfigError(f"--preset {self.preset} {why}: use mmm.trainer.lm, or another preset")
-        return replace(preset, **changed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions(TransformerOptions):
-    """Flags of a Transformer that may have routed experts."""
-
-    NEEDS: ClassVar[dict[str, Need]] = {"top_k": EXPERTS, "expert_dim": EXPERTS, "balance_rate": EXPERTS}
-    n_experts: int = 0
-    """Experts in each layer; 0: one feed-forward network instead."""
-    top_k: int | None = None
-    """Experts that each token goes through. Default: 2, or the only one."""
-    expert_dim: int | None = None
-    """Width of one expert. Default: that of the preset's feed-forward layer."""
-    balance_rate: float | None = None
-    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
-    runs of many thousand steps take less: 0.001."""
-
-    def balance(self) -> float:
-        """`balance_rate`, or what stands for it."""
-        return 0.01 if self.balance_rate is None else self.balance_rate
-
-    def model_config(self, default_vocab: int | None = None) -> TransformerConfig:
-        """As `TransformerOptions.model_config`.
-
-        Raises:
-            ConfigError: a number of experts, or a rate, below 0.
-        """
-        if self.n_experts < 0:
-            raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
-        if not 0 <= self.balance() < math.inf:
-            raise ConfigError(f"--balance_rate {self.balance_rate}: it must be a number from 0 on, and finite")
-        dense = super().model_config(default_vocab)
-        if not self.n_experts:
-            return dense
-        top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
-        return replace(dense, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)
+from mmm.trainer.options import RunOptions
+from mmm.trainer.resolve_text import TextData
+from mmm.trainer.transformer_options import ExpertOptions, TransformerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,37 +49,6 @@ class ModelOptions(ExpertOptions):
             except ValueError as error:
                 raise ConfigError(f"--rope_scaling {self.rope_scaling}: {error}") from None
         return replace(super().model_config(default_vocab), **changed)
-
-
-@dataclass(frozen=True)
-class TextData:
-    """Tokens to train on, tokens to validate on, and what the record says of them.
-
-    Attributes:
-        bytes_per_token: of the text to validate on; None where nobody knows. tokenizer: None where nobody knows.
-    """
-
-    train: Tokens
-    validation: Tokens
-    about: dict[str, object]
-    bytes_per_token: float | None = None
-    tokenizer: Tokenizer | None = None
-
-    def describe(self) -> dict[str, object]:
-        return self.about
-
-    def check(self, global_batch_size: int) -> int:
-        """Steps of an epoch.
-
-        Raises:
-            DataError: there is less text than one global batch, to train on or to validate on.
-        """
-        steps = self.train.steps_per_epoch(global_batch_size)
-        try:
-            self.validation.steps_per_epoch(global_batch_size)
-        except DataError as error:
-            raise DataError(f"the text's last tenth, for validation: {error}") from None
-        return steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,85 +134,3 @@ class DocumentOptions(TextOptions):
 @dataclass(frozen=True, kw_only=True)
 class TextProgramOptions(TransformerOptions, TextOptions, RunOptions):
     """Flags of a program that trains a Transformer on text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationOptions:
-    """How often to evaluate on the validation text, and on how much of it."""
-
-    eval_every: int = 50
-    """Steps between two validations, one more at the end; 0: at the end alone."""
-    eval_batches: int = 4
-    """Global batches in a validation."""
-
-    def validates(self, step: int, steps: int) -> bool:
-        """Whether to after this step."""
-        return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)
-
-    def check_validation(self) -> None:
-        """Raises ConfigError for a number that is too small."""
-        if self.eval_every < 0:
-            raise ConfigError(f"--eval_every {self.eval_every}: it must not be negative")
-        if self.eval_batches < 1:
-            raise ConfigError(f"--eval_batches {self.eval_batches}: it must be at least 1")
-
-
-def resolve(options: TextProgramOptions) -> ResolvedPlan:
-    """`resolve_own`, and how `mmm.parallel` parallelizes the model."""
-    own = resolve_own(options)
-    return resolve_plan(own, transformer_plan(own.sizes), options.seq_length // (own.layout.cp * own.layout.tp))
-
-
-def resolve_own(options: TextProgramOptions) -> Resolved:
-    """For a program that parallelizes the model itself: find the text, and decide on layout, model, batch and steps;
-    needs no process group.
-
-    Raises:
-        UserError: anything that does not fit.
-    """
-    options.check()
-    layout = options.layout(whoami().world_size)
-    sizes = options.model_config(options.default_vocab())
-    check_transformer(sizes, layout, options.seq_length, options.techniques().cp_style)
-    local_batch_size, global_batch_size = batch_sizes(
-        options.batch_size, options.global_batch_size, layout.dp, options.default_batch_size
-    )
-    data = options.load(sizes.vocab_size, options.seed)
-    notes = []
-    if isinstance(options, ValidationOptions):
-        options.check_validation()
-        steps_per_epoch, there = data.check(global_batch_size), data.validation.steps_per_epoch(global_batch_size)
-        if there < options.eval_batches:
-            asked = f"{there} global batches instead of {options.eval_batches}"
-            notes.append(f"validation: {asked}, all that the text has")
-    else:
-        steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
-    with torch.device("meta"):
-        model = Transformer(sizes)
-        sample = torch.zeros(local_batch_size, options.seq_length, dtype=torch.int64)
-    return Resolved(
-        options=options,
-        layout=layout,
-        sizes=sizes,
-        model=model,
-        sample=sample,
-        data=data,
-        steps=options.steps(steps_per_epoch),
-        notes=tuple(notes),
-    )
-
-
-def check_own_kv_heads(resolved: Resolved) -> None:
-    """For an example that shards key/value heads itself: raises LayoutError where ranks would have to share them."""
-    heads, tp = resolved.sizes.n_kv_heads, resolved.layout.tp
-    if heads % tp:
-        text = f"n_kv_heads {heads} is not divisible by tp {tp}"
-        raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
-
-
-def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[Batch]:
-    """This rank's samples of the first global batches of the validation text, on the run's device: the same on every
-    mesh, every time. Where the text has fewer, all of them."""
-    validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
-    for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
-        yield resolved.local_batch(validation, step, coordinate).to(run.device)

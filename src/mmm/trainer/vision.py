@@ -17,7 +17,8 @@ from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.runtime.ranks import Rank, whoami
 from mmm.trainer.layout import DataParallelOptions
 from mmm.trainer.options import Unused
-from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
+from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve_plan import ResolvedPlan, resolve_plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,12 @@ from mmm.trainer.flags import run_main
 from mmm.trainer.image_task import ImageTask
 from mmm.trainer.layout import LayoutOptions
 from mmm.trainer.loop import Fit, fit
+from mmm.trainer.loop_options import TrainingOptions
 from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import TrainingOptions, Unused, parse
+from mmm.trainer.options import Unused, parse
 from mmm.trainer.parallelize import parallelize
-from mmm.trainer.resolve import Resolved, ResolvedPlan, resolve_plan
+from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve_plan import ResolvedPlan, resolve_plan
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_once

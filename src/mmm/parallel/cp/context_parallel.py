@@ -24,11 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.errors import ConfigError
-from mmm.layout import Layout
-from mmm.parallel.advice import Broken
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.cp.ulysses import UlyssesAttention
 from mmm.parallel.plan import Plan, find
+from mmm.parallel.rules import check_cp_style
 
 STYLES = ("ring", "ulysses")
 
@@ -42,41 +41,9 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style
     Raises:
         ConfigError: no such style, or a plan that names no attention.
     """
-    _check_style(style)
+    check_cp_style(style)
     modules = [module for pattern in plan.attention for module in find(model, pattern)]
     if not plan.attention:
         raise ConfigError(f"cp {mesh.size()}: the plan of this model names no attention over a sequence; use cp 1")
     for module in modules:
         module.attention_fn = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, module.attention_fn)  # type: ignore
-
-
-def _check_style(style: str) -> None:
-    if style not in STYLES:
-        raise ConfigError(f"cp_style {style!r} is not one of {', '.join(STYLES)}", fields=("cp_style",))
-
-
-def context_problems(n_heads: int, layout: Layout, seq_length: int, style: str) -> list[Broken]:
-    """What keeps a model's sequence from being sharded; empty where nothing does.
-
-    Args:
-        n_heads: query heads of the full model. seq_length: in tokens.
-    """
-    _check_style(style)
-    if layout.cp == 1:
-        return []
-    found = []
-    chunks = 2 * layout.cp * layout.tp
-    if seq_length % chunks:
-        product = f"2 · cp {layout.cp}" + (f" · tp {layout.tp}" if layout.tp > 1 else "")
-        text = (
-            f"seq_length {seq_length} is not divisible by {product} = {chunks} (each rank takes two chunks of the same "
-            f"length)"
-        )
-        found.append(Broken("seq_length", text, "seq_length", ("cp",)))
-    ranks = layout.cp * layout.tp
-    if style == "ulysses" and n_heads % ranks:
-        over = f"cp {layout.cp}" + (f" · tp {layout.tp} = {ranks}" if layout.tp > 1 else "")
-        text = f"n_heads {n_heads} is not divisible by {over} (under ulysses each rank takes whole heads)"
-        field = "" if n_heads % layout.tp else "cp_style ring"
-        found.append(Broken("n_heads", text, "n_heads", ("cp",), field))
-    return found

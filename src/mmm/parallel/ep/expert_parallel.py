@@ -38,28 +38,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmm.errors import LayoutError
-from mmm.layout import Layout
 from mmm.models.experts import Experts, expert_forward, to_host_list
-from mmm.parallel.advice import Broken
 from mmm.parallel.dp.fsdp import mixed_precision, offload_policy
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.device import Precision
-
-
-def expert_problems(n_experts: int, layout: Layout) -> list[Broken]:
-    """What keeps a model's experts from being sharded, where ep is above 1; empty where nothing does.
-
-    Args:
-        n_experts: of each layer; 0 for a model without.
-    """
-    if n_experts and n_experts % layout.ep == 0:
-        return []
-    if n_experts == 0:
-        return [Broken("ep", f"ep {layout.ep}: the model has no experts to shard: give it n_experts, or use ep 1")]
-    text = f"n_experts {n_experts} is not divisible by ep {layout.ep} (each rank takes the same number of them)"
-    return [Broken("n_experts", text, "n_experts", ("ep",))]
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:

@@ -18,15 +18,13 @@ Over tp, the two linear layers::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.models.cnn import CNNConfig
-from mmm.parallel.advice import Broken, check_sizes
 from mmm.parallel.plan import Plan, axis_problems
+from mmm.parallel.rules import cnn_rules, refuse
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parallel.tp.sharded_dropout import ShardedDropout
 
@@ -57,12 +55,4 @@ def check_cnn(config: CNNConfig, layout: Layout) -> None:
     """
     if wrong := config.problems() + axis_problems(cnn_plan(), layout):
         raise LayoutError("; ".join(wrong))
-
-    def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
-        found = []
-        if config.hidden % layout.tp:
-            text = f"hidden {config.hidden} is not divisible by tp {layout.tp} (each rank takes the same number)"
-            found.append(Broken("hidden", text, axes=("tp",)))
-        return found
-
-    check_sizes(find, {}, layout)
+    refuse(cnn_rules(config, layout))

@@ -20,17 +20,14 @@ none, so that the sequence is not sharded (as it is in the Transformer's plan)::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.models.vit import ViTConfig
-from mmm.parallel.advice import Broken, check_sizes
 from mmm.parallel.plan import Plan, axis_problems
+from mmm.parallel.rules import refuse, vit_rules
 from mmm.parallel.tp.replicated import Replicated
 
 
@@ -74,29 +71,4 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
     """
     if wrong := config.problems() + axis_problems(vit_plan(), layout):
         raise LayoutError("; ".join(wrong))
-    given = {name: getattr(config, name) for name in ("n_heads", _width(config))}
-
-    def find(sizes: Mapping[str, int], layout: Layout) -> list[Broken]:
-        return broken_rules(replace(config, **sizes), layout)  # type: ignore[arg-type]
-
-    check_sizes(find, given, layout)
-
-
-def broken_rules(config: ViTConfig, layout: Layout) -> list[Broken]:
-    """The rules that such a ViT breaks on a layout, without advice."""
-    if wrong := config.problems():
-        return [Broken(problem, problem) for problem in wrong]
-    found = []
-    for name, size, what, change in (
-        ("n_heads", config.n_heads, "each rank takes whole heads", "n_heads"),
-        ("mlp_dim", config.hidden_dim, "each rank takes the same number of hidden units", _width(config)),
-    ):
-        if size % layout.tp:
-            broken = "is not divisible by" if size > layout.tp else "<"
-            found.append(Broken(name, f"{name} {size} {broken} tp {layout.tp} ({what})", change, ("tp",)))
-    return found
-
-
-def _width(config: ViTConfig) -> str:
-    """The field that determines the width of the MLP."""
-    return "dim" if config.mlp_dim is None else "mlp_dim"
+    refuse(vit_rules(config, layout))

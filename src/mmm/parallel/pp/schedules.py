@@ -17,7 +17,6 @@ from typing import Any
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Layout, Techniques
-from mmm.parallel.advice import smaller
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,9 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
         takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
         wrong.append(f"stages_per_rank {each}: {schedule} takes {takes}")
     elif pp * each > parts:
-        fewer = smaller("pp", layout, lambda other: 1 < other.pp <= parts // each)
         wrong.append(
             f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
-            f"them: use {''.join(f'pp {size}, ' for size in fewer)}a model with more layers"
+            "them: use fewer, or a model with more layers"
             + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
         )
     wrong += _microbatch_problems(schedule, pp, microbatches, batch)

@@ -22,8 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from mmm.parallel.advice import Broken
-
 
 class KVHeads(ColwiseParallel):
     """`ColwiseParallel` for a matrix that computes `heads` key or value heads. Where there are fewer than ranks, each
@@ -47,23 +45,3 @@ class KVHeads(ColwiseParallel):
 
         module.register_forward_hook(own_head)
         return module
-
-
-def kv_head_problems(n_kv_heads: int, head_dim: int, tp: int) -> list[Broken]:
-    """What keeps key/value heads from being sharded over tp; empty where nothing does."""
-    if n_kv_heads % tp == 0:
-        return []
-    if tp % n_kv_heads:
-        text = (
-            f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes whole "
-            f"key/value heads, or several ranks share one)"
-        )
-        return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]
-    if n_kv_heads * head_dim % tp:
-        part = tp // n_kv_heads
-        text = (
-            f"n_kv_heads {n_kv_heads} < tp {tp}: each rank computes 1 / {part} of a key/value head, and head_dim "
-            f"{head_dim} is not divisible by {part}"
-        )
-        return [Broken("n_kv_heads", text, "n_kv_heads", ("tp",))]
-    return []

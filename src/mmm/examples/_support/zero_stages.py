@@ -12,9 +12,9 @@ from torch import nn
 
 from mmm.analysis.local_elements import local_elements
 from mmm.comparison import relative_error, worst
+from mmm.examples._support.mistakes import TOLERANCE
 from mmm.models.weights import parameter_count
 from mmm.runtime.process_group import gather_floats
-from mmm.trainer.mistakes import TOLERANCE
 from mmm.trainer.run.core import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")

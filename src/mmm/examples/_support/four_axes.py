@@ -1,6 +1,4 @@
-"""What an example takes from the package besides its technique: flags, and a run around its steps."""
-
-# ruff: noqa: F401
+"""Flags of the example whose mesh has four axes."""
 
 from __future__ import annotations
 
@@ -10,36 +8,10 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.parallel import Mesh
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import MemoryOptions, TensorParallelOptions
-from mmm.trainer.mistakes import MistakeOnPurpose
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, BreakOptions, Need, Unused, parse
-from mmm.trainer.resolve import Resolved, ResolvedPlan
-from mmm.trainer.run.agreement import Agreement
-from mmm.trainer.run.core import Run, start_run
-from mmm.trainer.run.plots import Plots
-from mmm.trainer.run.record import Record
-from mmm.trainer.run.startup import StartUp
-from mmm.trainer.run.tables import print_once, sharded_model, stage_table
-from mmm.trainer.steps import image_steps, on_mesh, text_steps
-from mmm.trainer.text import (
-    ExpertOptions,
-    Preset,
-    TextProgramOptions,
-    ValidationOptions,
-    check_own_kv_heads,
-    resolve,
-    resolve_own,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextExampleOptions(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
-    """Flags of an example that trains a Transformer on text: its sizes, and its run."""
-
-    compile: Unused[bool] = False
+from mmm.examples._support.text_options import TextExampleOptions
+from mmm.trainer.options import PIPELINE, Need
+from mmm.trainer.run.core import Run
+from mmm.trainer.transformer_options import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +61,3 @@ class FourAxesOptions(TextExampleOptions):
         """Say which layout was chosen."""
         if self.chooses():
             run.note(f"no axis was given a size: layout {run.layout} chosen for {run.layout.ranks} ranks")
-
-
-def parallelize(run: Run, resolved: ResolvedPlan) -> Mesh:
-    """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
-    return on_mesh(run, resolved.model, resolved.plan, resolved.techniques)[0]

@@ -1,0 +1,74 @@
+"""The steps of an example that trains the CNN on images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mmm.data import Batch
+from mmm.examples._support.mistakes import STEPS, OneDevice, without_labels
+from mmm.models.cnn import CNN
+from mmm.trainer.image_task import ImageTask, evaluate_images
+from mmm.trainer.progress import epochs_bar
+from mmm.trainer.run.core import Run
+from mmm.trainer.steps import Step, laps_updates
+from mmm.trainer.vision import ResolvedCNN
+
+
+def image_steps(
+    run: Run, resolved: ResolvedCNN, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
+) -> Iterator[Step]:
+    """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
+
+    The learning rate falls after each epoch. `Step.batch` has images and labels as inputs and targets. With ``--break``
+    half the images of the first data-parallel coordinate have no label, and dropout is off.
+
+    Args:
+        workers: processes that read images ahead.
+    """
+
+    def global_batch(step: int) -> Batch:
+        images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
+        return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.local_batch_size // 2)
+
+    task = ImageTask(run, resolved, workers)
+    steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
+    one_device = None
+    if run.options.break_ is not None:
+        steps = per_epoch = min(steps, STEPS)
+        with torch.device("meta"):
+            full = CNN(resolved.sizes)
+        one_device = OneDevice(run, full, [model], optimizer, global_batch)
+    rates = laps_updates(run, optimizer)
+    run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
+    batches, losses = task.all_batches(), list[Tensor]()
+    for number in epochs_bar(range(steps), per_epoch, run.rank):
+        if not losses:
+            model.train()
+            for group in optimizer.param_groups:
+                group["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
+            run.clock.start()
+        run.clock.step = number
+        batch = next(batches)
+        if one_device is not None:
+            batch = without_labels(batch, coordinate * resolved.local_batch_size, resolved.local_batch_size // 2)
+        step = Step(run, number, batch, last=number == steps - 1)
+        run.clock.lap("dtd")
+        yield step
+        run.clock.lap("dto")
+        losses.append(step.local_loss)
+        if one_device is not None:
+            one_device.loss(run.global_sum(step.local_loss))
+        if (number + 1) % per_epoch == 0 or step.last:
+            run.row(
+                {"epoch": number // per_epoch + 1},
+                {"train_loss": sum(losses[1:], losses[0]) / len(losses)},
+                samples=len(losses) * resolved.global_batch_size,
+                more={**rates, **step.row, **evaluate_images(run, model, task.test_loader)},
+                depth=2,
+            )
+            losses.clear()
+    if one_device is not None:
+        one_device.report()

@@ -1,0 +1,80 @@
+"""The steps of an example that trains a Transformer on text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.data import Batch
+from mmm.examples._support.mistakes import STEPS, OneDevice
+from mmm.models.transformer import Transformer
+from mmm.trainer.resolve import Resolved
+from mmm.trainer.resolve_text import ValidationOptions, validation_batches
+from mmm.trainer.run.core import Run
+from mmm.trainer.steps import Step, evaluate, train_steps
+
+
+def text_steps(
+    run: Run,
+    resolved: Resolved,
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    local_loss: Callable[[Batch], Tensor] | None = None,
+    *,
+    coordinate: int | None = None,
+    at: Mapping[str, int] | None = None,
+) -> Iterator[Step]:
+    """The steps of a program that trains a Transformer on text.
+
+    Args:
+        model: what this rank trains; of a pipeline, its stages.
+        local_loss: for validation, where the program has its flags: of the samples of this rank's data-parallel
+            coordinate → this rank's part of the loss of a global batch.
+        coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
+        at: what a row says besides its step, such as ``{"stage": 1}``.
+    """
+    options, steps = run.options, resolved.steps
+    global_batch, tokens = resolved.global_batch_size, resolved.data.train
+    if coordinate is None:
+        coordinate = run.layout.dp_coordinate(run.rank.rank)
+    one_device = None
+    if options.break_ is not None:
+        steps = min(steps, STEPS)
+        with torch.device("meta"):
+            full = Transformer(resolved.sizes)
+        modules = [model] if isinstance(model, nn.Module) else model
+        one_device = OneDevice(
+            run,
+            full,
+            modules,
+            optimizer,
+            lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
+        )
+
+    def before_row(step: Step) -> None:
+        if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(step.number, steps):
+            with loss_parallel():
+                batches = validation_batches(run, resolved, options.eval_batches)
+                step.row["val_loss"] = evaluate(run, batches, local_loss)
+            step.due = True
+        if one_device is not None:
+            one_device.loss(run.global_sum(step.local_loss))
+
+    if not at:
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
+    yield from train_steps(
+        run,
+        (resolved.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
+        optimizer,
+        steps,
+        samples=global_batch,
+        tokens=global_batch * tokens.seq_length,
+        at=at,
+        before_row=before_row,
+        depth=3,
+    )
+    if one_device is not None:
+        one_device.report()

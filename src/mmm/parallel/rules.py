@@ -1,0 +1,143 @@
+"""Which sizes of a model go onto which layout. Each function gives the rules that are broken, name → sentence with the
+numbers; none where everything fits. Needs no process group, and no model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.layout import Layout
+
+if TYPE_CHECKING:
+    from mmm.models.cnn import CNNConfig
+    from mmm.models.transformer import TransformerConfig
+    from mmm.models.vit import ViTConfig
+
+CP_STYLES = ("ring", "ulysses")
+HEADS = "each rank takes whole heads"
+HIDDEN = "each rank takes the same number of hidden units"
+
+
+def refuse(broken: dict[str, str]) -> None:
+    """Raises LayoutError with every rule that is broken."""
+    if broken:
+        raise LayoutError("; ".join(broken.values()))
+
+
+def check_cp_style(style: str) -> None:
+    """Raises ConfigError where there is no such way to shard a sequence."""
+    if style not in CP_STYLES:
+        raise ConfigError(f"cp_style {style!r} is not one of {', '.join(CP_STYLES)}", fields=("cp_style",))
+
+
+def tp_rule(name: str, size: int, tp: int, why: str) -> dict[str, str]:
+    """A size that tp has to divide."""
+    if size % tp == 0:
+        return {}
+    return {name: f"{name} {size} {'is not divisible by' if size > tp else '<'} tp {tp} ({why})"}
+
+
+def context_rules(n_heads: int, layout: Layout, seq_length: int, style: str) -> dict[str, str]:
+    """What keeps a model's sequence from being sharded over cp.
+
+    Args:
+        n_heads: query heads of the full model.
+        seq_length: in tokens.
+        style: ``ring`` or ``ulysses``.
+    """
+    check_cp_style(style)
+    if layout.cp == 1:
+        return {}
+    broken = {}
+    chunks = 2 * layout.cp * layout.tp
+    if seq_length % chunks:
+        product = f"2 · cp {layout.cp}" + (f" · tp {layout.tp}" if layout.tp > 1 else "")
+        broken["seq_length"] = (
+            f"seq_length {seq_length} is not divisible by {product} = {chunks} (each rank takes two chunks of the same "
+            "length)"
+        )
+    ranks = layout.cp * layout.tp
+    if style == "ulysses" and n_heads % ranks:
+        over = f"cp {layout.cp}" + (f" · tp {layout.tp} = {ranks}" if layout.tp > 1 else "")
+        broken["n_heads"] = f"n_heads {n_heads} is not divisible by {over} (under ulysses {HEADS}; under ring tp does)"
+    return broken
+
+
+def expert_rules(n_experts: int, layout: Layout) -> dict[str, str]:
+    """What keeps a model's experts from being sharded over ep.
+
+    Args:
+        n_experts: of each layer; 0 for a model without.
+    """
+    if layout.ep == 1 or (n_experts and n_experts % layout.ep == 0):
+        return {}
+    if n_experts == 0:
+        return {"ep": f"ep {layout.ep}: the model has no experts to shard: give it n_experts, or use ep 1"}
+    why = "each rank takes the same number of them"
+    return {"n_experts": f"n_experts {n_experts} is not divisible by ep {layout.ep} ({why})"}
+
+
+def kv_head_rules(n_kv_heads: int, head_dim: int, tp: int) -> dict[str, str]:
+    """What keeps key/value heads from being sharded over tp."""
+    if n_kv_heads % tp == 0:
+        return {}
+    if tp % n_kv_heads:
+        return {
+            "n_kv_heads": f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes "
+            "whole key/value heads, or several ranks share one)"
+        }
+    if n_kv_heads * head_dim % tp:
+        part = tp // n_kv_heads
+        return {
+            "n_kv_heads": f"n_kv_heads {n_kv_heads} < tp {tp}: each rank computes 1 / {part} of a key/value head, and "
+            f"head_dim {head_dim} is not divisible by {part}"
+        }
+    return {}
+
+
+def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str) -> dict[str, str]:
+    """Of a Transformer.
+
+    Args:
+        seq_length: in tokens.
+        cp_style: ``ring`` or ``ulysses``, where cp is above 1.
+    """
+    if wrong := config.problems():
+        return {problem: problem for problem in wrong}
+    tp = layout.tp
+    broken = context_rules(config.n_heads, layout, seq_length, cp_style) | expert_rules(config.n_experts, layout)
+    if tp == 1:
+        return broken
+    broken |= kv_head_rules(config.n_kv_heads, config.head_dim, tp)
+    if layout.cp == 1 or cp_style == "ring":  # under ulysses `context_rules` has a stricter rule
+        broken |= tp_rule("n_heads", config.n_heads, tp, HEADS)
+    if not config.n_experts:  # which are not sharded over tp
+        broken |= tp_rule("ffn_dim", config.hidden_dim, tp, HIDDEN)
+    if layout.cp == 1:  # else `context_rules` has a stricter rule
+        why = "between the sharded matrices each rank takes the same number of tokens"
+        broken |= tp_rule("seq_length", seq_length, tp, why)
+    if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
+        text = f"vocab_size {config.vocab_size} sharded over tp {tp} leaves a rank without any of it"
+        broken["vocab_size"] = text
+    return broken
+
+
+def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
+    """Raises LayoutError with every rule that such a Transformer breaks. Arguments as of `transformer_rules`."""
+    wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
+    refuse({problem: problem for problem in wrong} or transformer_rules(config, layout, seq_length, cp_style))
+
+
+def vit_rules(config: ViTConfig, layout: Layout) -> dict[str, str]:
+    """Of a Vision Transformer."""
+    if wrong := config.problems():
+        return {problem: problem for problem in wrong}
+    heads = tp_rule("n_heads", config.n_heads, layout.tp, HEADS)
+    return heads | tp_rule("mlp_dim", config.hidden_dim, layout.tp, HIDDEN)
+
+
+def cnn_rules(config: CNNConfig, layout: Layout) -> dict[str, str]:
+    """Of the CNN."""
+    if wrong := config.problems():
+        return {problem: problem for problem in wrong}
+    return tp_rule("hidden", config.hidden, layout.tp, "each rank takes the same number")
