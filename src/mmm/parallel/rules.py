@@ -82,16 +82,13 @@ def kv_head_rules(n_kv_heads: int, head_dim: int, tp: int) -> dict[str, str]:
     if n_kv_heads % tp == 0:
         return {}
     if tp % n_kv_heads:
-        return {
-            "n_kv_heads": f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other (each rank takes "
-            "whole key/value heads, or several ranks share one)"
-        }
+        why = "each rank takes whole key/value heads, or several ranks share one"
+        text = f"n_kv_heads {n_kv_heads} and tp {tp}: one has to be a multiple of the other ({why})"
+        return {"n_kv_heads": text}
     if n_kv_heads * head_dim % tp:
         part = tp // n_kv_heads
-        return {
-            "n_kv_heads": f"n_kv_heads {n_kv_heads} < tp {tp}: each rank computes 1 / {part} of a key/value head, and "
-            f"head_dim {head_dim} is not divisible by {part}"
-        }
+        why = f"each rank computes 1 / {part} of a key/value head, and head_dim {head_dim} is not divisible by {part}"
+        return {"n_kv_heads": f"n_kv_heads {n_kv_heads} < tp {tp}: {why}"}
     return {}
 
 

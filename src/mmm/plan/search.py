@@ -19,6 +19,7 @@ from functools import lru_cache
 from mmm.layout import Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
+from mmm.parallel import rules
 from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
