@@ -128,7 +128,7 @@ def test_pyinstrument(tmp_path):
         "files": ["profile.html", "profile.txt"],
         "ranks": [0],
     }
-    assert "_fit" in (tmp_path / "profile.txt").read_text()
+    assert "train_step" in (tmp_path / "profile.txt").read_text()
     assert "<html" in (tmp_path / "profile.html").read_text()
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from shutil import disk_usage
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,39 @@ def without_checkpoints(options: BaseOptions) -> str:
             f"of a language model mmm sample, mmm export and --init_from; {flag} leaves those"
         )
     return f"this run will leave no weights; {flag} leaves checkpoints, and --save_model what plain PyTorch loads"
+
+
+class RowSoFar(NamedTuple):
+    """The row under way.
+
+    Attributes:
+        steps: in it.
+        counted: those that were not skipped, on the device where steps may be.
+        loss: this rank's, summed over them; None before the first.
+    """
+
+    steps: int = 0
+    counted: float | Tensor = 0
+    loss: Tensor | None = None
+
+    def with_step(self, loss: Tensor, skip: Tensor | None) -> RowSoFar:
+        """With one step more.
+
+        Args:
+            skip: 1.0 where it was skipped, and then does not count; None: it counts.
+        """
+        if skip is not None:
+            loss = loss.where(skip == 0, 0)
+        return RowSoFar(
+            self.steps + 1,
+            self.counted + (1 if skip is None else 1 - skip),
+            loss if self.loss is None else self.loss + loss,
+        )
+
+    def mean(self) -> Tensor:
+        """This rank's loss, of a row with a step."""
+        assert self.loss is not None
+        return self.loss / self.counted
 
 
 class Checkpoints:
@@ -89,11 +122,10 @@ class Checkpoints:
             self._copy_noted = False
             self._predict(times=2 if len(memory.hosts) == 1 else 4)
 
-    def load(self) -> tuple[int, int, float, Tensor | None]:
-        """The step to begin with; and of the row under way, the steps, those that were not skipped, and this rank's
-        loss. A collective."""
+    def load(self) -> tuple[int, RowSoFar]:
+        """The step to begin with, and the row under way. A collective."""
         if (origin := self.record.origin) is None:
-            return 0, 0, 0, None
+            return 0, RowSoFar()
         manifest, run = origin.manifest, self.run
         buffers = self.model.saved_buffers()
 
@@ -111,7 +143,7 @@ class Checkpoints:
         run.note(f"resumed from {where} at step {manifest.step}{moved}")
         losses = state["losses"]
         if not losses:
-            return manifest.step, 0, 0, None
+            return manifest.step, RowSoFar()
         if not moved:
             local = losses[run.rank.rank]
         elif run.rank.rank == run.layout.loss_ranks()[0]:  # the losses that add up to the global loss
@@ -119,7 +151,7 @@ class Checkpoints:
         else:
             local = 0.0
         local_loss = torch.tensor(local, dtype=accum_dtype(run.device), device=run.device)
-        return manifest.step, state["since"], state["counted"], local_loss
+        return manifest.step, RowSoFar(state["since"], state["counted"], local_loss)
 
     def compare_rates(self, rate: Callable[[int], float]) -> None:
         """Say it where the learning rate leaves the curve that it had in the run that goes on.
@@ -169,16 +201,18 @@ class Checkpoints:
             savers.append(self.replicas)
         return savers
 
-    def save(
-        self, savers: list[Saver], done: int, since: int, counted: float | Tensor, local_loss: Tensor | None
-    ) -> None:
+    def save(self, savers: list[Saver], done: int, so_far: RowSoFar) -> None:
         """Begin to save. A collective.
 
         Args:
-            savers: of `due`. done: steps. since, counted, local_loss: of the row under way; see `load`.
+            savers: of `due`.
+            done: steps.
+            so_far: the row under way.
         """
         run = self.run
-        losses = [] if local_loss is None else [loss for (loss,) in gather_floats(local_loss.view(1), run.device)]
+        losses: list[float] = []
+        if so_far.loss is not None:
+            losses = [loss for (loss,) in gather_floats(so_far.loss.view(1), run.device)]
         rows = self.record.history
         if rows is not None:
             rows.flush()  # the rows that the checkpoint counts on
@@ -186,8 +220,8 @@ class Checkpoints:
             "rows": 0 if rows is None else len(rows),
             "scaler": self.scaler.state_dict(),
             "lr": learning_rate(self.optimizer),
-            "since": since,
-            "counted": float(counted),
+            "since": so_far.steps,
+            "counted": float(so_far.counted),
             "losses": losses,
             "loss_ranks": run.layout.loss_ranks() if losses else [],
         }

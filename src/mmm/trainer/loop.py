@@ -1,20 +1,21 @@
-"""The training loop that all trainers share."""
+"""The training loop that all trainers share: a step, a row, an evaluation, a save, on whatever layout the model is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from mmm.data import Batch
 from mmm.parallel.clip import local_norms
 from mmm.parallel.ep.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
-from mmm.trainer.checkpoints import Checkpoints
+from mmm.trainer.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.optimizer import learning_rate
 from mmm.trainer.profile_options import profile_of
 from mmm.trainer.progress import StepsBar, epochs_bar
@@ -31,9 +32,9 @@ class Fit:
         steps: optimizer steps in all.
         max_norm: the gradient's norm is clipped to this; 0 leaves it.
         schedule: factor of the learning rate at a step.
-        eval_every: steps between two evaluations; 0 for the end alone. by_epoch: one row, and one evaluation, an epoch
-            (and at the end), instead of a row a step.
-        balance_rate: how far a step moves the biases of experts (`mmm.parallel.ep.expert_parallel.balance_experts`).
+        eval_every: steps between two evaluations; 0 for the end alone.
+        by_epoch: one row, and one evaluation, an epoch (and at the end), instead of a row a step.
+        balance_rate: how far a step moves the biases of experts (`mmm.parallel.ep.balance.balance_experts`).
         skip: a step with a loss or gradient that is not finite changes nothing; else it ends the run.
     """
 
@@ -46,6 +47,72 @@ class Fit:
     skip: bool = False
 
 
+@dataclass(frozen=True)
+class RowAStep:
+    """When rows are due: after each ``--log_every`` steps, an evaluation or a save; a row is of one step."""
+
+    steps: int
+    log_every: int
+    eval_every: int
+    loss = "loss"
+
+    def over(self, steps: range, bar: StepsBar, run: Run) -> Iterator[int]:
+        return bar.over(steps)
+
+    def at(self, step: int) -> dict[str, int]:
+        """What a row says of where the run is."""
+        return {"iter": step}
+
+    def ends_row(self, step: int) -> bool:
+        """Whether the row under way is complete after this step."""
+        return True
+
+    def evaluates(self, step: int) -> bool:
+        return step == self.steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)
+
+    def is_due(self, step: int, saves: bool) -> bool:
+        """Whether the host waits for this step. A save follows a row, which finds out whether the loss is a number."""
+        return saves or self.evaluates(step) or step % self.log_every == 0
+
+
+@dataclass(frozen=True)
+class RowAnEpoch:
+    """When rows are due: after each epoch, with an evaluation, and at the end. As `RowAStep`."""
+
+    steps: int
+    steps_per_epoch: int
+    loss = "train_loss"
+
+    def over(self, steps: range, bar: StepsBar, run: Run) -> Iterator[int]:
+        return epochs_bar(steps, self.steps_per_epoch, run.rank)
+
+    def at(self, step: int) -> dict[str, int]:
+        return {"epoch": step // self.steps_per_epoch + 1}
+
+    def ends_row(self, step: int) -> bool:
+        return step == self.steps - 1 or (step + 1) % self.steps_per_epoch == 0
+
+    def evaluates(self, step: int) -> bool:
+        return self.ends_row(step)
+
+    def is_due(self, step: int, saves: bool) -> bool:
+        return self.ends_row(step)
+
+
+class StepResult(NamedTuple):
+    """What a step has left, on the device.
+
+    Attributes:
+        loss: this rank's local loss.
+        grad_norm: of the full gradient before it was clipped; None where it is not clipped.
+        skip: 1.0 where the step was skipped, else 0.0; None where steps are not skipped.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor | None
+    skip: Tensor | None
+
+
 def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit) -> dict[str, float]:
     """Train `model`, in place, on whatever layout it is.
 
@@ -53,118 +120,134 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
         The last evaluation, the same on every rank.
     """
     with StepsBar(run.rank) as bar:
-        return _fit(run, model, optimizer, task, options, bar)
+        return _Loop(run, model, optimizer, task, options).run_all(bar)
 
 
-def _fit(
-    run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit, bar: StepsBar
-) -> dict[str, float]:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
-    # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
-    coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-    checkpoints = Checkpoints(run, model, optimizer, scaler, task.origins)
-    clock, evaluated = run.clock, dict[str, float]()
-    named = list(model.named_parameters())
-    counted: float | Tensor  # steps in it
-    local_loss: Tensor | None  # on the device
-    first, since, counted, local_loss = checkpoints.load()
-    checkpoints.compare_rates(lambda step: max(rates) * options.schedule(step))
-    batches, profile = task.all_batches(first), profile_of(run, model, first, options.steps)
-    profile(first)
-    clock.start()
-    steps = range(first, options.steps)
-    for step in epochs_bar(steps, task.steps_per_epoch, run.rank) if options.by_epoch else bar.over(steps):
+class _Loop:
+    def __init__(
+        self, run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit
+    ) -> None:
+        self.run, self.model, self.optimizer, self.task, self.options = run, model, optimizer, task, options
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
+        self.coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
+        self.checkpoints = Checkpoints(run, model, optimizer, self.scaler, task.origins)
+        self.named = list(model.named_parameters())
+        self.rows: RowAStep | RowAnEpoch
+        if options.by_epoch:
+            self.rows = RowAnEpoch(options.steps, task.steps_per_epoch)
+        else:
+            self.rows = RowAStep(options.steps, run.options.log_every, options.eval_every)
+        self.evaluated: dict[str, float] = {}
+
+    def run_all(self, bar: StepsBar) -> dict[str, float]:
+        """Every step that is left."""
+        run, options, checkpoints = self.run, self.options, self.checkpoints
+        first, so_far = checkpoints.load()
+        checkpoints.compare_rates(lambda step: max(self.rates) * options.schedule(step))
+        batches, profile = self.task.all_batches(first), profile_of(run, self.model, first, options.steps)
+        profile(first)
+        run.clock.start()
+        for step in self.rows.over(range(first, options.steps), bar, run):
+            result = self.train_step(step, batches)
+            stop, last = checkpoints.stop_asked(), step == options.steps - 1
+            so_far = so_far.with_step(result.loss, result.skip if options.by_epoch else None)
+            savers = checkpoints.due(step, last or stop)
+            due = self.rows.is_due(step, bool(savers))
+            imbalance = self.model.balance_experts(self.scaler.unless_skipped(options.balance_rate), due)
+            run.clock.lap("dto")
+            ends_row = self.rows.ends_row(step)
+            if ends_row:
+                self.write_row(step, so_far, result, imbalance, due, bar)
+                so_far = RowSoFar()
+            if savers:
+                checkpoints.save(savers, step + 1, so_far)
+            checkpoints.poll()
+            if stop and not last:
+                checkpoints.stop(step + 1)
+            profile(step + 1)
+            if ends_row:
+                run.clock.start()
+            elif savers:
+                run.clock.lap("dto")
+        checkpoints.wait()
+        if first == options.steps:  # the run was interrupted after its last step
+            run.note("no step is left to make; the model is evaluated once more")
+            run.clock.step = first - 1
+            self.evaluate()
+        return self.evaluated
+
+    def train_step(self, step: int, batches: Iterator[Batch]) -> StepResult:
+        """One optimizer step. The laps dtd, dtf, dtb and, with pp, dtw end in it."""
+        run, model, scaler, options = self.run, self.model, self.scaler, self.options
         model.train()
-        clock.step = step
-        seed_step(run.options.seed, step, coordinate)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        run.clock.step = step
+        seed_step(run.options.seed, step, self.coordinate)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * options.schedule(step)
         batch = next(batches)
-        clock.lap("dtd")
-        # Laps dtf, dtb and, with pp, dtw.
-        count = None if batch.has_padding else batch.count
-        split = {} if batch.document_starts is None else {"document_starts": batch.document_starts}
+        run.clock.lap("dtd")
+        of_samples: dict[str, Tensor] = {}
+        if batch.document_starts is not None:
+            of_samples["document_starts"] = batch.document_starts
         if model.draws and batch.sample_keys is not None:
-            split["sample_keys"] = batch.sample_keys
-        loss = model.step(batch.inputs, batch.targets, count, scaler, **split)
-        scaler.unscale_(optimizer)
-        at = {"epoch": step // task.steps_per_epoch + 1} if options.by_epoch else {"iter": step}
+            of_samples["sample_keys"] = batch.sample_keys
+        count = None if batch.has_padding else batch.count
+        loss = model.step(batch.inputs, batch.targets, count, scaler, **of_samples)
+        scaler.unscale_(self.optimizer)
         norms, skip = None, None
         if options.skip or not scaler.is_enabled():  # else an overflow is the scaler's affair
-            norms, skip = _look(run, {**at, "iter": step}, loss, named, options.skip)
+            norms, skip = self._look_for_not_finite(step, loss)
         grad_norm = model.clip(options.max_norm, norms) if options.max_norm else None
         if skip is None:
-            scaler.step(optimizer)
+            scaler.step(self.optimizer)
         else:
-            scaler.step_unless(skip, optimizer)
+            scaler.step_unless(skip, self.optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        stop = checkpoints.stop_asked()
-        since, last = since + 1, step == options.steps - 1
-        if skip is not None and options.by_epoch:  # the mean is of the other steps
-            loss, counted = loss.where(skip == 0, 0), counted + (1 - skip)
-        else:
-            counted = counted + 1
-        local_loss = loss if local_loss is None else local_loss + loss
-        end_of_epoch = (step + 1) % task.steps_per_epoch == 0
-        evaluate_now = last or (
-            end_of_epoch if options.by_epoch else options.eval_every > 0 and (step + 1) % options.eval_every == 0
+        self.optimizer.zero_grad()
+        return StepResult(loss, grad_norm, skip)
+
+    def _look_for_not_finite(self, step: int, loss: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Keep on the device whether the loss and the gradients are finite, for the next row.
+
+        Returns:
+            `local_norms` of the gradients; and where steps are to be skipped `not_finite`, a collective.
+        """
+        gradients = [(name, parameter.grad) for name, parameter in self.named if parameter.grad is not None]
+        norms = local_norms([gradient for _, gradient in gradients])
+        together = torch.stack(norms) if norms else loss.new_zeros(1)
+        skip = not_finite(loss, together) if self.options.skip else None
+        at = {**self.rows.at(step), "iter": step}
+        self.run.losses.add_step(at, loss, together, [name for name, _ in gradients], skip)
+        return norms, skip
+
+    def write_row(
+        self, step: int, so_far: RowSoFar, result: StepResult, imbalance: Tensor | None, due: bool, bar: StepsBar
+    ) -> None:
+        """The row that this step ends. A collective where it is due."""
+        if due:
+            self.model.check_targets(step)
+        more: dict[str, Any] = {"lr": learning_rate(self.optimizer)}
+        if imbalance is not None:
+            more["imbalance"] = imbalance
+        if result.grad_norm is not None and not self.options.by_epoch:
+            more["grad_norm"] = result.grad_norm
+        if self.rows.evaluates(step):
+            more |= self.evaluate()
+        row = self.run.row(
+            self.rows.at(step),
+            {self.rows.loss: so_far.mean()},
+            samples=so_far.steps * self.task.global_batch_size,
+            tokens=so_far.steps * self.task.tokens,
+            more=more,
+            due=due,
+            depth=4,
         )
-        savers = checkpoints.due(step, last or stop)  # after a row, which finds out whether the loss is a number
-        due = evaluate_now or (not options.by_epoch and (bool(savers) or step % run.options.log_every == 0))
-        imbalance = model.balance_experts(scaler.unless_skipped(options.balance_rate), due)
-        clock.lap("dto")
+        if row is not None and row.numbers:  # on rank 0
+            bar.row(row.loss, row.numbers.get("tps", row.numbers["sps"]))
 
-        row = evaluate_now or not options.by_epoch
-        if row:
-            if due:
-                model.check_targets(step)
-            more: dict[str, Any] = {"lr": learning_rate(optimizer)}
-            if imbalance is not None:
-                more["imbalance"] = imbalance
-            if grad_norm is not None and not options.by_epoch:
-                more["grad_norm"] = grad_norm
-            if evaluate_now:
-                model.train(False)
-                evaluated = task.evaluate(model)
-                more |= evaluated
-            name = {"train_loss" if options.by_epoch else "loss": local_loss / counted}
-            size = since * task.global_batch_size, since * task.tokens
-            logged = run.row(at, name, samples=size[0], tokens=size[1], more=more, due=due, depth=3)
-            if logged is not None and logged.numbers:  # on rank 0
-                bar.row(logged.loss, logged.numbers.get("tps", logged.numbers["sps"]))
-            local_loss, since, counted = None, 0, 0
-        if savers:
-            checkpoints.save(savers, step + 1, since, counted, local_loss)
-        checkpoints.poll()
-        if stop and not last:
-            checkpoints.stop(step + 1)
-        profile(step + 1)
-        if row:
-            clock.start()
-        elif savers:
-            clock.lap("dto")
-    checkpoints.wait()
-    if first == options.steps:  # the run was interrupted after its last step
-        run.note("no step is left to make; the model is evaluated once more")
-        model.train(False)
-        clock.step = first - 1
-        evaluated = task.evaluate(model)
-    return evaluated
-
-
-def _look(
-    run: Run, at: dict[str, int], loss: Tensor, named: list[tuple[str, Parameter]], skips: bool
-) -> tuple[list[Tensor], Tensor | None]:
-    """Keep on the device whether the loss and the gradients are finite, for the next row.
-
-    Returns:
-        `local_norms` of the gradients; and where steps are to be skipped `not_finite`, a collective.
-    """
-    gradients = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-    norms = local_norms([gradient for _, gradient in gradients])
-    together = torch.stack(norms) if norms else loss.new_zeros(1)
-    skip = not_finite(loss, together) if skips else None
-    run.losses.add_step(at, loss, together, [name for name, _ in gradients], skip)
-    return norms, skip
+    def evaluate(self) -> dict[str, float]:
+        self.model.train(False)
+        self.evaluated = self.task.evaluate(self.model)
+        return self.evaluated

@@ -58,6 +58,31 @@ class NotFinite(NamedTuple):
         return f"the loss is {self.loss} at {when}, from {places}{others}"
 
 
+class Columns(NamedTuple):
+    """What each rank knows of the steps since the last row that was due: scalars of one rank, or (ranks,) of all.
+
+    Attributes:
+        loss: of the row, the rank's own.
+        first: the number of the first step that is not finite, from 1; 0 for none.
+        loss_there: the loss of that step.
+        gradient: the number of the gradient that is not finite there, from 1; 0 where it is the loss.
+        skipped: steps that were skipped.
+        trailing: those of them up to now, without one between them that was not.
+    """
+
+    loss: Tensor
+    first: Tensor
+    loss_there: Tensor
+    gradient: Tensor
+    skipped: Tensor
+    trailing: Tensor
+
+    @classmethod
+    def of_table(cls, table: Tensor) -> Columns:
+        """Of all ranks' tensors, (ranks, columns); there may be more columns."""
+        return cls(*table[:, : len(cls._fields)].unbind(1))
+
+
 class UnreadLosses:
     """What the steps since the last row that was due have left on the device. The host knows none of it, and waits for
     none.
@@ -68,7 +93,7 @@ class UnreadLosses:
         skip_noted: it has been said that a step was skipped.
     """
 
-    COLUMNS = 6
+    COLUMNS = len(Columns._fields)
 
     def __init__(self) -> None:
         self.by_step, self.in_a_row, self.skip_noted = False, 0, False
@@ -106,9 +131,7 @@ class UnreadLosses:
             self._skips.append(skip)
 
     def columns(self, loss: Tensor) -> Tensor:
-        """(6,): the loss of the row; the number of the first step that is not finite, from 1, or 0; the loss there; 0
-        if it is the loss, else the number of the gradient; the steps skipped; those skipped without one between them
-        that was not, up to now.
+        """This rank's `Columns` as one tensor, (6,).
 
         Args:
             loss: of the row, this rank's.
@@ -124,14 +147,15 @@ class UnreadLosses:
             gradient = torch.where(by_loss, 0, by_gradient.int().argmax(1) + 1)
         first = wrong.int().argmax(0, keepdim=True)  # the first of several
         skips = torch.stack(self._skips) if self._skips else losses.new_zeros(1)
-        numbers = (
-            torch.where(wrong.any(), first + 1, 0),
-            losses.gather(0, first),
-            gradient.gather(0, first),
-            skips.sum(0, keepdim=True),
-            skips.flip(0).cumprod(0).sum(0, keepdim=True),
+        own = Columns(
+            loss=loss.view(1),
+            first=torch.where(wrong.any(), first + 1, 0),
+            loss_there=losses.gather(0, first),
+            gradient=gradient.gather(0, first),
+            skipped=skips.sum(0, keepdim=True),
+            trailing=skips.flip(0).cumprod(0).sum(0, keepdim=True),
         )
-        return torch.cat([loss.view(1), *(number.to(losses) for number in numbers)])
+        return torch.cat([column.to(losses) for column in own])
 
     def _all_finite(self) -> bool:
         """False also where a sum overflows. The host waits for the device."""
@@ -148,13 +172,15 @@ class UnreadLosses:
         Returns:
             (losses + 3,), on the columns' device.
         """
-        if columns.device.type == "cpu" and not columns[:, 1].any():  # what nearly every row finds
-            return torch.cat((columns[loss_ranks, 0], columns.new_zeros(1), columns[0, 4:6]))
-        wrong = columns[:, 3] > 0
+        by_rank = Columns.of_table(columns)
+        losses, skips = by_rank.loss[loss_ranks], torch.stack((by_rank.skipped[0], by_rank.trailing[0]))
+        if columns.device.type == "cpu" and not by_rank.first.any():  # what nearly every row finds
+            return torch.cat((losses, columns.new_zeros(1), skips))
+        wrong = by_rank.gradient > 0
         wrong[loss_ranks] = True
-        wrong &= columns[:, 1] > 0
-        first = torch.where(wrong, columns[:, 1], math.inf).amin(0, keepdim=True)
-        return torch.cat((columns[loss_ranks, 0], first.where(first.isfinite(), 0), columns[0, 4:6]))
+        wrong &= by_rank.first > 0
+        first = torch.where(wrong, by_rank.first, math.inf).amin(0, keepdim=True)
+        return torch.cat((losses, first.where(first.isfinite(), 0), skips))
 
     def read(
         self, summary: np.ndarray, columns: Tensor, loss_ranks: slice, rank: int
@@ -173,7 +199,7 @@ class UnreadLosses:
         self.in_a_row = trailing if trailing < skips else self.in_a_row + trailing
         found = None
         if first:
-            found = self._found(first, at, names, on_host(columns[:, : self.COLUMNS]), loss_ranks, rank)
+            found = self._found(first, at, names, Columns(*on_host(columns[:, : self.COLUMNS]).T), loss_ranks, rank)
         elif not math.isfinite(total):  # the sum alone is not
             found = NotFinite(at[-1], total, list(range(len(columns))[loss_ranks]))
         return total, found, skipped if skips else None
@@ -183,15 +209,15 @@ class UnreadLosses:
         first: int,
         at: Sequence[Mapping[str, int]],
         names: Sequence[Sequence[str]],
-        columns: np.ndarray,
+        by_rank: Columns,
         loss_ranks: slice,
         rank: int,
     ) -> NotFinite:
-        counted = columns[:, 3] > 0
+        counted = by_rank.gradient > 0
         counted[loss_ranks] = True
-        (ranks,) = np.nonzero(counted & (columns[:, 1] == first))
-        by_loss = ranks[columns[ranks, 3] == 0]
+        (ranks,) = np.nonzero(counted & (by_rank.first == first))
+        by_loss = ranks[by_rank.gradient[ranks] == 0]
         if len(by_loss):
-            return NotFinite(at[first - 1], sum(columns[by_loss, 2].tolist()), by_loss.tolist())
-        parameter = names[first - 1][int(columns[rank, 3]) - 1] if rank in ranks else ""
+            return NotFinite(at[first - 1], sum(by_rank.loss_there[by_loss].tolist()), by_loss.tolist())
+        parameter = names[first - 1][int(by_rank.gradient[rank]) - 1] if rank in ranks else ""
         return NotFinite(at[first - 1], None, ranks.tolist(), parameter)
