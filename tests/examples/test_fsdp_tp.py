@@ -164,7 +164,7 @@ def test_under_torchrun(finished, tmp_path):
 
 def test_summary_costs_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train(Config(n_layers=24, dataset="random", vocab_size=32000, batch_size=16, summary=True))
+    train(Config(n_layers=24, vocab_size=32000, batch_size=16, summary=True))
     out = capsys.readouterr().out
     for words in ("Embedding", "8,192,000", "TransformerBlock", "717,312", "Total params: 33,599,744"):
         assert words in out
@@ -233,7 +233,6 @@ def test_one_clear_message(tmp_path, flags, words):
         ({"break_": "norm"}, "--break norm: it is one of averaged, norms"),
         ({"text": (Path("nowhere.txt"),)}, "--text nowhere.txt: No such file"),
         ({"text": (Path("/dev/null"),)}, "--text /dev/null is no file"),
-        ({"text": (Path("a"),), "dataset": "random"}, "contradict"),
         ({"vocab_size": 100}, "--vocab_size 100: text has 256"),
         ({"max_iters": -1}, "--max_iters -1: it must be at least 1"),
         ({"max_iters": 0}, "--max_iters 0"),

@@ -307,7 +307,15 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
 
 
 def _fsdp_tp(rng: random.Random, data: Path) -> dict[str, Value]:
-    return _common(rng, "fsdp_tp") | _transformer(rng, data)
+    return _common(rng, "fsdp_tp") | _plain_text(_transformer(rng, data))
+
+
+def _plain_text(flags: dict[str, Value]) -> dict[str, Value]:
+    """An example has text alone, byte by byte."""
+    if flags.pop("dataset") == "random":
+        flags["vocab_size"] = "256"
+    flags.pop("tokenizer", None)
+    return flags
 
 
 def _vit(rng: random.Random, data: Path) -> dict[str, Value]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from mmm.runtime import log
 from mmm.runtime.clock import StepClock
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.resume import ResumableRecord
@@ -14,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Rows(Hook):
-    """Stands where a record stands, on rank 0: keeps rows and notes."""
+    """Stands where a record stands: keeps rows and notes."""
 
     def __init__(self):
         self.rows, self.notes = [], []
@@ -36,5 +37,6 @@ def make_run(rank, options, resolved, precision, device=CPU, clock=None, hooks=(
     rows = Rows()
     hooks = [ResumableRecord(), rows, *hooks]
     clock = StepClock(device) if clock is None else clock
-    outdir = Path("no folder") if rank.is_main else None  # where rows are read
+    outdir = Path("no folder")  # as of rank 0, which alone has rows: here every rank has
+    log._said.clear()  # as where a run begins
     return Run("test", options, resolved, rank, device, precision, clock, hooks, outdir), rows
