@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from mmm.parallel.partition import Partition as Partition
     from mmm.parallel.partition import partition_model as partition_model
     from mmm.parallel.plan import Plan as Plan
+    from mmm.parallel.state_dict import loaded_values as loaded_values
     from mmm.parallel.tp.replicated import PartialGradient as PartialGradient
     from mmm.parallel.tp.replicated import Replicated as Replicated
-    from mmm.parallel.values import loaded_values as loaded_values
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -58,6 +58,6 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.partition": "Partition partition_model",
         "mmm.parallel.plan": "Plan",
         "mmm.parallel.tp.replicated": "PartialGradient Replicated",
-        "mmm.parallel.values": "loaded_values",
+        "mmm.parallel.state_dict": "loaded_values",
     },
 )
