@@ -18,7 +18,7 @@ import torch
 import mmm.history
 from mmm.checkpoint import Saver, read_manifest
 from mmm.checkpoint.manifest import FileSum, Manifest, steps_of
-from mmm.data.prepare import Preparation, prepare
+from mmm.data.text.prepare import Preparation, prepare
 from mmm.history.figures import metric_figure
 from mmm.history.resume import marks_of
 from mmm.runtime.stop import stop_signal

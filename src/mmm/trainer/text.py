@@ -13,8 +13,8 @@ import torch
 import tyro
 
 from mmm.data import Batch, RandomTokens, Tokens
-from mmm.data.sources import Sources, open_sources
-from mmm.data.tokenizer import Tokenizer
+from mmm.data.text.sources import Sources, open_sources
+from mmm.data.text.tokenizer import Tokenizer
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.layout import batch_sizes
 from mmm.models.rope import RopeScaling
@@ -197,7 +197,7 @@ class TextOptions:
                 raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
             text = self.text
             if self.dataset == "shakespeare":
-                from mmm.data.datasets.shakespeare import shakespeare  # with it come data sets of images
+                from mmm.data.text.shakespeare import shakespeare  # with it comes the downloader
 
                 text = (shakespeare(whoami()),)
             opened = open_sources(text, None if self.tokenizer is None else str(self.tokenizer), self.default_tokenizer)
