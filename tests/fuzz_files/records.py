@@ -22,7 +22,7 @@ from mmm.history.attempts import Attempt, attempt_of, make_room
 from mmm.history.ending import read_config
 from mmm.history.journal import Header
 from mmm.history.record import JOURNAL, TRACE
-from mmm.history.resume import Resume, check_over, reopen
+from mmm.history.resume import Resume, check_over
 from mmm.history.trackers import Tracked
 from mmm.runtime import startup
 from mmm.trainer.resume import _measured, _was_interrupted
@@ -121,7 +121,7 @@ def read_dataset(folder: Path) -> Any:
     found = history.load(run)
     print(history.state(run))
     cli_history.main([str(run)])
-    reopen(run, Resume(3, {"step": 3}), Header(RANKS, {}))
+    Resume(3, {"step": 3}).reopen(run, Header(RANKS, {}))
     return found
 
 

@@ -32,6 +32,32 @@ class Resume(NamedTuple):
     rows: int
     mark: Mapping[str, Any]
 
+    def reopen(self, folder: Path, header: Header) -> Header:
+        """Leave the rows before the resumption in the dataset, and return the header of the journal that goes on.
+
+        Args:
+            header: of the run that goes on. Ranks that only the earlier run had stay after its own.
+
+        Raises:
+            RecordError: the record that is there cannot be read, or the dataset cannot be written.
+        """
+        attrs: dict[str, Any] = dict(header.attrs)
+        marks: list[Any] = []
+        ranks = header.ranks
+        if any((folder / name).exists() for name in (DATASET, JOURNAL)):
+            earlier = dataset_of(folder, Ending(KILLED))
+            rows = [row for row in to_rows(earlier) if row.draw < self.rows]
+            marks = [mark for mark in marks_of(earlier) if mark["draw"] <= self.rows]
+            attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
+            if LEFT_OUT in earlier.attrs:
+                attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
+            before = _ranks_of(earlier)
+            ranks = [*ranks, *before[len(ranks) :]]
+            kept = Header(before, {**earlier.attrs, MARKS: marks})
+            write_dataset(to_columns(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
+        attrs[MARKS] = [*marks, {"draw": self.rows, **self.mark}]
+        return Header(ranks, attrs)
+
 
 def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> None:
     """Whether the record in a folder, if there is one, may go on.
@@ -61,33 +87,6 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
             raise _still_writing(folder, why)
     finally:
         os.close(fd)
-
-
-def reopen(folder: Path, resume: Resume, header: Header) -> Header:
-    """Leave the rows before the resumption in the dataset, and return the header of the journal that goes on.
-
-    Args:
-        header: of the run that goes on. Ranks that only the earlier run had stay after its own.
-
-    Raises:
-        RecordError: the record that is there cannot be read, or the dataset cannot be written.
-    """
-    attrs: dict[str, Any] = dict(header.attrs)
-    marks: list[Any] = []
-    ranks = header.ranks
-    if any((folder / name).exists() for name in (DATASET, JOURNAL)):
-        earlier = dataset_of(folder, Ending(KILLED))
-        rows = [row for row in to_rows(earlier) if row.draw < resume.rows]
-        marks = [mark for mark in marks_of(earlier) if mark["draw"] <= resume.rows]
-        attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
-        if LEFT_OUT in earlier.attrs:
-            attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
-        before = _ranks_of(earlier)
-        ranks = [*ranks, *before[len(ranks) :]]
-        kept = Header(before, {**earlier.attrs, MARKS: marks})
-        write_dataset(to_columns(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
-    attrs[MARKS] = [*marks, {"draw": resume.rows, **resume.mark}]
-    return Header(ranks, attrs)
 
 
 def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
