@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mmm.history
-from mmm.analysis.collective_bytes import factor
 from mmm.comparison import worst
 from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
@@ -23,6 +22,7 @@ from mmm.parallel import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
 from mmm.runtime.log import get_logger
+from mmm.traffic.collective_bytes import factor
 from mmm.trainer import zero_stages
 from mmm.trainer.by_hand import Case, replica_spread
 from mmm.trainer.run import Run

@@ -11,12 +11,9 @@ import numpy as np
 
 from fuzz_files.kinds import Kind
 from mmm import history
-from mmm.analysis.rank_trace import CALLS, STEPS, RankTrace, Slice
-from mmm.analysis.startup_logs import read_log
-from mmm.analysis.trace_file import TraceFile
-from mmm.analysis.trace_picture import _read
 from mmm.cli import history as cli_history
 from mmm.cli import startup as cli_startup
+from mmm.cli.startup_logs import read_log
 from mmm.errors import RecordError
 from mmm.history.attempts import Attempt, attempt_of, make_room
 from mmm.history.ending import read_config
@@ -24,6 +21,9 @@ from mmm.history.journal import Header
 from mmm.history.record import JOURNAL, TRACE
 from mmm.history.resume import Resume, check_over
 from mmm.history.trackers import Tracked
+from mmm.profile.rank_trace import CALLS, STEPS, RankTrace, Slice
+from mmm.profile.trace_file import TraceFile
+from mmm.profile.trace_picture import _read
 from mmm.runtime import startup
 from mmm.trainer.resume import _measured, _was_interrupted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.analysis.utilization import peak_flops, step_flops
+from mmm.plan.utilization import peak_flops, step_flops
 from mmm.trainer.resolve import ResolvedPlan
 from mmm.trainer.run import Run
 

@@ -122,7 +122,7 @@ def report_end(run: Run, outdir: Path) -> None:
     """The end of a run, on rank 0: plots, and where everything is."""
     run.log.info("record: %s", outdir / "train_dataset.h5")
     if run.options.plots and (outdir / TRACE).exists():
-        from mmm.analysis.trace_picture import draw_trace  # a run with --profile only
+        from mmm.profile.trace_picture import draw_trace  # a run with --profile only
 
         try:
             run.log.info("picture of the trace: %s", draw_trace(outdir / TRACE, outdir / TRACE_PICTURE))

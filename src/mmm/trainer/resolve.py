@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mmm.analysis.footprint import Footprint, footprint_of
 from mmm.data import Batch, Tokens
 from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
+from mmm.parallel.memory.footprint import Footprint, footprint_of
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.trainer.options import RunOptions

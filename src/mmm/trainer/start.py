@@ -24,13 +24,13 @@ from typing import Any
 import torch.distributed as dist
 
 from mmm import history
-from mmm.analysis.footprint import Footprint, check_fits
 from mmm.contract import LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import DeviceError
 from mmm.history.attempts import this_attempt
 from mmm.history.trackers import Tracked
 from mmm.layout import Layout
 from mmm.parallel.dp.fsdp import ignore_views
+from mmm.parallel.memory.footprint import Footprint, check_fits
 from mmm.plan.observer import observed
 from mmm.runtime import startup
 from mmm.runtime.agreement import agree

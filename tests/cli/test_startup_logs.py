@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from mmm.analysis.startup_logs import read_log
+from mmm.cli.startup_logs import read_log
 from mmm.errors import DataError
 
 # A study of start-up: a job script writes the first line, the program the others.

@@ -32,9 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmm.analysis.collective_bytes import Call
 from mmm.layout import Layout
 from mmm.parallel.mesh import Mesh
+from mmm.traffic.collective_bytes import Call
 
 
 @dataclass
@@ -165,7 +165,7 @@ class _Count(TorchDispatchMode):
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         read = READERS.get(_name(func))
         if read is None:
-            raise RuntimeError(f"{func} on a process group: mmm.analysis.traffic does not know what it sends")
+            raise RuntimeError(f"{func} on a process group: mmm.traffic.count does not know what it sends")
         given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
         group = process_group_of(given)
         on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(given.values())))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from mmm.analysis import utilization
-from mmm.analysis.utilization import measured_flops, peak_flops, step_flops
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import meta_parameters
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.plan import utilization
+from mmm.plan.utilization import measured_flops, peak_flops, step_flops
 
 CPU = torch.device("cpu")
 

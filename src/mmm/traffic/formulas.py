@@ -41,7 +41,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from mmm.analysis.collective_bytes import factor
 from mmm.layout import Layout, Techniques
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
@@ -52,6 +51,7 @@ from mmm.parallel.plan import Plan, matches
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
+from mmm.traffic.collective_bytes import factor
 
 LOSS = 8  # bytes of a pipeline's loss
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mmm.analysis.socket_bytes import sent_since, socket_bytes
-from mmm.analysis.traffic import Traffic, count_traffic
 from mmm.parallel import Mesh
+from mmm.traffic.count import Traffic, count_traffic
+from mmm.traffic.socket_bytes import sent_since, socket_bytes
 
 
 class Sent(NamedTuple):

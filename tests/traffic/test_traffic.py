@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mmm.analysis.traffic import READERS, count_traffic
-from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
@@ -24,6 +22,8 @@ from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.testing.pool import clear_sharding_cache
+from mmm.traffic.count import READERS, count_traffic
+from mmm.traffic.formulas import expected_traffic
 from support import reference, vision
 from support.clock import PATIENCE
 from support.shards import shard_batch

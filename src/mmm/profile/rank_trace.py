@@ -2,7 +2,7 @@
 
 A call is seen where PyTorch's dispatcher goes to a backend (the key ``BackendSelect``), whether Python, a functional
 collective or DDP's C++ makes it. Other operators take their usual way and cost nothing more, unlike under the dispatch
-mode of `mmm.analysis.traffic`.
+mode of `mmm.traffic.count`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CallRecorder:
     place of the program: calls are matched by their order in a group.
 
     Args:
-        axes: by the ranks of a group, its name (`mmm.analysis.traffic.axes_of`).
+        axes: by the ranks of a group, its name (`mmm.traffic.count.axes_of`).
 
     Attributes:
         slices: in the order in which they end.

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mmm.analysis.rank_trace import CALLS, STEPS, RankTrace, Slice
-from mmm.analysis.trace_file import TraceFile, read_trace
-from mmm.analysis.trace_picture import draw_trace
+from mmm.profile.rank_trace import CALLS, STEPS, RankTrace, Slice
+from mmm.profile.trace_file import TraceFile, read_trace
+from mmm.profile.trace_picture import draw_trace
 from support.traces import check_for_perfetto, flows
 
 ZERO = 1_790_000_000_000_000_000  # ns since 1970

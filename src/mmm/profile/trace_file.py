@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmm.analysis.rank_trace import CALLS, STEPS, RankTrace
+from mmm.profile.rank_trace import CALLS, STEPS, RankTrace
 
 TRACKS = 10_000  # of a rank: its threads are numbered rank · TRACKS + 1, …
 FLOWS = 10**9  # of a rank, PyTorch's own arrows inside it
