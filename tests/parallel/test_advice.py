@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 import pytest
 
 from mmm.errors import LayoutError
+from mmm.layout import check_data_parallel
 from mmm.models.cnn import CNNConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import PRESETS, ViTConfig
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.advice import nearest, smaller
-from mmm.parallel.dp.data_parallel import check_data_parallel
 from mmm.parallel.plans.cnn import check_cnn
 from mmm.parallel.plans.transformer import check_transformer
 from mmm.parallel.plans.vit import check_vit

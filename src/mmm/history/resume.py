@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mmm.errors import RecordError
 from mmm.history.alive import why_going_on
 from mmm.history.attempts import Attempt, attempt_of
-from mmm.history.dataset import to_columns, to_rows, write_dataset
+from mmm.history.dataset import MARKS, marks_of, to_columns, to_rows, write_dataset
 from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_config
 from mmm.history.journal import LEFT_OUT, Header
 from mmm.history.reader import _startup, _still_writing, _writer, dataset_of
 from mmm.history.record import DATASET, JOURNAL
-from mmm.outside import parse_json
 
 if TYPE_CHECKING:
     import xarray
-
-MARKS = "resumed"  # the dataset's attribute: a list of mappings, with draw, the first row after the resumption
 
 
 class Resume(NamedTuple):
@@ -87,15 +84,6 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
             raise _still_writing(folder, why)
     finally:
         os.close(fd)
-
-
-def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
-    """Where the run of a dataset was resumed."""
-    try:
-        marks = parse_json(ds.attrs.get(MARKS, "[]"), list)
-        return [mark for mark in marks if isinstance(mark.get("draw"), int)]
-    except (ValueError, TypeError, AttributeError):
-        return []
 
 
 def _ranks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:

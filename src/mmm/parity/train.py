@@ -22,7 +22,7 @@ from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.models.weights import canonical_name
-from mmm.parallel.dp.fsdp import ignore_views
+from mmm.parallel.dp.wrapped import ignore_views
 from mmm.parallel.mesh import Mesh, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model

@@ -23,10 +23,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mmm.bubble.replay import bubble_formula
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, PlannedStage

@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.advice import Broken
-from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.parallel.plans import transformer as transformer_rules
 from mmm.parallel.plans import vit as vit_rules
 from mmm.parallel.pp.schedules import SCHEDULES

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group
 from mmm.traffic.collective_bytes import factor

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmm import history
 from mmm.errors import DivergedError, RecordError
 from mmm.history.ending import RUNNING, Ending
-from mmm.history.series import OWN
+from mmm.history.record import OWN
 from mmm.layout import Layout
 from mmm.parallel.local import detached
 from mmm.runtime import startup

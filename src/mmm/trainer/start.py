@@ -29,7 +29,7 @@ from mmm.errors import DeviceError
 from mmm.history.attempts import this_attempt
 from mmm.history.trackers import Tracked
 from mmm.layout import Layout
-from mmm.parallel.dp.fsdp import ignore_views
+from mmm.parallel.dp.wrapped import ignore_views
 from mmm.parallel.memory.footprint import Footprint, check_fits
 from mmm.plan.observer import observed
 from mmm.runtime import startup

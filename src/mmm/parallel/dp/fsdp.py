@@ -10,9 +10,7 @@ Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -152,16 +150,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@contextmanager
-def ignore_views() -> Iterator[None]:
-    """Inside, PyTorch does not warn of FSDP units whose output is a view, as under tensor parallelism: it would be
-    wrong to write into one, which no model here does. To be entered once a run: each change of the filters makes Python
-    repeat warnings that it has shown."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-        yield
 
 
 def widen_gradients(module: nn.Module) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,6 +30,11 @@ class Wrapper(nn.Module, ABC):
         """Set up the communication, once the parameters have memory and weights. A collective."""
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside a `Wrapper`; any other as it is."""
+    return model.module if isinstance(model, Wrapper) else model
+
+
 def is_offloaded(model: nn.Module) -> bool:
     """Whether FSDP keeps the shards of `model` on the host."""
     return any(parameter.offload_to_cpu for group in all_groups(model) for parameter in group.fsdp_params)
@@ -45,3 +52,13 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     state = unit._get_fsdp_state()
     one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
     return list(getattr(state, "_fsdp_param_groups", [one] if one else []))
+
+
+@contextmanager
+def ignore_views() -> Iterator[None]:
+    """Inside, PyTorch does not warn of FSDP units whose output is a view, as under tensor parallelism: it would be
+    wrong to write into one, which no model here does. To be entered once a run: each change of the filters makes Python
+    repeat warnings that it has shown."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+        yield

@@ -15,19 +15,20 @@ divide a tensor, activations and buffers come on top.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from mmm.errors import LayoutError
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.weights import parameter_count
-from mmm.parallel.dp.data_parallel import UNSHARDED
-from mmm.parallel.partition import Partition
-from mmm.parallel.pp.schedules import stages_of
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank
+
+if TYPE_CHECKING:
+    from mmm.parallel.partition import Partition
 
 STATE = {"adamw": 2, "muon": 1, "sgd": 0}  # of muon, at least
 
@@ -71,11 +72,10 @@ def footprint_of(
         partition: of a pipeline over `pp` ranks.
     """
     techniques = techniques or Techniques()
-    counts: tuple[int, ...] = (parameter_count(model),)
-    if partition is not None and partition.stages:
-        stages = [parameter_count([model.get_submodule(name) for name in names]) for names in partition.names()]
-        own = (stages_of(at, pp, techniques.schedule, len(stages) // pp) for at in range(pp))
-        counts = tuple(sum(stages[number] for number in numbers) for numbers in own)
+    if partition is None:
+        counts: tuple[int, ...] = (parameter_count(model),)
+    else:
+        counts = partition.parameters(model, pp, techniques.schedule)
     return Footprint(counts, techniques.data_parallel, STATE[optimizer], techniques.offload)
 
 

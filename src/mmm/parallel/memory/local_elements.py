@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import to_local
 
 
@@ -18,7 +18,7 @@ def local_elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     Counts storage, each once: with padding where ranks do not divide a tensor, and in full where a view keeps it alive.
     Gathered parameters and temporaries are not counted.
     """
-    inner = model.module if isinstance(model, Replicas) else model
+    inner = unwrapped(model)
     parameters = list(inner.parameters())
     gradients = [p.grad for p in (*parameters, *model.parameters()) if p.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
