@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from mmm.data.datasets import load_images
-from mmm.data.image_batches import ImageBatches
+from mmm.data.images.batches import ImageBatches
+from mmm.data.images.datasets import load_images
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.vit import PRESETS, ViT

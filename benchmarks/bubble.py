@@ -16,7 +16,7 @@ from statistics import mean, pstdev
 import torch
 import torch.distributed as dist
 
-from mmm.analysis.bubble import Recorded, bubble_formula, gather, replay
+from mmm.bubble.replay import Recorded, bubble_formula, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan

@@ -21,8 +21,8 @@ import sys
 import tempfile
 from importlib.metadata import version
 
-from mmm.analysis import startup_cost as measure
 from mmm.errors import UserError
+from mmm.examples import _startup_cost as measure
 
 CPU_BOUND = 0.28
 WALL_BOUND = 0.40

@@ -13,8 +13,8 @@ from mmm.checkpoint.safetensors import SafetensorsFile
 from mmm.checkpoint.weights import open_weights
 from mmm.cli.main import main
 from mmm.cli.startup import main as startup
-from mmm.data.token_file import TokenFile, open_tokens
-from mmm.data.tokenizer import load_tokenizer
+from mmm.data.text.token_file import TokenFile, open_tokens
+from mmm.data.text.tokenizer import load_tokenizer
 from mmm.errors import RecordError, UserError
 from mmm.history import History, write_config
 from mmm.history.attempts import Attempt, attempt_of

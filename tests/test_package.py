@@ -16,7 +16,20 @@ from support.clock import PATIENCE, children_cpu
 SOURCE = Path(__file__).parent.parent / "src" / "mmm"
 # From the top down; a room may name what stands below it. Rooms that are still to come stand here too.
 ROOMS = (
-    *("examples", "trainer", "plan", "parity", "analysis", "parallel", "models", "data", "checkpoint", "history"),
+    *(
+        "examples",
+        "trainer",
+        "profile",
+        "plan",
+        "parity",
+        "bubble",
+        "traffic",
+        "parallel",
+        "models",
+        "data",
+        "checkpoint",
+        "history",
+    ),
     *("testing", "runtime", "launch", "contract", "comparison", "streams", "errors"),
 )
 LAUNCH_ROOMS = ("__main__", "main", "host", "control", "job")

@@ -261,6 +261,20 @@ def report(kind: str, text: str, exit_code: int, caught: float | None = None) ->
     return True
 
 
+def first_failure() -> str | None:
+    """Why launch ends this run, in one line, for a rank that SIGTERM has come to: what failed first, and where.
+
+    None where nothing has failed as far as launch knows: somebody ended the run (Ctrl-C, the scheduler), or launch has
+    not decided yet: the rank that fails itself, and one that fails in consequence, may be asked before. None, too,
+    without launch, and where there is no /proc.
+    """
+    path = os.environ.get(VERDICT_VARIABLE)
+    try:
+        return (path and Path(path).read_text("utf-8")) or None
+    except (OSError, ValueError):
+        return None
+
+
 # The start-up.
 
 PROC = Path("/proc")

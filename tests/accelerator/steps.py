@@ -29,7 +29,6 @@ import torch.distributed as dist  # noqa: E402
 from device import COUNTS, fake_tensors, install, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
-from mmm.analysis.traffic import count_traffic  # noqa: E402
 from mmm.data import Batch  # noqa: E402
 from mmm.models.experts import MixtureOfExperts  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
@@ -47,6 +46,7 @@ from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
+from mmm.traffic.count import count_traffic  # noqa: E402
 from mmm.trainer.loop import Fit, fit  # noqa: E402
 from mmm.trainer.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.options import RunOptions  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 
 from mmm.cli import main as cli
 from mmm.cli import tokens as command
-from mmm.data.token_file import open_tokens
+from mmm.data.text.token_file import open_tokens
 from mmm.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mmm.data import RandomTokens, TextTokens
-from mmm.data.datasets.fake import FakeImages
-from mmm.data.image_batches import ImageBatches
+from mmm.data.images.batches import ImageBatches
+from mmm.data.images.fake import FakeImages
 
 TEXT = np.arange(4000, dtype=np.uint32).astype(np.uint8)
 SEEDS = [3, 3 + (1 << 32), 3 - (1 << 32), 3 + (1 << 40), 3 - (1 << 63), (1 << 63) - 1, -1, (1 << 32) - 1]

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmm.data import workers
-from mmm.data.datasets.fake import FakeImages
-from mmm.data.image_batches import ImageBatches
+from mmm.data.images.batches import ImageBatches
+from mmm.data.images.fake import FakeImages
 from mmm.errors import DataError
 from mmm.runtime.sockets import use_short_socket_folder
 from support.launcher import Launcher

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.analysis.traffic import count_traffic
 from mmm.errors import UserError
 from mmm.examples import moe
 from mmm.examples._support.by_hand import dense_experts
@@ -20,6 +19,7 @@ from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from mmm.traffic.count import count_traffic
 from mmm.trainer.optimizer import make_optimizer
 from support.clock import PATIENCE
 

@@ -6,10 +6,9 @@ import sys
 import pytest
 
 import mmm.history
-from mmm.analysis import startup_cost
-from mmm.analysis import startup_cost as measure
-from mmm.analysis.startup_cost import Start, one_import, start
 from mmm.errors import ConfigError, LaunchError
+from mmm.examples import _startup_cost as measure
+from mmm.examples._startup_cost import Start, one_import, start
 from mmm.examples.startup import PROGRAM, Config, growth, table, train
 
 BY_RANKS = {
@@ -78,8 +77,8 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     real = start("forked", 2, PROGRAM, "mpiexec", str(tmp_path))
     assert real.seconds > 0
     assert real.cpu > 0.5
-    monkeypatch.setattr(startup_cost, "start", lambda way, ranks, *_: BY_RANKS[ranks][way])
-    monkeypatch.setattr(startup_cost, "one_import", lambda *_: 4.0)
+    monkeypatch.setattr(measure, "start", lambda way, ranks, *_: BY_RANKS[ranks][way])
+    monkeypatch.setattr(measure, "one_import", lambda *_: 4.0)
     ways = ("forked", "torchrun", "mpiexec")
     config = Config(ranks=(1, 8), ways=ways, mpiexec="no-such-mpiexec", outdir=tmp_path / "o")
     by_ranks, imported = train(config)

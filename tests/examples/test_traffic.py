@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmm.analysis.step_traffic import Sent, apart, table
 from mmm.errors import UserError
 from mmm.examples import traffic
+from mmm.traffic.step_table import Sent, apart, table
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmm.data.prepare import Preparation, prepare
+from mmm.data.text.prepare import Preparation, prepare
 from support.cifar import write_cifar
 from support.llamas import CONFIG, write_hugging_face
 

@@ -34,7 +34,7 @@ import xarray  # noqa: F401
 
 from fuzz.draw import Case
 from fuzz.flags import PROGRAMS, arguments
-from mmm.data.torchvision_shim import import_torchvision
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DivergedError, UserError
 from mmm.history.record import TRACE
 from mmm.runtime.ranks import Rank

@@ -17,13 +17,13 @@ import numpy as np
 from fuzz_files import mutate
 from fuzz_files.kinds import Kind, is_small_file
 from fuzz_files.weights import TEXT
-from mmm.data import prepare as preparation
-from mmm.data.datasets import download
-from mmm.data.encode import Encoding, _begin, _encode
-from mmm.data.pieces import read_documents, split
-from mmm.data.prepare import Preparation
-from mmm.data.sources import open_sources
-from mmm.data.tokenizer import CharTokenizer
+from mmm.data import download
+from mmm.data.text import prepare as preparation
+from mmm.data.text.encode import Encoding, _begin, _encode
+from mmm.data.text.pieces import read_documents, split
+from mmm.data.text.prepare import Preparation
+from mmm.data.text.sources import open_sources
+from mmm.data.text.tokenizer import CharTokenizer
 from mmm.errors import DataError
 
 TOKENS = np.arange(200, 600)
@@ -179,7 +179,7 @@ def wrong_lines(folder: Path, found: Any) -> str | None:
 
 
 def _alone(pieces: Any, processes: int, encoding: Encoding) -> Any:
-    """`mmm.data.encode.encode` in this process."""
+    """`mmm.data.text.encode.encode` in this process."""
     with mock.patch("threading.Thread"):
         _begin(encoding)
     return map(_encode, pieces)

@@ -18,9 +18,9 @@ from unittest import mock
 import numpy as np
 
 from fuzz_files.kinds import Kind
-from mmm.data.datasets import load_images
-from mmm.data.datasets.idx import FILES
-from mmm.data.torchvision_shim import import_torchvision
+from mmm.data.images.datasets import load_images
+from mmm.data.images.idx import FILES
+from mmm.data.images.torchvision_shim import import_torchvision
 from support.cifar import expected_of, write_cifar
 
 

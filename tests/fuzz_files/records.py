@@ -11,19 +11,19 @@ import numpy as np
 
 from fuzz_files.kinds import Kind
 from mmm import history
-from mmm.analysis.rank_trace import CALLS, STEPS, RankTrace, Slice
-from mmm.analysis.startup_logs import read_log
-from mmm.analysis.trace_file import TraceFile
-from mmm.analysis.trace_picture import _read
 from mmm.cli import history as cli_history
 from mmm.cli import startup as cli_startup
+from mmm.cli.startup_logs import read_log
 from mmm.errors import RecordError
 from mmm.history.attempts import Attempt, attempt_of, make_room
 from mmm.history.ending import read_config
 from mmm.history.journal import Header
 from mmm.history.record import JOURNAL, TRACE
-from mmm.history.resume import Resume, check_over, reopen
+from mmm.history.resume import Resume, check_over
 from mmm.history.trackers import Tracked
+from mmm.profile.rank_trace import CALLS, STEPS, RankTrace, Slice
+from mmm.profile.trace_file import TraceFile
+from mmm.profile.trace_picture import _read
 from mmm.runtime import startup
 from mmm.trainer.run.resume import _measured, _was_interrupted
 
@@ -121,7 +121,7 @@ def read_dataset(folder: Path) -> Any:
     found = history.load(run)
     print(history.state(run))
     cli_history.main([str(run)])
-    reopen(run, Resume(3, {"step": 3}), Header(RANKS, {}))
+    Resume(3, {"step": 3}).reopen(run, Header(RANKS, {}))
     return found
 
 

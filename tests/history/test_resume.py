@@ -8,9 +8,10 @@ import pytest
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare
 from mmm.history.attempts import Attempt
+from mmm.history.dataset import marks_of
 from mmm.history.figures import metric_figure
 from mmm.history.journal import Header, Journal
-from mmm.history.resume import Resume, check_over, marks_of
+from mmm.history.resume import Resume, check_over
 
 
 def ranks(n):

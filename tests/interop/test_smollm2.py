@@ -14,7 +14,7 @@ import torch
 
 from mmm.checkpoint.weights import open_weights
 from mmm.cli import export, import_
-from mmm.data.torchvision_shim import import_torchvision
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.layout import PADDING
 from mmm.models.sampling import Sampling
 from mmm.parallel import Layout

@@ -12,7 +12,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
 from mmm.models.weights import Init
 from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
-from mmm.parallel.dp.fsdp import is_offloaded
+from mmm.parallel.dp.wrapped import is_offloaded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan

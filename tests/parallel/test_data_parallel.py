@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from mmm.analysis.local_elements import local_elements
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNN
 from mmm.models.weights import canonical_name, parameter_count
@@ -25,6 +24,7 @@ from mmm.parallel import (
     sync_gradients,
 )
 from mmm.parallel.dp.data_parallel import apply_data_parallel
+from mmm.parallel.memory.local_elements import local_elements
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.device import Precision
 from support import anywhere, reference, vision

@@ -17,6 +17,7 @@ import mmm.parallel.ep.balance
 import mmm.parallel.ep.expert_parallel
 import mmm.parallel.mesh
 from mmm.errors import LayoutError
+from mmm.layout import check_data_parallel
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import canonical_name
@@ -31,7 +32,6 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.dp.data_parallel import check_data_parallel
 from mmm.parallel.dp.fsdp import fsdp_units_of, prefetch_next
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.local import detached

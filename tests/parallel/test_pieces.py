@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_leaves
 
 import mmm.parallel.memory.chunked_loss
 import mmm.parallel.memory.tiling
-from mmm.analysis.peak import Peak
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
 from mmm.models import weights
@@ -17,6 +16,7 @@ from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
+from mmm.parallel.memory.peak import Peak
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.parallelize import apply
 from mmm.parallel.plans.cnn import cnn_plan

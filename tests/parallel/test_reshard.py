@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from mmm.analysis.traffic import count_traffic
-from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
@@ -19,6 +17,8 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parity.fixtures import gpt
 from mmm.parity.fixtures.plans.gpt import gpt_plan
 from mmm.runtime.device import Precision
+from mmm.traffic.count import count_traffic
+from mmm.traffic.formulas import expected_traffic
 from mmm.trainer import lm
 from support import anywhere, reference
 from support.clock import PATIENCE

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmm.data.datasets import load_images
-from mmm.data.image_batches import ImageBatches
+from mmm.data.images.batches import ImageBatches
+from mmm.data.images.datasets import load_images
 from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from mmm.errors import LayoutError
 from mmm.parallel import Layout, Plan, sync_gradients
-from mmm.parallel.dp.unit_order import groups_of
+from mmm.parallel.dp.wrapped import groups_of
 from mmm.runtime.log import get_logger
 from support.own_model import build, furthest, gradients, own, parameters, plain
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmm.analysis.bubble import action_lists, bubble_formula, replay
+from mmm.bubble.replay import action_lists, bubble_formula, replay
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm.plan.candidate import Choice, divisors

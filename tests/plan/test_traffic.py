@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.models.transformer import PRESETS, Transformer
 from mmm.models.vit import PRESETS as VITS
 from mmm.models.vit import ViT
@@ -16,6 +15,7 @@ from mmm.plan.models import read_model
 from mmm.plan.network import Group
 from mmm.plan.traffic import between_hosts, sent_bytes
 from mmm.runtime.device import Precision
+from mmm.traffic.formulas import expected_traffic
 
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 FP32 = Precision("fp32", torch.float32, torch.float32)

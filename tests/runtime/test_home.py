@@ -11,9 +11,9 @@ ORDINARY = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-c
 LOOK = """
 import os
 from pathlib import Path
-from mmm.data.datasets import cifar, idx
-from mmm.data.datasets.download import Refused, cache_folder, obtain
-from mmm.data.datasets.shakespeare import shakespeare
+from mmm.data.images import cifar, idx
+from mmm.data.download import Refused, cache_folder, obtain
+from mmm.data.text.shakespeare import shakespeare
 from mmm.errors import DataError
 from mmm.launch.job import sites
 from mmm.plan import machine

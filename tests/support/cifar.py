@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmm.data.torchvision_shim import import_torchvision
+from mmm.data.images.torchvision_shim import import_torchvision
 
 
 def write_cifar(folder: Path, images: int) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmm.data.image_batches import ImageBatches
+from mmm.data.images.batches import ImageBatches
 from mmm.trainer import image_task
 
 

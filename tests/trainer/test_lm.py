@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.data.prepare import Preparation, prepare
+from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError, DataError, DivergedError, RecordError, UserError
 from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.data.datasets import load_images
-from mmm.data.image_batches import ImageBatches
+from mmm.data.images.batches import ImageBatches
+from mmm.data.images.datasets import load_images
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.experts import MixtureOfExperts

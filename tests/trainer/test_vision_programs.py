@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import mmm.data.datasets
+import mmm.data.images.datasets
 import mmm.history
-from mmm.data.datasets import load_images
-from mmm.data.datasets.download import Refused
+from mmm.data.download import Refused
+from mmm.data.images.datasets import load_images
 from mmm.errors import UserError
 from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
 from mmm.models.cnn import CNN, CNNConfig
@@ -107,7 +107,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     def refused(*_, **__):
         raise Refused("no network")
 
-    monkeypatch.setattr(mmm.data.datasets, "obtain", refused)
+    monkeypatch.setattr(mmm.data.images.datasets, "obtain", refused)
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     fsdp.train(fsdp.Config(max_iters=2, plots=False, outdir=tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())

@@ -92,7 +92,8 @@ def straggler(ds: "xarray.Dataset") -> str | None:
     is a pipeline and nothing else dt - dtw. The median over the rows; above `full_ranks` ranks, the rank that had the
     most in most rows.
     """
-    from mmm.history.series import OWN, median_by_rank
+    from mmm.history.record import OWN
+    from mmm.history.series import median_by_rank
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
         return None

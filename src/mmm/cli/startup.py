@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmm.analysis.startup_logs import LoggedStart, read_log
 from mmm.cli import show
+from mmm.cli.startup_logs import LoggedStart, read_log
 from mmm.errors import ConfigError, RecordError, UserError
 from mmm.outside import printable_lines, read_json
 from mmm.runtime import startup

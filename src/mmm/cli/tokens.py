@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     if processes < 1:
         raise ConfigError(f"--processes {processes}: it must be at least 1")
 
-    from mmm.data.prepare import Preparation, prepare  # imports torch
+    from mmm.data.text.prepare import Preparation, prepare  # imports NumPy
 
     separator = args.separator.replace("\\n", "\n")
     tokenizer = args.tokenizer or "bytes"

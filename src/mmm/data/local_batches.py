@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from mmm.data.tokens import epoch_order
+from mmm.data.order import epoch_order
 from mmm.errors import DataError
 
 

@@ -1,10 +1,29 @@
-"""A random order of any number of samples, without a list of them."""
+"""The order of samples: a function of the seed and the epoch."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 
+import numpy as np
+
 _ROUNDS = 6
+
+
+def stream(seed: int, *place: int) -> list[int]:
+    """The 32-bit words that seed ``RandomState``: the seed's lower half, `place`, the upper half if it is not 0.
+
+    Args:
+        seed: of 64 bits. place: which stream of that seed.
+    """
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    return [low, *place, high] if high else [low, *place]
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """The order of an epoch's samples. ``RandomState`` is the generator whose stream NumPy promises never to change."""
+    return np.random.RandomState(stream(seed, epoch)).permutation(samples)
 
 
 def permuted(place: int, samples: int, seed: int, epoch: int) -> int:

@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmm.analysis.collective_bytes import factor
 from mmm.errors import ConfigError
 from mmm.layout import Layout
 from mmm.parallel.dp.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
+from mmm.traffic.collective_bytes import factor
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BaseOptions, parse
 from mmm.trainer.run.record import add_row

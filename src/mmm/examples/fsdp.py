@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mmm.analysis.footprint import STATE
-from mmm.analysis.local_elements import local_elements
 from mmm.examples import _support as example
 from mmm.models.cnn import CNN
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
+from mmm.parallel.memory.footprint import STATE
+from mmm.parallel.memory.local_elements import local_elements
 from mmm.trainer.save import save_model
 from mmm.trainer.vision import CNNOptions, resolve
 

@@ -35,13 +35,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mmm.analysis.local_elements import local_elements
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
+from mmm.parallel.memory.local_elements import local_elements
 from mmm.runtime.device import Precision
 
 

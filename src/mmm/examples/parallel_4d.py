@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from mmm.analysis.timeline import PipelineTimes
+from mmm.bubble.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples.context_parallel import positions_of, ring_attention

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.analysis.timeline import PipelineTimes
+from mmm.bubble.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.examples import _support as example

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar, Literal
 
-from mmm.analysis import startup_cost as measure
 from mmm.errors import ConfigError
+from mmm.examples import _startup_cost as measure
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami

@@ -11,7 +11,7 @@ process group is counted there. Of the rank that sends most, the table has
     sockets    what the kernel says that the rank's sockets have sent in that step
 
 A layout whose counted bytes are more than 5 % off the formula on any rank and axis ends the run with exit code 1.
-Formulas and sources: docs/communication.md, `mmm.analysis.traffic_formulas`, `mmm.analysis.collective_bytes`.
+Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.traffic.collective_bytes`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mmm.analysis.footprint import Footprint, footprint_of
-from mmm.analysis.step_traffic import Sent, apart, count_step, table
-from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import build_mesh
+from mmm.parallel.memory.footprint import Footprint, footprint_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
+from mmm.traffic.formulas import expected_traffic
+from mmm.traffic.step_table import Sent, apart, count_step, table
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse
 from mmm.trainer.resolve_text import TextData

@@ -19,12 +19,13 @@ import numpy as np
 from mmm.errors import RecordError
 from mmm.history.journal import Header, LoggedRow
 from mmm.history.record import write_atomically
-from mmm.outside import open_file
+from mmm.outside import open_file, parse_json
 
 if TYPE_CHECKING:
     import xarray
 
 INT64 = np.iinfo(np.int64)
+MARKS = "resumed"  # the dataset's attribute: a list of mappings, with draw, the first row after the resumption
 
 _ABOUT = {  # name: (what it is, its unit or "")
     "iter": ("optimizer step", ""),
@@ -241,3 +242,12 @@ def read_dataset(path: Path) -> "xarray.Dataset | None":
     for variable in dataset.variables.values():
         variable.encoding.clear()
     return dataset
+
+
+def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
+    """Where the run of a dataset was resumed."""
+    try:
+        marks = parse_json(ds.attrs.get(MARKS, "[]"), list)
+        return [mark for mark in marks if isinstance(mark.get("draw"), int)]
+    except (ValueError, TypeError, AttributeError):
+        return []

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmm.history.resume import marks_of
+from mmm.history.dataset import marks_of
 from mmm.history.series import AxisLimits, Series, limits, mean_over_ranks, metrics, outside, parts, series, slowest
 
 if TYPE_CHECKING:

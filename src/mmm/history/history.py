@@ -76,9 +76,7 @@ class History:
             raise RecordError(f"cannot make the folder {self.outdir}: {reason(error)}. Give another.") from error
         header = Header(self._ranks, about)
         if resume is not None:
-            from mmm.history.resume import reopen
-
-            header, self._next = reopen(self.outdir, resume, header), resume.rows
+            header, self._next = resume.reopen(self.outdir, header), resume.rows
         self._journal = Journal(self.outdir / JOURNAL, header)
         self.ending = Ending(RUNNING)
         write_ending(self.outdir, self.ending)

@@ -30,6 +30,7 @@ TRACE = "trace.json.gz"  # of a profile, and its picture
 TRACE_PICTURE = "trace.png"
 METRICS = "metrics.csv"  # of --tracker csv
 PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
+OWN = "dt_own"  # a variable: of a step's time, that in which this rank waits for no other
 PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
 
 _RECORD = (CONFIG, DATASET, JOURNAL)  # any of these makes a folder a record

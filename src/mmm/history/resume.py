@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mmm.errors import RecordError
 from mmm.history.alive import why_going_on
 from mmm.history.attempts import Attempt, attempt_of
-from mmm.history.dataset import to_columns, to_rows, write_dataset
+from mmm.history.dataset import MARKS, marks_of, to_columns, to_rows, write_dataset
 from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_config
 from mmm.history.journal import LEFT_OUT, Header
 from mmm.history.reader import _startup, _still_writing, _writer, dataset_of
 from mmm.history.record import DATASET, JOURNAL
-from mmm.outside import parse_json
 
 if TYPE_CHECKING:
     import xarray
-
-MARKS = "resumed"  # the dataset's attribute: a list of mappings, with draw, the first row after the resumption
 
 
 class Resume(NamedTuple):
@@ -31,6 +28,32 @@ class Resume(NamedTuple):
 
     rows: int
     mark: Mapping[str, Any]
+
+    def reopen(self, folder: Path, header: Header) -> Header:
+        """Leave the rows before the resumption in the dataset, and return the header of the journal that goes on.
+
+        Args:
+            header: of the run that goes on. Ranks that only the earlier run had stay after its own.
+
+        Raises:
+            RecordError: the record that is there cannot be read, or the dataset cannot be written.
+        """
+        attrs: dict[str, Any] = dict(header.attrs)
+        marks: list[Any] = []
+        ranks = header.ranks
+        if any((folder / name).exists() for name in (DATASET, JOURNAL)):
+            earlier = dataset_of(folder, Ending(KILLED))
+            rows = [row for row in to_rows(earlier) if row.draw < self.rows]
+            marks = [mark for mark in marks_of(earlier) if mark["draw"] <= self.rows]
+            attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
+            if LEFT_OUT in earlier.attrs:
+                attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
+            before = _ranks_of(earlier)
+            ranks = [*ranks, *before[len(ranks) :]]
+            kept = Header(before, {**earlier.attrs, MARKS: marks})
+            write_dataset(to_columns(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
+        attrs[MARKS] = [*marks, {"draw": self.rows, **self.mark}]
+        return Header(ranks, attrs)
 
 
 def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> None:
@@ -61,42 +84,6 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
             raise _still_writing(folder, why)
     finally:
         os.close(fd)
-
-
-def reopen(folder: Path, resume: Resume, header: Header) -> Header:
-    """Leave the rows before the resumption in the dataset, and return the header of the journal that goes on.
-
-    Args:
-        header: of the run that goes on. Ranks that only the earlier run had stay after its own.
-
-    Raises:
-        RecordError: the record that is there cannot be read, or the dataset cannot be written.
-    """
-    attrs: dict[str, Any] = dict(header.attrs)
-    marks: list[Any] = []
-    ranks = header.ranks
-    if any((folder / name).exists() for name in (DATASET, JOURNAL)):
-        earlier = dataset_of(folder, Ending(KILLED))
-        rows = [row for row in to_rows(earlier) if row.draw < resume.rows]
-        marks = [mark for mark in marks_of(earlier) if mark["draw"] <= resume.rows]
-        attrs["started"] = earlier.attrs.get("started", attrs.get("started"))
-        if LEFT_OUT in earlier.attrs:
-            attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
-        before = _ranks_of(earlier)
-        ranks = [*ranks, *before[len(ranks) :]]
-        kept = Header(before, {**earlier.attrs, MARKS: marks})
-        write_dataset(to_columns(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
-    attrs[MARKS] = [*marks, {"draw": resume.rows, **resume.mark}]
-    return Header(ranks, attrs)
-
-
-def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
-    """Where the run of a dataset was resumed."""
-    try:
-        marks = parse_json(ds.attrs.get(MARKS, "[]"), list)
-        return [mark for mark in marks if isinstance(mark.get("draw"), int)]
-    except (ValueError, TypeError, AttributeError):
-        return []
 
 
 def _ranks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:

@@ -7,12 +7,12 @@ import numpy as np
 
 from mmm.errors import RecordError
 from mmm.history.dataset import about
+from mmm.history.record import OWN
 
 if TYPE_CHECKING:
     import xarray
 
 PARTS = ("dtd", "dtf", "dtb", "dto", "dtw")
-OWN = "dt_own"
 ALONE = (OWN, "dtd")  # of a step's times, those in which no rank waits for another
 _RATE = re.compile(r"(dt|sps|tps)")  # of these, rare outliers (start-up, hiccups) are left out
 

@@ -9,14 +9,14 @@ from mmm.lazy import lazy
 
 if TYPE_CHECKING:
     from mmm.data.local_batches import local_batches as local_batches
+    from mmm.layout import DATA_PARALLEL as DATA_PARALLEL
     from mmm.layout import Layout as Layout
     from mmm.layout import Techniques as Techniques
     from mmm.layout import batch_sizes as batch_sizes
+    from mmm.layout import check_data_parallel as check_data_parallel
     from mmm.models.meta import meta_parameters as meta_parameters
     from mmm.parallel.clip import clip_grad_norm as clip_grad_norm
     from mmm.parallel.compile import check_compile as check_compile
-    from mmm.parallel.dp.data_parallel import DATA_PARALLEL as DATA_PARALLEL
-    from mmm.parallel.dp.data_parallel import check_data_parallel as check_data_parallel
     from mmm.parallel.dp.data_parallel import sync_gradients as sync_gradients
     from mmm.parallel.ema import EMA as EMA
     from mmm.parallel.ep.balance import balance_experts as balance_experts
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from mmm.parallel.partition import Partition as Partition
     from mmm.parallel.partition import partition_model as partition_model
     from mmm.parallel.plan import Plan as Plan
+    from mmm.parallel.state_dict import loaded_values as loaded_values
     from mmm.parallel.tp.replicated import PartialGradient as PartialGradient
     from mmm.parallel.tp.replicated import Replicated as Replicated
-    from mmm.parallel.values import loaded_values as loaded_values
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.data.local_batches": "local_batches",
-        "mmm.layout": "Layout Techniques batch_sizes",
+        "mmm.layout": "DATA_PARALLEL Layout Techniques batch_sizes check_data_parallel",
         "mmm.models.meta": "meta_parameters",
         "mmm.parallel.clip": "clip_grad_norm",
         "mmm.parallel.compile": "check_compile",
-        "mmm.parallel.dp.data_parallel": "DATA_PARALLEL check_data_parallel sync_gradients",
+        "mmm.parallel.dp.data_parallel": "sync_gradients",
         "mmm.parallel.ema": "EMA",
         "mmm.parallel.ep.balance": "balance_experts imbalance",
         "mmm.parallel.local": "to_local",
@@ -58,6 +58,6 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.partition": "Partition partition_model",
         "mmm.parallel.plan": "Plan",
         "mmm.parallel.tp.replicated": "PartialGradient Replicated",
-        "mmm.parallel.values": "loaded_values",
+        "mmm.parallel.state_dict": "loaded_values",
     },
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmm.layout import Layout, Techniques
+from mmm.layout import Layout, Techniques, check_data_parallel
 from mmm.parallel.compile import check_compile, check_compiled_experts
 from mmm.parallel.dp.batch_norm import check_batch_norm
-from mmm.parallel.dp.data_parallel import check_data_parallel, check_reshard
+from mmm.parallel.dp.data_parallel import check_reshard
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.memory.offload import check_offload
 from mmm.parallel.memory.tiling import check_tiling

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from mmm.errors import ConfigError
 from mmm.models import weights
 from mmm.models.meta import KEPT, drop_values
-from mmm.parallel.dp.fsdp import is_offloaded
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.ties import find_ties, tie_again
 from mmm.parallel.values import Values, class_name, constructed_values
@@ -52,11 +51,11 @@ def materialize(
     Raises:
         ConfigError: nothing says how the weights start; ranks have constructed other modules; and as `check_weights`.
     """
-    inner = model.module if isinstance(model, Replicas) else model
+    inner = unwrapped(model)
     if init not in (None, "by_name"):
         raise ConfigError(f'init {init!r}: it is None or "by_name"', fields=("init",))
     if values is None and init is None and not hasattr(inner, "init_rule"):
-        values = _constructed(inner, model.mesh if isinstance(model, Replicas) else None)
+        values = _constructed(inner, model.mesh if isinstance(model, Wrapper) else None)
     if values is None:
         check_weights(inner)
     buffers, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)
@@ -70,7 +69,7 @@ def materialize(
         _take(inner, values, empty)
     if KEPT:
         drop_values(inner)
-    if isinstance(model, Replicas):
+    if isinstance(model, Wrapper):
         model.connect()
 
 

@@ -30,7 +30,7 @@ from mmm.parallel.compile import CompileReport
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.dp.data_parallel import sync_gradients
 from mmm.parallel.dp.fsdp import reshard
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance
 from mmm.parallel.initial_weights import materialize
@@ -132,7 +132,7 @@ class ParallelModel:
         """The buffers of this rank that a checkpoint has, such as experts' biases, by the names in the full model."""
         found: dict[str, Tensor] = {}
         for module in self.modules.values():
-            inner = module.module if isinstance(module, Replicas) else module
+            inner = unwrapped(module)
             saved = inner.state_dict().keys()
             found |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
         return found

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.layout import Techniques
+from mmm.layout import UNSHARDED, Techniques
 from mmm.models import weights
 from mmm.models.meta import keep_values
 from mmm.parallel.checks import check_techniques
@@ -16,7 +16,7 @@ from mmm.parallel.compile import compile_modules
 from mmm.parallel.cp.context_parallel import apply_context_parallel
 from mmm.parallel.dp.batch_norm import apply_batch_norm
 from mmm.parallel.dp.cast_buffers import cast_buffers
-from mmm.parallel.dp.data_parallel import UNSHARDED, apply_data_parallel
+from mmm.parallel.dp.data_parallel import apply_data_parallel
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Layout, Techniques
+from mmm.models.weights import parameter_count
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes, find
-from mmm.parallel.pp.schedules import check_pipeline
+from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import Part, balance_stages, check_stages, part_costs, parts_of
 
 
@@ -32,6 +33,14 @@ class Partition:
     def names(self) -> list[list[str]]:
         """The modules of each stage."""
         return [[name for number in stage for name in self.parts[number]] for stage in self.stages]
+
+    def parameters(self, model: nn.Module, pp: int, schedule: str) -> tuple[int, ...]:
+        """Elements of the stages of each pp coordinate, unsharded; of the model, where there is no pipeline."""
+        if not self.stages:
+            return (parameter_count(model),)
+        counts = [parameter_count([model.get_submodule(name) for name in names]) for names in self.names()]
+        own = (stages_of(coordinate, pp, schedule, len(counts) // pp) for coordinate in range(pp))
+        return tuple(sum(counts[stage] for stage in stages) for stages in own)
 
     def shares(self) -> list[float]:
         """Each stage's fraction of the floating-point operations."""

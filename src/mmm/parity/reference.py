@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.data.datasets import digits
-from mmm.data.images import ImagesInMemory
+from mmm.data.images import digits
+from mmm.data.images.image_set import ImagesInMemory
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
 from mmm.models import weights

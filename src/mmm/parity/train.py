@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmm.analysis.traffic import count_traffic
-from mmm.analysis.traffic_formulas import expected_traffic
 from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques
@@ -36,6 +34,8 @@ from mmm.runtime.device import Precision, choose_device
 from mmm.runtime.log import get_logger, ignore_views
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank
+from mmm.traffic.count import count_traffic
+from mmm.traffic.formulas import expected_traffic
 
 ROUNDING = 16  # a gradient at most that many roundings of the model's largest one is 0
 LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
@@ -60,8 +60,8 @@ class Curve:
 
     Attributes:
         differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
-        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.analysis.traffic`);
-            None with one step. expected: what the layout needs at least (`mmm.analysis.traffic_formulas`); None where
+        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.traffic.count`);
+            None with one step. expected: what the layout needs at least (`mmm.traffic.formulas`); None where
             there is no formula.
     """
 

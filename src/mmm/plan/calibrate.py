@@ -23,7 +23,6 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mmm.analysis.collective_bytes import factor
 from mmm.errors import ConfigError
 from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig, rotary_table
 from mmm.parallel.plans.transformer import transformer_plan
@@ -34,6 +33,7 @@ from mmm.plan.models import transformer_spec
 from mmm.runtime.device import is_available
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather
+from mmm.traffic.collective_bytes import factor
 
 TRIES = 12
 PRODUCT = 768  # of the square matrices

@@ -10,7 +10,7 @@
 
 Tensor parallelism, Ulysses and experts' all-to-all wait for each collective (`mmm.plan.network`); a ring of cp hides
 behind `Machine.overlap` of its attention, data parallelism behind as much of the compute around it. The bubble is
-`mmm.analysis.bubble.bubble_formula`'s. Ranks on more than the cores of a host (`Machine.cores`) take turns: their step
+`mmm.bubble.replay.bubble_formula`'s. Ranks on more than the cores of a host (`Machine.cores`) take turns: their step
 is as long as those need for what all ranks together compute and send.
 """
 
@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from mmm.analysis.bubble import bubble_formula
-from mmm.layout import Layout, Techniques
+from mmm.bubble.replay import bubble_formula
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, PlannedStage

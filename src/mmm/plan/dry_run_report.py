@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmm.analysis.traffic import OperationTraffic
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.tracker import PARTS
+from mmm.traffic.count import OperationTraffic
 
 MIB, GIB = 2**20, 2**30
 

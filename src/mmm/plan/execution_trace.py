@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmm.analysis.traffic import axes_of
 from mmm.errors import ConfigError
 from mmm.plan import chakra
 from mmm.plan.dry_run import DryRun, RankReport, stands_for
 from mmm.plan.machine import Machine
 from mmm.plan.network import Group, collective, send
 from mmm.plan.step_graph import Communication, Node
+from mmm.traffic.count import axes_of
 
 NO_TIME = 1e-6  # seconds, for pictures
 

@@ -31,7 +31,7 @@ class Machine:
     """Hosts of devices, and the links between them.
 
     Attributes:
-        about: one line. accelerator: a key of `mmm.analysis.utilization.PEAKS`, where its peaks are; else `peak_flops`.
+        about: one line. accelerator: a key of `mmm.plan.utilization.PEAKS`, where its peaks are; else `peak_flops`.
         device: cuda, xpu or cpu. site: of `mmm.launch.job.sites`, whose ranks and devices it has. scheduler: pbs, slurm
             or none. script: lines of a job script after the shell's, ``{hosts}`` filled in.
         hosts: that there are. gpus_per_host: devices, with one rank each. gpu_memory, host_memory: bytes.
@@ -96,7 +96,7 @@ class Machine:
         """
         if self.peak_flops.get(dtype):
             return self.peak_flops[dtype]
-        from mmm.analysis.utilization import named_peak
+        from mmm.plan.utilization import named_peak
 
         known = named_peak(self.accelerator, dtype)
         if known is None:

@@ -15,7 +15,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-from mmm.analysis.traffic import axes_of, count_traffic
 from mmm.layout import Layout
 from mmm.models.experts import has_experts
 from mmm.plan.sent_calls import SentCall, SentInOrder
@@ -24,6 +23,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.observer import Observer, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.testing.ranks import fork_ranks
+from mmm.traffic.count import axes_of, count_traffic
 
 
 @dataclass

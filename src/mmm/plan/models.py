@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mmm.analysis.traffic_formulas import sharded_dim
 from mmm.errors import ConfigError, UserError
 from mmm.models import transformer, vit
 from mmm.models.cnn import CNN, CNNConfig
@@ -31,6 +30,7 @@ from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.stages import Part, part_costs, parts_of
 from mmm.plan.hugging_face import LARGEST, read_config
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
+from mmm.traffic.formulas import sharded_dim
 
 MOST_LAYERS = 1000  # how they are split over stages takes a minute
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")

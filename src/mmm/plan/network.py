@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mmm.analysis.collective_bytes import factor
 from mmm.layout import AXES, Layout
 from mmm.plan.machine import Machine
+from mmm.traffic.collective_bytes import factor
 
 
 class Group(NamedTuple):
@@ -50,7 +50,7 @@ def collective(operation: str, group: Group, size: float, machine: Machine, call
     """Seconds of `calls` collectives on buffers of `size` bytes together.
 
     Args:
-        operation: a key of `mmm.analysis.collective_bytes.factor`. size: of the full buffers.
+        operation: a key of `mmm.traffic.collective_bytes.factor`. size: of the full buffers.
     """
     if group.size == 1:
         return 0.0

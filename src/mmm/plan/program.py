@@ -36,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmm.analysis.traffic import axes_of, count_traffic
 from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
 from mmm.layout import Layout
 from mmm.models import weights
@@ -49,6 +48,7 @@ from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.observer import Observer, observing
+from mmm.traffic.count import axes_of, count_traffic
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default

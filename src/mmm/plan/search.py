@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel import rules
-from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmm.analysis.collective_bytes import Call
-from mmm.analysis.traffic import Traffic
+from mmm.traffic.collective_bytes import Call
+from mmm.traffic.count import Traffic
 
 
 @dataclass(frozen=True)

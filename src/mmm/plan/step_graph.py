@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from mmm.analysis.traffic import process_group_of
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.plan.tracker import MemoryTracker, tensors_in
+from mmm.traffic.count import process_group_of
 
 COMPUTE, GATHER, REDUCE = "compute", "fsdp gather", "fsdp reduce"
 MESSAGES = ("send", "receive")

@@ -1,4 +1,4 @@
-"""What a rank sends in a step, by axis, inside a host and between hosts: `mmm.analysis.traffic_formulas` by arithmetic.
+"""What a rank sends in a step, by axis, inside a host and between hosts: `mmm.traffic.formulas` by arithmetic.
 
 The formulas are those of that module, which reads them from a model's modules; here they are computed from a
 `ModelSpec`, and for ``ep`` what the tokens take that travel to their experts. `tests/plan/test_traffic.py`
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 
-from mmm.analysis.collective_bytes import factor
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
-from mmm.parallel.dp.data_parallel import UNSHARDED
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group
+from mmm.traffic.collective_bytes import factor
 
 
 def sent_bytes(

@@ -12,11 +12,11 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from mmm import contract, streams
-from mmm.contract import NUMBERINGS, USER_ERROR_EXIT, VERDICT_VARIABLE, report
+from mmm.contract import NUMBERINGS, USER_ERROR_EXIT, report
+from mmm.contract import first_failure as first_failure  # docs/launch.md names it here
 from mmm.errors import UserError
 from mmm.outside import printable_lines
 from mmm.runtime import startup
@@ -55,20 +55,6 @@ def report_user_error(error: UserError) -> None:
     everywhere = error.on_every_rank
     if rank() == 0 or not everywhere:
         print(f"error: {'' if everywhere else whereabouts()}{text}", file=sys.stderr, flush=True)
-
-
-def first_failure() -> str | None:
-    """Why launch ends this run, in one line, for a rank that SIGTERM has come to: what failed first, and where.
-
-    None where nothing has failed as far as launch knows: somebody ended the run (Ctrl-C, the scheduler), or launch has
-    not decided yet: the rank that fails itself, and one that fails in consequence, may be asked before. None, too,
-    without launch, and where there is no /proc.
-    """
-    path = os.environ.get(VERDICT_VARIABLE)
-    try:
-        return (path and Path(path).read_text("utf-8")) or None
-    except (OSError, ValueError):
-        return None
 
 
 def run_main(fn: Callable[[], object]) -> NoReturn:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from mmm.contract import REPEAT, attached, report
-from mmm.runtime.failure import first_failure, rank
+from mmm.contract import REPEAT, attached, first_failure, report
+from mmm.runtime.failure import rank
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = b"\nCtrl-C: the run ends when the step is over and saved; Ctrl-C again ends it at once\n"

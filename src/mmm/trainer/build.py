@@ -13,7 +13,7 @@ from mmm.layout import Techniques
 from mmm.models.meta import meta_parameters
 from mmm.parallel import Plan, loaded_values
 from mmm.parallel.initial_weights import InitName
-from mmm.parallel.values import StateDict
+from mmm.parallel.state_dict import StateDict
 from mmm.runtime.ranks import DRY_RUN
 from mmm.runtime.seed import States, derived_seed, generator_states, restore_generators, seed_all
 from mmm.trainer.on_mesh import on_mesh

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmm.analysis.footprint import STATE
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
 from mmm.checkpoint.weights import Origins
 from mmm.contract import SAVED_EXIT
 from mmm.history.record import versions
 from mmm.models.weights import accum_dtype
 from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.memory.footprint import STATE
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats

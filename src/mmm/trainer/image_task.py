@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.data import Batch
-from mmm.data.image_batches import ImageBatch, ImageBatches, ImageLoader, evaluation
+from mmm.data.images.batches import ImageBatch, ImageBatches, ImageLoader, evaluation
 from mmm.layout import PADDING
 from mmm.models.dropout import sample_keys
 from mmm.parallel.local import detached
@@ -67,7 +67,7 @@ def evaluate_images(run: Run, model: nn.Module | ParallelModel, loader: ImageLoa
     """Mean loss ``test_loss`` and accuracy ``test_acc`` in percent, dropout off. A collective.
 
     Args:
-        loader: of `mmm.data.image_batches.evaluation`: what only pads a batch has weight 0.
+        loader: of `mmm.data.images.batches.evaluation`: what only pads a batch has weight 0.
     """
     model.train(False)
     images = loader.batches.image_set.samples

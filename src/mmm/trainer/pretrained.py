@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from mmm.checkpoint.weights import Origins, Weights, open_weights
-from mmm.data.tokenizer import Tokenizer, tokenizer_of
+from mmm.data.text.tokenizer import Tokenizer, tokenizer_of
 from mmm.errors import CheckpointError, ConfigError
 from mmm.layout import Layout, Techniques
 from mmm.models.experts import has_experts

@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 
-from mmm.analysis.rank_trace import STEPS, CallRecorder, RankTrace, Slice
-from mmm.analysis.trace_file import TraceFile
-from mmm.analysis.traffic import axes_of
 from mmm.history.record import PROFILE_PAGE, PROFILE_TEXT, TRACE
 from mmm.layout import Layout
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.pp.recorder import Action, Recorder
+from mmm.profile.rank_trace import STEPS, CallRecorder, RankTrace, Slice
+from mmm.profile.trace_file import TraceFile
 from mmm.runtime.clock_offset import clock_offset
 from mmm.runtime.ranks import command_line
+from mmm.traffic.count import axes_of
 from mmm.trainer.profile_options import ProfileOptions, parse_steps
 from mmm.trainer.run.core import Run
 

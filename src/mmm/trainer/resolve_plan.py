@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmm.analysis.footprint import Footprint, footprint_of
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
+from mmm.parallel.memory.footprint import Footprint, footprint_of
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.plans.transformer import transformer_plan

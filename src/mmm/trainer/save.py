@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.history.record import cannot_write
 from mmm.models.weights import canonical_name
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.ties import find_ties
@@ -57,7 +57,7 @@ def full_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of this rank's modules, unsharded, one after the other; a tied weight once, under its first name. A
     collective of the ranks that have shards of them."""
     for module in modules:
-        inner = module.module if isinstance(module, Replicas) else module
+        inner = unwrapped(module)
         again = {name for _, *others in find_ties(inner) for name in others}
         for name, tensor in inner.state_dict().items():
             if name not in again:
@@ -66,7 +66,7 @@ def full_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 def second_names(modules: Iterable[nn.Module]) -> dict[str, str]:
     """The further names of tied weights, and the first of each."""
-    ties = [tie for module in modules for tie in find_ties(module.module if isinstance(module, Replicas) else module)]
+    ties = [tie for module in modules for tie in find_ties(unwrapped(module))]
     return {canonical_name(name): canonical_name(first) for first, *others in ties for name in others}
 
 

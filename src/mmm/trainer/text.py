@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mmm.data import RandomTokens
-from mmm.data.sources import Sources, open_sources
-from mmm.data.tokenizer import Tokenizer
+from mmm.data.text.sources import Sources, open_sources
+from mmm.data.text.tokenizer import Tokenizer
 from mmm.errors import ConfigError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig
@@ -74,7 +74,7 @@ class TextOptions:
                 raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
             text = self.text
             if self.dataset == "shakespeare":
-                from mmm.data.datasets.shakespeare import shakespeare  # with it come data sets of images
+                from mmm.data.text.shakespeare import shakespeare  # with it comes the downloader
 
                 text = (shakespeare(whoami()),)
             opened = open_sources(text, None if self.tokenizer is None else str(self.tokenizer), self.default_tokenizer)

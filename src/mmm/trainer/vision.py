@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from mmm.data.datasets import load_images
-from mmm.data.images import ImageData
+from mmm.data.images.datasets import load_images
+from mmm.data.images.image_set import ImageData
 from mmm.errors import ConfigError
 from mmm.layout import batch_sizes
 from mmm.models.cnn import CNN, CNNConfig
@@ -36,7 +36,7 @@ class ImageOptions:
     def load_images(
         self, rank: Rank, image_size: int | None = None, channels: int | None = None, classes: int = 10, seed: int = 0
     ) -> ImageData:
-        """The data set asked for; see `mmm.data.datasets.load_images`."""
+        """The data set asked for; see `mmm.data.images.datasets.load_images`."""
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"--workers {self.workers}: it must not be negative; 0 reads in the rank itself")
         return load_images(

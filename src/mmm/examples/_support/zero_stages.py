@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mmm.analysis.local_elements import local_elements
 from mmm.comparison import relative_error, worst
 from mmm.examples._support.mistakes import TOLERANCE
 from mmm.models.weights import parameter_count
+from mmm.parallel.memory.local_elements import local_elements
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.run.core import Run
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.dp.batch_norm import batch_norms
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_fsdp, fsdp_units_of, prefetch_next
@@ -37,41 +37,6 @@ from mmm.parallel.ep.expert_parallel import apply_expert_fsdp
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan
 from mmm.runtime.device import Precision
-
-DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
-UNSHARDED = ("ddp", "zero1", "zero2")  # every rank keeps all parameters
-
-
-def check_data_parallel(data_parallel: str, layout: Layout) -> None:
-    """Whether a technique goes with the other axes of a layout; needs no process group.
-
-    Raises:
-        ConfigError: no such technique.
-        LayoutError: it does not go with the layout; with what to change.
-    """
-    if data_parallel not in DATA_PARALLEL:
-        raise ConfigError(f"data_parallel {data_parallel!r} is not one of {', '.join(DATA_PARALLEL)}")
-    if data_parallel == "hsdp" and layout.dp_replicate == 1:
-        replicas = next((n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % (n * layout.ep) == 0), 0)
-        raise LayoutError(
-            f"hsdp keeps replicas of a model that is sharded over dp_shard, and the layout {layout} has one replica: "
-            f"{f'give dp_replicate {replicas}, or ' if replicas else ''}use fsdp"
-        )
-    if data_parallel in UNSHARDED:
-        if others := [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]:
-            there, alone = (
-                " · ".join(f"{axis} {size}" for axis, size in sizes)
-                for sizes in ([(axis, getattr(layout, axis)) for axis in others], [(axis, 1) for axis in others])
-            )
-            raise LayoutError(
-                f"{data_parallel} keeps the full model on every rank, which does not go with {there}: "
-                f"use fsdp, or {alone}"
-            )
-        if layout.dp_replicate > 1 and layout.dp_shard > 1:
-            raise LayoutError(
-                f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} "
-                f"and dp_shard {layout.dp_shard}: use hsdp, or leave dp_replicate 1"
-            )
 
 
 def check_reshard(techniques: Techniques, layout: Layout) -> None:

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.dp.outputs import tensors_in
-from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, groups_of, reduce_unused
+from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
+from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
@@ -70,7 +71,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
             module.register_forward_hook(gather_for_backward)  # type: ignore[type-var]
-    for group in _groups(model):
+    for group in all_groups(model):
         reduce_unused(group)
     assert isinstance(model, FSDPModule)
     follow_shards(model)
@@ -139,14 +140,9 @@ def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
     return join_tied(model, list(filter(None, groups)))
 
 
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether `apply_fsdp` keeps the shards of `model` on the host."""
-    return any(parameter.offload_to_cpu for group in _groups(model) for parameter in group.fsdp_params)
-
-
 def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:
     """The shards that FSDP gathers for forward and once more for backward; after the first forward."""
-    return (p.sharded_param for group in _groups(model) if group._reshard_after_forward for p in group.fsdp_params)
+    return (p.sharded_param for group in all_groups(model) if group._reshard_after_forward for p in group.fsdp_params)
 
 
 def reshard(model: nn.Module) -> None:
@@ -162,16 +158,9 @@ def widen_gradients(module: nn.Module) -> None:
     FSDP widens the gradients that are there when it has that of a unit's input. Where a schedule splits backward, those
     of some weights come later, in the dtype of compute, and PyTorch 2.13 then refuses the unit.
     """
-    for parameter in (parameter for group in _groups(module) for parameter in group.fsdp_params):
+    for parameter in (parameter for group in all_groups(module) for parameter in group.fsdp_params):
         if not hasattr(parameter, "_unsharded_param"):
             continue  # never gathered
         parameter.accumulate_unsharded_grad_if_needed()
         if parameter.unsharded_accumulated_grad is None:
             parameter.to_accumulated_grad_if_needed()
-
-
-def _groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP's own records of the parameters that it gathers together in `module`."""
-    units = (each for each in module.modules() if isinstance(each, FSDPModule))
-    for unit in {unit._get_fsdp_state(): unit for unit in units}.values():  # modules of one unit share theirs
-        yield from groups_of(unit)

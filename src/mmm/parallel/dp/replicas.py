@@ -25,6 +25,7 @@ from typing_extensions import Self
 
 from mmm.errors import ConfigError
 from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
+from mmm.parallel.dp.wrapped import Wrapper
 from mmm.runtime.device import Precision
 
 
@@ -45,12 +46,8 @@ class Part(ABC):
         """Backward has added to the gradient of `parameter`."""
 
 
-class Replicas(nn.Module, ABC):
-    """A wrapper around a model of which every rank of `mesh` (one-dimensional) has a replica.
-
-    It is made around a model on the meta device; ``parallel.materialize`` gives that memory and weights, and then calls
-    `connect`, which sets up the communication.
-    """
+class Replicas(Wrapper):
+    """A wrapper around a model of which every rank of `mesh` (one-dimensional) has a replica."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
         super().__init__()
@@ -65,10 +62,6 @@ class Replicas(nn.Module, ABC):
         self._missing: list[int] = []  # gradients of each part that this backward has not made yet
         self._begun: list[tuple[Part, dist.Work]] = []
         self._next = 0  # the part to begin next
-
-    @abstractmethod
-    def connect(self) -> None:
-        """Set up the communication, once the parameters have memory and weights. A collective."""
 
     def sync_gradients(self, now: bool) -> None:
         """Whether the next backwards sum over the ranks, or only add to this rank's own gradients."""

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import LayoutError
 from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
+from mmm.parallel.dp.wrapped import groups_of
 from mmm.parallel.local import sendable
 from mmm.runtime.log import get_logger
 
@@ -204,13 +205,6 @@ class UnitOrder:
             for group in groups_of(unit):
                 group.post_backward()
         self.model._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def groups_of(unit: FSDPModule) -> list[Any]:
-    """FSDP's own records of the parameters that it gathers together for `unit`; PyTorch has no public way to them."""
-    state = unit._get_fsdp_state()
-    one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
-    return list(getattr(state, "_fsdp_param_groups", [one] if one else []))
 
 
 def reduce_unused(group: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.models.weights import canonical_name
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import to_local
 from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami
@@ -62,7 +62,7 @@ def _placement(parameter: Tensor) -> str:
 
 def local_parameters(model: nn.Module) -> int:
     """Elements of the model's parameters, or shards of them, on this rank."""
-    model = model.module if isinstance(model, Replicas) else model
+    model = unwrapped(model)
     return sum(to_local(p).numel() for p in model.parameters())
 
 
@@ -71,7 +71,7 @@ def sharded_model(model: nn.Module) -> str:
     nothing."""
     if not get_logger().isEnabledFor(logging.INFO):
         return ""
-    model = model.module if isinstance(model, Replicas) else model
+    model = unwrapped(model)
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         full, local = ("×".join(map(str, t.shape)) for t in (parameter, to_local(parameter)))

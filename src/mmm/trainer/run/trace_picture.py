@@ -10,7 +10,7 @@ class TracePicture(Hook):
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is not None or run.outdir is None or not run.options.plots or not (run.outdir / TRACE).exists():
             return
-        from mmm.analysis.trace_picture import draw_trace  # a run with --profile only
+        from mmm.profile.trace_picture import draw_trace  # a run with --profile only
 
         try:
             run.log.info("picture of the trace: %s", draw_trace(run.outdir / TRACE, run.outdir / TRACE_PICTURE))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmm.analysis.utilization import peak_flops, step_flops
+from mmm.plan.utilization import peak_flops, step_flops
 from mmm.trainer.run.core import Hook, Row, Run
 from mmm.trainer.run.resume import ResumableRecord
 

@@ -1,1 +1,0 @@
-"""What measures and predicts."""

@@ -1,0 +1,1 @@
+"""The bubble of a pipeline: measured, replayed, and as a picture."""

@@ -1,0 +1,111 @@
+"""What the ranks of a pipeline did when, for people: charts, and the bubble beside its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from mmm.bubble.replay import PipelineTimeline, bubble_formula, gather, replay
+from mmm.history import plot_timeline
+from mmm.history.timeline import Panel, Span, legend_text, timeline_text
+from mmm.parallel.pp.pipeline import TimedStage, sum_over_stages
+from mmm.parallel.pp.recorder import Recorder
+from mmm.runtime.clock import StepClock
+from mmm.runtime.log import get_logger
+
+
+class PipelineTimes:
+    """Tells the clock what a rank's pipeline spends a step on (dtf, dtb, dtw), and notes who did what when for
+    `report`.
+
+    Args:
+        clock: of the run. stages: of this rank.
+
+    Attributes:
+        stages: the same, timed: a schedule takes them, and its loss from `timed_loss`.
+    """
+
+    def __init__(self, clock: StepClock, stages: Sequence[PipelineStage]) -> None:
+        self.clock, self.group, self.recording = clock, stages[0].group, False
+        self.recorder = Recorder(clock.device, self.group)  # type: ignore[arg-type]
+        self.stages = [TimedStage(s.submod, s.stage_index, s.num_stages, s.device, group=s.group) for s in stages]
+        for stage in self.stages:
+            stage.lap = self._lap
+
+    def _lap(self, part: str) -> None:
+        if torch.is_grad_enabled() and part in self.clock.parts:  # an evaluation is no part of a step
+            self.clock.lap(part)
+
+    def timed_loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """`loss` of the output and the targets of a micro-batch, timed."""
+
+        def timed(output: Tensor, targets: Tensor) -> Tensor:
+            self._lap("dtw")
+            work = partial(loss, output, targets)
+            value = self.recorder.go_on(work) if self.recording and torch.is_grad_enabled() else work()
+            self._lap("dtf")
+            return value
+
+        return timed
+
+    def local_loss(self, losses: list[Tensor]) -> Tensor:
+        """Those of a step's micro-batches, by `sum_over_stages`. A collective."""
+        total = sum_over_stages(losses, self.clock.device, self.group)  # type: ignore[arg-type]
+        self._lap("dtw")
+        return total
+
+    def record(self) -> None:
+        """Note what is done in the step that now begins, on all ranks. A collective."""
+        self.recording = True
+        for stage in self.stages:
+            stage.recorder = self.recorder
+        self.recorder.start()
+
+    def report(self, schedule: str, microbatches: int, outdir: Path | None) -> dict[str, float | None]:
+        """Log the charts and the table of the steps that were noted, and draw the picture under `outdir`, if any. A
+        collective.
+
+        Returns:
+            The bubble for the record: replayed, by the formula, and by the wall clock.
+        """
+        recorded, log = gather(self.recorder), get_logger()
+        replayed, pp = replay(recorded.lists, recorded.seconds), len(recorded.lists)
+        formula = bubble_formula(schedule, pp, microbatches, len(self.stages))
+        spent = "CPU time" if self.clock.device.type == "cpu" else "time"
+        caption = f"Replayed: each action takes its median {spent}, as soon as its rank and its input are there"
+        panels = [panel(caption, replayed), panel("Wall clock, last step", recorded.wall)]
+        charts = "\n\n".join(timeline_text(p) for p in panels)
+        heading = f"{schedule}, {microbatches} micro-batches: {legend_text(panels[0])}"
+        log.info("%s\n%s\n\n%s", heading, charts, bubble_table(replayed, recorded.wall, formula))
+        title = f"{schedule}, {pp} ranks, {microbatches} micro-batches"
+        for file in plot_timeline(panels, title, outdir, "pipeline") if outdir is not None else ():
+            if file.suffix == ".png":
+                log.info("timeline: %s", file)
+        return {"replayed": replayed.bubble, "formula": formula, "wall": recorded.wall.bubble}
+
+
+def panel(title: str, timeline: PipelineTimeline) -> Panel:
+    rows = []
+    for row in timeline.rows:
+        stages = sorted({box.action.stage for box in row})
+        rows.append(
+            [
+                Span(action.kind, str(action.microbatch), stages.index(action.stage), begin, end)
+                for action, begin, end in row
+            ]
+        )
+    return Panel(title, rows)
+
+
+def bubble_table(replayed: PipelineTimeline, wall: PipelineTimeline, formula: float | None) -> str:
+    """A line a rank, how much of the step it waits; and all ranks together, beside the formula."""
+    lines = [f"{'waiting':10}{'replayed':>10}{'formula':>10}{'wall':>10}"]
+    for rank in range(len(replayed.rows)):
+        lines.append(f"{f'rank {rank}':10}{replayed.idle(rank):10.1%}{'':10}{wall.idle(rank):10.1%}")
+    known = "none" if formula is None else f"{formula:.1%}"
+    return "\n".join([*lines, f"{'all':10}{replayed.bubble:10.1%}{known:>10}{wall.bubble:10.1%}"])

@@ -1,0 +1,1 @@
+"""Text as tokens: files, tokenizers, sequences and their batches."""

@@ -1,0 +1,235 @@
+"""Sequences of several documents: which tokens of a file of tokens they have, and where in them a document begins.
+
+`DocumentTokens`: the file's tokens as they come. `PackedTokens`: whole documents, as many as fit; only one that is
+longer than a sequence is split. In both, no target is the first token of the next document.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from mmm.data.order import permuted
+from mmm.data.text.file_tokens import FileTokens, check_vocabulary
+from mmm.data.text.token_file import TokenFile
+from mmm.data.text.tokens import TokenArray, Tokens
+from mmm.errors import DataError
+from mmm.layout import PADDING
+
+WINDOW = 64  # sequences, about, whose documents are packed together
+GROUPS = 1 << 16  # at most so many numbers are kept of a file, however long it is
+AT_ONCE = 1 << 18  # documents that are looked at together
+
+
+def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
+    """The first document, from `begin` on, that ends after so many tokens. ends: (documents,), in ascending order."""
+    return bisect_right(range(len(ends)), token, begin, key=lambda number: int(ends[number : number + 1][0]))
+
+
+def first_in(ends: TokenArray, text: TokenFile) -> int:
+    """The first document of a part of a file. At the file's begin it is not searched for, by an order that they may not
+    have: `edges_of` sees that, where it gets them all."""
+    return first_after(ends, text.begin) if text.begin else 0
+
+
+def edges_of(text: TokenFile, ends: TokenArray, begin: int, end: int) -> np.ndarray:
+    """In tokens of the part of the file: the ends of documents begin … end - 1, and before them the first's begin.
+
+    Raises:
+        DataError: they are not in order.
+    """
+    edges = np.concatenate((ends[begin - 1 : begin] if begin else [0], ends[begin:end]))
+    if (edges[1:] < edges[:-1]).any():
+        raise DataError(f"{text.path}: the ends of its documents are not in order: prepare it again")
+    return np.clip(edges, text.begin, text.end) - text.begin
+
+
+class DocumentTokens(FileTokens):
+    """As `FileTokens`, with the documents.
+
+    Args:
+        ends: (documents,) int64: the tokens of the full file before the end of each.
+
+    Raises:
+        DataError: no document has two tokens, and so no token a target.
+    """
+
+    has_padding = True
+
+    def __init__(
+        self, text: TokenFile, ends: TokenArray, seq_length: int, seed: int, shuffle: bool = True, *, vocab_size: int
+    ) -> None:
+        super().__init__(text, seq_length, seed, shuffle, vocab_size=vocab_size)
+        self.first, self.ends = text.begin, ends
+        first, last = first_in(ends, text), first_after(ends, text.end - 1) + 1
+        parts = (edges_of(text, ends, begin, begin + AT_ONCE) for begin in range(first, last, AT_ONCE))
+        if not any((np.diff(edges) > 1).any() for edges in parts):
+            raise DataError(f"{text.path}: none of its {last - first} documents has two tokens: no token has a target")
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        row = super().sample(epoch, place)  # (seq_length + 1,)
+        begin = self.first + self.first_token(epoch, place)
+        next_end = first_after(self.ends, begin)
+        after = first_after(self.ends, begin + self.seq_length, next_end)
+        at = self.ends[next_end:after] - begin  # 1 … seq_length: where a document begins
+        targets, starts = row[1:].copy(), np.zeros(self.seq_length, np.int64)
+        targets[at - 1] = PADDING
+        at = at[at < self.seq_length]
+        starts[at] = at
+        return np.stack((row[:-1], targets, np.maximum.accumulate(starts)))
+
+
+class Packing(NamedTuple):
+    """How a group of neighbouring documents is packed.
+
+    Attributes:
+        edges: (documents + 1,), in tokens of the part of the file. pairs: (documents,), inputs with a target of each.
+        full: (documents,), the sequences up to and including each that are one document's alone.
+        bins: (documents,), the sequence that what is left of a document shares, after those; -1 where nothing is left.
+    """
+
+    edges: np.ndarray
+    pairs: np.ndarray
+    full: np.ndarray
+    bins: np.ndarray
+
+
+class PackedTokens(Tokens):
+    """Whole documents, packed into sequences.
+
+    A document of n tokens has n - 1 inputs with a target. While it has as many as a sequence takes, they are sequences
+    of their own; what is left shares one, by first-fit decreasing among about `WINDOW` sequences of neighbouring
+    documents. What stays empty has token 0, `PADDING` as targets, and is a document of its own.
+
+    Which documents a sequence has, is computed from the lengths of the documents near it. Kept are the numbers of
+    sequences before each of at most `GROUPS` groups of windows, for which all lengths are read once.
+
+    Args:
+        ends: as of `DocumentTokens`. document_starts: whether samples have them.
+
+    Raises:
+        DataError: no document has two tokens; the documents do not end where the tokens do; the first or the last
+            sample has a token that the vocabulary lacks.
+
+    Source: Johnson, "Near-optimal bin packing algorithms", 1973; Ding et al., "Fewer truncations improve language
+    modeling", 2024.
+    """
+
+    has_padding = True
+
+    def __init__(
+        self,
+        text: TokenFile,
+        ends: TokenArray,
+        seq_length: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        vocab_size: int,
+        document_starts: bool,
+    ) -> None:
+        super().__init__(seq_length, seed)
+        self.text, self.ends, self.shuffle = text, ends, shuffle
+        self.vocab_size, self.document_starts = vocab_size, document_starts
+        self.first = first_in(ends, text)
+        self.last = first_after(ends, text.end - 1, self.first) + 1
+        if self.last > len(ends):
+            raise DataError(f"{text.path}: its documents end before token {text.end}: prepare it again")
+        documents = self.last - self.first
+        mean = max(len(text) / documents, 1)
+        self.window = min(max(round(WINDOW * seq_length / mean), 1), 64 * WINDOW, documents)  # documents
+        self.windows = -(-documents // (self.window * GROUPS))  # of a group
+        counts = np.fromiter(self._counts(), np.int64)
+        self.before = np.concatenate(([0], np.cumsum(counts)))  # (groups + 1,)
+        self.samples = int(self.before[-1])
+        if not self.samples:
+            raise DataError(f"{text.path}: none of its {documents} documents has two tokens, which packing needs")
+        self._packing = lru_cache(maxsize=WINDOW)(self._pack)
+        for number in (0, self.samples - 1):
+            self._sequence(number)
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        """(2, seq_length): inputs and targets; or 3, with where the document of each token begins."""
+        return self._sequence(permuted(place, self.samples, self.seed, epoch) if self.shuffle else place)
+
+    def _sequence(self, number: int) -> np.ndarray:
+        group = int(np.searchsorted(self.before, number, "right")) - 1
+        row = np.zeros((3, self.seq_length), np.int64)
+        row[1] = PADDING
+        filled = 0
+        for begin, length in self._pieces(group, number - int(self.before[group])):
+            tokens = self.text[begin : begin + length + 1]
+            check_vocabulary(self.text.path, tokens, self.vocab_size)
+            at = slice(filled, filled + length)
+            row[0, at], row[1, at], row[2, at] = tokens[:-1], tokens[1:], filled
+            filled += length
+        row[2, filled:] = filled
+        return row if self.document_starts else row[:2]
+
+    def _pieces(self, group: int, slot: int) -> Iterable[tuple[int, int]]:
+        """Of a sequence of a group, its documents: the first token of each, and how many inputs."""
+        edges, pairs, full, bins = self._packing(group)
+        if slot < full[-1]:
+            number = int(np.searchsorted(full, slot, "right"))
+            before = int(full[number - 1]) if number else 0
+            return [(int(edges[number]) + (slot - before) * self.seq_length, self.seq_length)]
+        numbers = np.flatnonzero(bins == slot - full[-1])
+        rest = pairs[numbers] % self.seq_length
+        return zip((edges[numbers] + pairs[numbers] - rest).tolist(), rest.tolist(), strict=True)
+
+    def _pairs(self, edges: np.ndarray, windows: int) -> np.ndarray:
+        """(windows, documents of a window), 0 where there are no more documents."""
+        pairs = np.maximum(np.diff(edges) - 1, 0)
+        return np.pad(pairs, (0, windows * self.window - len(pairs))).reshape(windows, self.window)
+
+    def _counts(self) -> Iterable[int]:
+        """The sequences of each group."""
+        group = self.window * self.windows
+        step = max(AT_ONCE // group, 1) * group
+        for begin in range(self.first, self.last, step):
+            end = min(begin + step, self.last)
+            groups = -(-(end - begin) // group)
+            pairs = self._pairs(edges_of(self.text, self.ends, begin, end), groups * self.windows)
+            alone = (pairs // self.seq_length).sum(1)
+            shared = first_fit_decreasing(pairs % self.seq_length, self.seq_length).max(1) + 1
+            yield from (alone + shared).reshape(groups, self.windows).sum(1).tolist()
+
+    def _pack(self, group: int) -> Packing:
+        size = self.window * self.windows
+        begin = self.first + group * size
+        edges = edges_of(self.text, self.ends, begin, min(begin + size, self.last))
+        pairs = self._pairs(edges, self.windows)
+        bins = first_fit_decreasing(pairs % self.seq_length, self.seq_length)  # (windows, window)
+        shared = bins.max(1) + 1
+        bins = np.where(bins < 0, -1, bins + (shared.cumsum() - shared)[:, None]).flatten()
+        pairs, documents = pairs.flatten(), len(edges) - 1
+        return Packing(edges, pairs[:documents], (pairs[:documents] // self.seq_length).cumsum(), bins[:documents])
+
+
+def first_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
+    """The bin of each size, row by row: the largest first, each into the first bin that has room for it.
+
+    Args:
+        sizes: (rows, sizes), each at most `room`, which is that of a bin.
+
+    Returns:
+        (rows, sizes) int64 from 0, and -1 for size 0.
+    """
+    order = np.argsort(-sizes, axis=1, kind="stable")
+    falling = np.take_along_axis(sizes, order, 1)
+    found = np.full(sizes.shape, -1, np.int64)
+    # Of two bins of a row that are in use, one at least is more than half full.
+    free = np.full((len(sizes), 2 * int(sizes.sum(1).max()) // room + 2), room)
+    every, used = np.arange(len(sizes)), 1
+    for number, size in enumerate(falling.T[: np.count_nonzero(falling.any(0))]):
+        found[:, number] = first = (free[:, :used] >= size[:, None]).argmax(1)
+        free[every, first] -= size
+        used = max(used, int(first.max()) + 2)
+    found[falling == 0] = -1
+    bins = np.empty_like(found)
+    np.put_along_axis(bins, order, found, 1)
+    return bins

@@ -1,0 +1,174 @@
+"""What ``--text`` and ``--tokenizer`` name: texts, files of tokens, and mixtures of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmm.data.text.corpus import Corpus, encoded, read_text_files, standard_library
+from mmm.data.text.documents import DocumentTokens, PackedTokens
+from mmm.data.text.file_tokens import FileTokens
+from mmm.data.text.mixture import Mixture
+from mmm.data.text.token_array import TokenArray
+from mmm.data.text.token_file import TokenFile, open_tokens
+from mmm.data.text.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from mmm.data.text.tokens import TextTokens, Tokens
+from mmm.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Sources:
+    """One corpus, or several with a weight each.
+
+    Attributes:
+        tokenizer: of them all; None where no file says.
+    """
+
+    corpora: tuple[Corpus, ...]
+    weights: tuple[float, ...]
+    tokenizer: Tokenizer | None
+
+    @property
+    def vocab_size(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.vocab_size
+
+    @property
+    def is_bytes(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.kind == ByteTokenizer.kind
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text to validate on, a token; None where a corpus does not say."""
+        each = [corpus.bytes_per_token or math.nan for corpus in self.corpora]
+        mean = math.fsum(weight * of_one for weight, of_one in zip(self.weights, each, strict=True))
+        return None if math.isnan(mean) else mean
+
+    def tokens(
+        self, seq_length: int, seed: int, vocab_size: int, pack: bool = False, document_mask: bool = False
+    ) -> tuple[Tokens, Tokens]:
+        """To train on, in an order that depends on the seed, and to validate on, in order.
+
+        Args:
+            pack: whole documents (`PackedTokens`). document_mask: with where they begin.
+
+        Raises:
+            ConfigError: a text does not say where documents end, and one of the two is asked for.
+            DataError: a text is shorter than a sequence, or has tokens that the vocabulary lacks.
+        """
+        flag = "--pack" if pack else "--document_mask"
+        for corpus in self.corpora:
+            if (pack or document_mask) and corpus.documents is None:
+                raise ConfigError(
+                    f"{flag}: {corpus.source} does not say where documents end: prepare its texts by mmm tokens"
+                )
+
+        def samples(part: Callable[[Corpus], TokenArray], shuffle: bool) -> Tokens:
+            found: list[Tokens] = []
+            for corpus in self.corpora:
+                text, documents = part(corpus), corpus.documents
+                if isinstance(text, TokenFile) and documents is not None and (pack or document_mask):
+                    given = (text, documents(), seq_length, seed, shuffle)
+                    if pack:
+                        found.append(PackedTokens(*given, vocab_size=vocab_size, document_starts=document_mask))
+                    else:
+                        found.append(DocumentTokens(*given, vocab_size=vocab_size))
+                elif isinstance(text, TokenFile):
+                    found.append(FileTokens(text, seq_length, seed, shuffle, vocab_size=vocab_size))
+                else:
+                    found.append(TextTokens(text, seq_length, seed, shuffle, unit=corpus.unit))
+            return found[0] if len(found) == 1 else Mixture(found, self.weights, seed)
+
+        return samples(lambda corpus: corpus.train, True), samples(lambda corpus: corpus.validation, False)
+
+    def describe(self) -> dict[str, object]:
+        """What a run's record keeps of the data."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].describe()
+        pairs = list(zip(self.corpora, self.weights, strict=True))
+        mixture = [corpus.describe() | {"weight": weight} for corpus, weight in pairs]
+        names = ", ".join(f"{corpus.source}:{weight:g}" for corpus, weight in pairs)
+        parts = "\n".join(f"{corpus.sha256} {weight:.9g}" for corpus, weight in pairs)
+        return {"source": names, "sha256": hashlib.sha256(parts.encode()).hexdigest(), "mixture": mixture}
+
+
+def open_sources(
+    text: Sequence[Path] = (), tokenizer: str | None = None, default: Callable[[], Tokenizer | None] = lambda: None
+) -> Sources:
+    """The data that the flags name.
+
+    Args:
+        text: files, or each with a weight, as ``PATH:0.7``; none for the standard library. Several files of text
+            without weights are one text.
+        tokenizer: bytes, chars (the characters of the texts) or a tokenizer's file. None: that of the token files, else
+            `default`, else bytes.
+
+    Raises:
+        ConfigError, DataError: what does not fit together, or cannot be read.
+    """
+    given = [_weight(path) for path in text]
+    weights = [1.0 if weight is None else weight for _, weight in given]
+    weighted = [path for path, weight in given if weight is not None]
+    if weighted and len(weighted) < len(given):
+        without = next(path for path, weight in given if weight is None)
+        raise ConfigError(f"--text {without} has no weight, and {weighted[0]} has one: give each one, or none")
+    files = [open_tokens(path) for path, _ in given]
+    if any(files) and len(files) > 1 and not weighted:
+        example = " ".join(f"{path}:{1 / len(given):.2g}" for path in text)
+        raise ConfigError(f"--text: give each of several token files a weight, such as {example}")
+    chosen, of_text = _tokenizer(files, tokenizer), tokenizer == CharTokenizer.kind
+    if chosen is None and not of_text and not (files and all(files)):
+        chosen = default() or ByteTokenizer()
+    between_characters = chosen is None or chosen.kind != ByteTokenizer.kind
+    if any(files) or weighted:
+        texts = [
+            found or read_text_files([path], between_characters) for found, (path, _) in zip(files, given, strict=True)
+        ]
+    else:
+        texts = [read_text_files(text, between_characters) if text else standard_library()]
+        weights = [1.0]
+    if chosen is None and of_text:
+        chosen = CharTokenizer.of(
+            part[:].tobytes() for each in texts if each.unit == "bytes" for part in (each.train, each.validation)
+        )
+    corpora = tuple(each if each.unit == "tokens" else encoded(each, chosen) for each in texts)  # type: ignore[arg-type]
+    return Sources(corpora, tuple(weight / math.fsum(weights) for weight in weights), chosen)
+
+
+def _weight(path: Path) -> tuple[Path, float | None]:
+    """``PATH:0.7`` as path and weight. A path that is there has no weight, whatever its name."""
+    name, colon, number = str(path).rpartition(":")
+    if not colon or not name or path.exists():
+        return path, None
+    try:
+        weight = float(number)
+    except ValueError:
+        return path, None
+    if not 0 < weight < math.inf:
+        raise ConfigError(f"--text {path}: a weight must be greater than 0, and finite")
+    return Path(name), weight
+
+
+def _tokenizer(files: Sequence[Corpus | None], name: str | None) -> Tokenizer | None:
+    """The one that is asked for or that the token files have; None where there is neither, or for chars of a text.
+
+    Raises:
+        DataError: they differ.
+    """
+    chosen = None if name is None or name == CharTokenizer.kind else load_tokenizer(name)
+    chosen_by = f"--tokenizer {name}"
+    for corpus in files:
+        if corpus is None or corpus.tokenizer is None:
+            continue
+        kind = corpus.tokenizer.kind
+        if chosen is None and name in (None, kind):  # chars: the characters of the file
+            chosen, chosen_by = corpus.tokenizer, corpus.source
+        if chosen is None or chosen.sha256 != corpus.tokenizer.sha256:
+            other = chosen or name
+            raise DataError(
+                f"--text {corpus.source} was made by another tokenizer ({corpus.tokenizer}) than {chosen_by} ({other}):"
+                f" prepare it again with mmm tokens --tokenizer, or leave --tokenizer out"
+            )
+    return chosen

@@ -1,0 +1,308 @@
+"""Tokens on disk, of four kinds, read as they are.
+
+*A folder of* ``mmm tokens``: ``tokens.bin``, little-endian unsigned integers without a header; ``documents.bin``,
+int64, the number of tokens before the end of each document; the tokenizer's file; ``manifest.json``, written last.
+
+*nanoGPT's* ``.bin``: uint16 without a header. Beside ``train.bin``, ``val.bin`` is the validation text.
+Source: github.com/karpathy/nanoGPT, data/shakespeare/prepare.py.
+
+*llm.c's* ``.bin``, which modded-nanogpt has as well: 256 int32, little-endian, of which the first are a magic number, a
+version and the number of tokens; then the tokens. 20240520, version 1: uint16; 20240801, version 7: uint32.
+Source: github.com/karpathy/llm.c, dev/data/data_common.py.
+
+*Megatron's* ``.bin`` with ``.idx`` (``MMapIndexedDataset``): the tokens without a header, and an index, little-endian:
+
+    bytes  0 …  8    "MMIDIDX\\0\\0"
+           9 … 16    uint64: version, 1
+               17    uint8: type of a token, 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16
+          18 … 25    uint64: sequences S
+          26 … 33    uint64: D, one more than there are documents
+    then             int32[S]: tokens of each sequence
+                     int64[S]: byte of the .bin where each sequence begins; one follows the other
+                     int64[D]: the first sequence of each document, and S
+
+Source: github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmm.data.text.corpus import Corpus
+from mmm.data.text.formats import check_is_file, check_magic, read_head
+from mmm.data.text.token_array import TokenArray
+from mmm.data.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mmm.errors import DataError
+from mmm.outside import is_plain_name, open_file, read_json
+
+TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
+FORMAT = 1  # of the manifest
+DTYPES = ("|u1", "<u2", "<u4")  # of tokens, by their names in the manifest
+_MEGATRON_MAGIC, _MEGATRON_VERSION = b"MMIDIDX\0\0", 1
+_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_LLMC_HEADER = 1024  # bytes
+_LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic number and version
+_ENDS = 1 << 20  # bytes of each end of a file that its fingerprint reads
+
+
+class TokenFile:
+    """A file of tokens, or a part of it: its length, and slices. Nothing of it stays in memory.
+
+    Args:
+        dtype: of a token. begin, end: in tokens from the file's begin, a header among them; None for the file's end.
+
+    Raises:
+        DataError: the file cannot be read, or does not end with a full token.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, begin: int = 0, end: int | None = None) -> None:
+        self.path, self.dtype, self.begin = path, np.dtype(dtype), begin
+        check_is_file(path)
+        try:
+            self._file = open_file(path)
+            size = os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from None
+        if size % self.dtype.itemsize:
+            raise DataError(f"{path} is truncated: {size} bytes are no number of tokens of {self.dtype.itemsize} bytes")
+        self.end = size // self.dtype.itemsize if end is None else end
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """A copy of these tokens. They alone are mapped, and just while they are copied: a mapping of the full file
+        would keep every page that was ever read in this process's memory. The system reads their pages, no others."""
+        begin, end, _ = part.indices(len(self))
+        if end <= begin:
+            return np.empty(0, self.dtype)
+        first, length = (self.begin + begin) * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
+        skipped = first % mmap.ALLOCATIONGRANULARITY
+        map_options: Any = {"access": mmap.ACCESS_READ, "offset": first - skipped}
+        with mmap.mmap(self._file.fileno(), skipped + length, **map_options) as mapped:
+            if hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead, …
+                mapped.madvise(mmap.MADV_WILLNEED)  # and all pages at once
+            return np.frombuffer(mapped, self.dtype, end - begin, skipped).copy()
+
+    def split(self) -> tuple[TokenFile, TokenFile]:
+        """For training, and the last tenth for validation, as of a text."""
+        middle = self.end - max(len(self) // 10, 1)
+        return (
+            TokenFile(self.path, self.dtype, self.begin, middle),
+            TokenFile(self.path, self.dtype, middle, self.end),
+        )
+
+
+class _Ends(TokenFile):
+    """The ends of documents, int64, in a folder of ``mmm tokens``; one outside of its tokens is a DataError."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        super().__init__(path, np.dtype("<i8"))
+        self.total = total
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return _inside(super().__getitem__(part), self.total, self.path)
+
+
+class _MegatronEnds:
+    """The ends of documents, read where they are asked for; then a DataError says that one is outside of the file.
+
+    Args:
+        index: for messages. first: (documents,), the sequence after each. pointers: the byte of each sequence.
+        width: bytes of a token. total: tokens.
+    """
+
+    def __init__(self, index: Path, first: np.ndarray, pointers: np.ndarray, width: int, total: int) -> None:
+        self.index, self.first, self.pointers, self.width, self.total = index, first, pointers, width, total
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        after = np.asarray(self.first[part])
+        if ((after < 0) | (after > len(self.pointers))).any():
+            raise DataError(f"{self.index} is damaged: a document ends with a sequence that it has not")
+        inside = after < len(self.pointers)
+        ends = np.where(inside, self.pointers[np.where(inside, after, 0)] // self.width, self.total)
+        return _inside(ends, self.total, self.index)
+
+
+def _inside(ends: np.ndarray, total: int, path: Path) -> np.ndarray:
+    """The ends of documents. Raises DataError: one is outside of the tokens."""
+    if ((ends < 0) | (ends > total)).any():
+        raise DataError(f"{path} is damaged: a document ends outside of the {total} tokens")
+    return ends
+
+
+def open_tokens(path: Path) -> Corpus | None:
+    """What is at `path`: a folder of ``mmm tokens``, a ``.bin``, an ``.idx`` or what they have in common; None if it is
+    none of these, so that it is text.
+
+    Raises:
+        DataError: it is broken, unfinished, or of another version.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    index = path.with_name(path.name + ".idx") if not path.exists() else path.with_suffix(".idx")
+    suffix = path.suffix.lower()
+    if suffix in (".bin", ".idx") or not path.exists():
+        if index.is_file():
+            return _open_megatron(index)
+        if suffix == ".bin":
+            return _open_bin(path)
+    return None
+
+
+def read_manifest(folder: Path, name: object = None) -> dict[str, Any]:
+    """What a folder of ``mmm tokens`` says of itself.
+
+    Args:
+        name: of the file in messages, if it is not its path.
+
+    Raises:
+        DataError: it cannot be read, is of another version, or is damaged.
+    """
+    manifest = read_json(folder / MANIFEST, DataError, name=name)
+    if (version := manifest.get("format")) != FORMAT:
+        raise DataError(f"{folder} has format {version!r} of mmm tokens, and this mmm reads {FORMAT}")
+    about, size = manifest.get("tokenizer"), manifest.get("bytes")
+    counts = [manifest.get("tokens"), manifest.get("documents"), 0 if size is None else size]
+    if (
+        manifest.get("dtype") not in DTYPES
+        or any(type(count) is not int or count < 0 for count in counts)
+        or not isinstance(manifest.get("sha256"), str)
+        or not isinstance(about, dict)
+        or not all(isinstance(about.get(key), str) for key in ("kind", "sha256"))
+        or not (about.get("file") == "" or is_plain_name(about.get("file")))
+    ):
+        raise DataError(f"{folder / MANIFEST} is no manifest of mmm tokens, or is damaged")
+    return manifest
+
+
+def _open_folder(folder: Path) -> Corpus:
+    manifest = read_manifest(folder, f"--text {folder}: no folder of mmm tokens: {MANIFEST}")
+    tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
+    about, documents, digest = manifest["tokenizer"], manifest["documents"], manifest["sha256"]
+    wanted, text_bytes = manifest["tokens"], manifest.get("bytes")
+    kind, file = about["kind"], about["file"]
+    if len(tokens) != wanted:
+        raise DataError(f"{folder / TOKENS} is truncated: it has {len(tokens)} tokens, not {wanted}")
+    tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
+    if tokenizer.kind != kind or tokenizer.sha256 != about["sha256"]:
+        raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
+    ends = _Ends(folder / DOCUMENTS, wanted)
+    if len(ends) != documents:
+        raise DataError(f"{folder / DOCUMENTS} has {len(ends)} documents, not {documents}: prepare it again")
+    corpus = _corpus(tokens, str(folder), digest, tokenizer, lambda: ends)
+    return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
+
+
+def _open_bin(path: Path) -> Corpus:
+    """A ``.bin`` without an index: llm.c's by its header, else nanoGPT's."""
+    tokens, other = _bin_tokens(path), path.with_name("val.bin")
+    if path.name == "train.bin" and other.is_file():
+        held_out = _bin_tokens(other)
+        digest = hashlib.sha256(f"{_fingerprint(path)} {_fingerprint(other)}".encode()).hexdigest()
+        return Corpus(tokens, held_out, f"{path}, {other}", 2, digest, "tokens")
+    return _corpus(tokens, str(path), _fingerprint(path))
+
+
+def _bin_tokens(path: Path) -> TokenFile:
+    """Raises DataError: it is of another format, or is not as long as its header says."""
+    check_is_file(path)
+    try:
+        head = read_head(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+    check_magic(path, head)
+    magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
+    if (dtype := _LLMC_TYPES.get((magic, version))) is None:
+        if 20230101 <= magic <= 20391231 and 0 < version < 100:  # a date: all of llm.c's have one
+            raise DataError(
+                f"{path} begins with llm.c's magic number {magic}, version {version}: files of tokens have "
+                f"{' or '.join(f'{magic}, version {version}' for magic, version in _LLMC_TYPES)}"
+            )
+        _check_width(path, head)
+        return TokenFile(path, np.dtype("<u2"))
+    header = _LLMC_HEADER // np.dtype(dtype).itemsize
+    tokens = TokenFile(path, np.dtype(dtype), header)
+    if (found := tokens.end - header) != count:
+        raise DataError(f"{path} has {max(found, 0)} tokens, and its header says {count}: it is truncated, or damaged")
+    return tokens
+
+
+def _check_width(path: Path, head: bytes) -> None:
+    """Raises DataError where uint16 are pairs of a token and a number next to 0, as of tokens of 4 or 8 bytes."""
+    pairs = np.frombuffer(head[: len(head) // 4 * 4], "<u2").reshape(-1, 2)
+    if len(pairs) and (pairs[:, 1] < 4).all() and np.mean(pairs[:, 0] > 3) > 0.2:
+        raise DataError(
+            f"{path} has tokens of 4 or 8 bytes, as it seems (every second uint16 is 0 … 3), and a .bin without a "
+            f"header has uint16: write it with dtype uint16, or as llm.c's 20240801"
+        )
+
+
+def _open_megatron(index: Path) -> Corpus:
+    try:
+        with open_file(index) as file:
+            head = file.read(34)
+        size = index.stat().st_size
+    except OSError as error:
+        raise DataError(f"{index}: {error.strerror or error}") from None
+    if len(head) < 34 or not head.startswith(_MEGATRON_MAGIC):
+        raise DataError(f"{index} is no index of Megatron's MMapIndexedDataset: it does not begin with MMIDIDX")
+    version, code, sequences, documents = struct.unpack("<QBQQ", head[9:])
+    if version != _MEGATRON_VERSION:
+        raise DataError(f"{index} has version {version} of Megatron's index, and this mmm reads {_MEGATRON_VERSION}")
+    if code not in _MEGATRON_TYPES:
+        raise DataError(f"{index} has tokens of type {code}, which is no integer type of Megatron's index")
+    if (wanted := 34 + 12 * sequences + 8 * documents) > size:
+        raise DataError(f"{index} is truncated: {size} bytes, and {sequences} sequences need {wanted}")
+    tokens = TokenFile(index.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]))
+    if not sequences or not documents or not len(tokens):
+        raise DataError(f"{index} has no sequences")
+    width, pointers = tokens.dtype.itemsize, np.memmap(index, "<i8", "r", 34 + 4 * sequences, (sequences,))
+    last = np.memmap(index, "<i4", "r", 34 + 4 * (sequences - 1), (1,))
+    total = int(pointers[-1]) // width + int(last[0])
+    if total != len(tokens):
+        raise DataError(f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or another's")
+
+    def ends() -> TokenArray:
+        first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))
+        if first[0] != 0:
+            raise DataError(f"{index} is damaged: its documents begin with sequence {first[0]}, not with the first")
+        return _MegatronEnds(index, first[1:], pointers, width, total)
+
+    digest = hashlib.sha256(f"{_fingerprint(index)} {_fingerprint(tokens.path)}".encode()).hexdigest()
+    return _corpus(tokens, str(tokens.path), digest, None, ends)
+
+
+def _corpus(
+    tokens: TokenFile,
+    source: str,
+    digest: str,
+    tokenizer: Tokenizer | None = None,
+    documents: Callable[[], TokenArray] | None = None,
+) -> Corpus:
+    if len(tokens) < 2:
+        raise DataError(f"--text {source} has {len(tokens)} tokens: it needs 2 at least")
+    return Corpus(*tokens.split(), source, 1, digest, "tokens", tokenizer, documents)
+
+
+def _fingerprint(path: Path) -> str:
+    """sha256 of a file's size and its first and last MiB: it may have terabytes, and every rank asks at the start."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(b"%d\n" % size + file.read(_ENDS))
+        file.seek(max(size - _ENDS, 0))
+        digest.update(file.read(_ENDS))
+    return digest.hexdigest()

@@ -1,0 +1,114 @@
+"""Batches of tokens: the global batch of step k depends on (seed, k, global batch size) alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from mmm.data.order import epoch_order, stream
+from mmm.data.text.batch import Batch
+from mmm.data.text.token_array import TokenArray
+from mmm.errors import DataError
+
+
+class Tokens(ABC):
+    """Sequences of ``seq_length + 1`` tokens, in an order that depends on a seed.
+
+    Attributes:
+        samples: sequences in one epoch.
+        has_padding: as of `Batch`.
+    """
+
+    samples: int
+    has_padding: bool = False
+
+    def __init__(self, seq_length: int, seed: int) -> None:
+        self.seq_length, self.seed = seq_length, seed
+
+    @abstractmethod
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        """Sequence number `place` of an epoch, from 0: (seq_length + 1,) int64; where a target is not always the next
+        token, (2, seq_length), inputs and targets; with documents (3, seq_length), also where each token's begins."""
+
+    def steps_per_epoch(self, global_batch: int) -> int:
+        """Steps of `global_batch` samples in an epoch; a remainder at its end is dropped.
+
+        Raises:
+            DataError: there are fewer samples than one global batch.
+        """
+        if self.samples < global_batch:
+            raise DataError(
+                f"the data has {self.samples} sequences of {self.seq_length} tokens, fewer than one global batch of "
+                f"{global_batch}: use a smaller batch, a smaller --seq_length, or more text"
+            )
+        return self.samples // global_batch
+
+    def begin(self, step: int, global_batch: int) -> tuple[int, int]:
+        """Epoch and place of the first sample of a step."""
+        epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
+        return epoch, step_of_epoch * global_batch
+
+    def batch(self, step: int, global_batch: int, first_sample: int, size: int) -> Batch:
+        """Samples first_sample … first_sample + size - 1 of the global batch of a step.
+
+        Args:
+            step: from 0, over all epochs.
+            first_sample, size: the local batch of data-parallel coordinate c starts at ``c * size``.
+        """
+        epoch, begin = self.begin(step, global_batch)
+        begin += first_sample
+        rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))
+        parts = (rows[:, :-1], rows[:, 1:]) if rows.ndim == 2 else rows.unbind(1)  # each (size, seq)
+        inputs, targets, *starts = (part.contiguous() for part in parts)
+        return Batch(inputs, targets, global_batch * self.seq_length, self.has_padding, *starts)
+
+
+class TextTokens(Tokens):
+    """A text as sequences that do not overlap; every epoch has each of them once, in an order of its own.
+
+    Args:
+        text: (tokens,) unsigned integers. seq_length: tokens a sample. shuffle: False reads in order.
+        unit: what the text's tokens are called.
+
+    Raises:
+        DataError: the text is shorter than one sample.
+    """
+
+    def __init__(
+        self, text: TokenArray, seq_length: int, seed: int, shuffle: bool = True, *, unit: str = "bytes"
+    ) -> None:
+        super().__init__(seq_length, seed)
+        self.text, self.shuffle = text, shuffle
+        self.samples = max(len(text) - 1, 0) // seq_length
+        if self.samples < 1:
+            raise DataError(
+                f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
+            )
+
+    def shuffled(self, epoch: int, place: int) -> int:
+        """Which sample of the text is at a place of an epoch, from a list, which is smaller than a text in memory."""
+        return int(epoch_order(self.seed, epoch, self.samples)[place])
+
+    def first_token(self, epoch: int, place: int) -> int:
+        """Where in the text a sample begins."""
+        return (self.shuffled(epoch, place) if self.shuffle else place) * self.seq_length
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        begin = self.first_token(epoch, place)
+        return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
+
+
+class RandomTokens(Tokens):
+    """Uniform random tokens in 0 … vocab_size - 1: ln(vocab_size) is the best loss. For measuring speed."""
+
+    samples = 16_384
+
+    def __init__(self, vocab_size: int, seq_length: int, seed: int) -> None:
+        super().__init__(seq_length, seed)
+        self.vocab_size = vocab_size
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        state = np.random.RandomState(stream(self.seed, epoch, place))
+        return state.randint(0, self.vocab_size, size=self.seq_length + 1, dtype=np.int64)

@@ -1,0 +1,156 @@
+"""A picture of a trace file of many ranks: one step, and a part of it from close by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmm.history.figures import GREY, INK, PART_COLORS, PART_NAMES, new_figure, style
+from mmm.profile.rank_trace import CALLS, STEPS
+from mmm.profile.trace_file import OURS, read_trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = {**PART_COLORS, "dtw": "#f3d6cf", "collective": "#6b4fa3", "send": "#d9730d", "recv": "#d9730d"}
+COLORS["wait"] = "#c9bfe0"
+NAMES = {
+    **PART_NAMES,
+    "dtw": "waiting for another stage",
+    "collective": "collective called",
+    "wait": "waiting for a call",
+    "send": "send, recv called",
+}
+MOST_RANKS = 32
+CLOSE = 0.16  # of the step
+
+
+@dataclass
+class _Row:
+    """Of a rank: its name, and its slices as (kind, name, begin, end), in ms."""
+
+    name: str = ""
+    slices: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+
+def draw_trace(path: Path, picture: Path) -> Path:
+    """Draw the step in the middle of a trace of `TraceFile`, of its first ranks, as PNG. Returns `picture`.
+
+    Raises:
+        ValueError: the trace has no step. OSError: a file cannot be read, or written.
+    """
+    rows, arrows = _read(path)
+    with style():
+        figure = _figure(rows, arrows)
+        figure.savefig(picture, bbox_inches="tight")
+    return picture
+
+
+def _read(path: Path) -> tuple[dict[int, _Row], dict[int, list[dict[str, Any]]]]:
+    rows: dict[int, _Row] = {}
+    arrows: dict[int, list[dict[str, Any]]] = {}
+    tracks: dict[int, str] = {}
+    for event in read_trace(path):
+        row = rows.setdefault(event["pid"], _Row())
+        if event["name"] == "process_name":
+            row.name = event["args"]["name"]
+        elif event["name"] == "thread_name":
+            tracks[event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X" and tracks[event["tid"]].startswith((STEPS, CALLS)):
+            begin = event["ts"] / 1e3
+            kind = event["cat"].removeprefix(f"{OURS},")
+            row.slices.append((kind, event["name"], begin, begin + event["dur"] / 1e3))
+        elif event["ph"] in "stf":
+            arrows.setdefault(event["id"], []).append(event)
+    shown = sorted(rows)[:MOST_RANKS]
+    return {rank: rows[rank] for rank in shown}, arrows
+
+
+def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> Any:
+    from matplotlib.patches import Patch
+
+    steps = [each for each in next(iter(rows.values())).slices if each[0] == "step"] if rows else []
+    if not steps:
+        raise ValueError("no step in the trace")
+    _, name, begin, end = steps[len(steps) // 2]
+    height = 0.46 * len(rows) + 0.7
+    figure = new_figure(13, 2 * height + 0.7)
+    both = figure.subplots(2, 1)
+    figure.subplots_adjust(hspace=0.9 / height, top=1 - 0.75 / (2 * height + 0.7))
+    first = min(
+        (b for row in rows.values() for kind, _, b, _ in row.slices if kind == "collective" and b > begin),
+        default=begin,
+    )
+    close = (begin, first + CLOSE * (end - begin))
+    _draw(both[0], rows, arrows, (begin, end), begin, "send")
+    both[0].set_title(f"{name}: upper half of a row the parts of the step, lower half communication", fontsize=10.5)
+    both[0].axvspan(close[0] - begin, close[1] - begin, color=GREY, alpha=0.13, linewidth=0, zorder=0)
+    _draw(both[1], rows, arrows, close, begin, "collective")
+    both[1].set_title(
+        "the shaded part; each line joins the calls of one collective, from the first rank to the last", fontsize=10.5
+    )
+    both[1].set_xlabel("ms from the beginning of the step", color=GREY)
+    used = {kind for row in rows.values() for kind, *_ in row.slices}
+    handles = [Patch(color=COLORS[kind], label=label) for kind, label in NAMES.items() if kind in used]
+    figure.legend(
+        handles=handles,
+        ncols=len(handles),
+        loc="upper left",
+        bbox_to_anchor=(0.115, 1.0),
+        fontsize=8.5,
+        handlelength=1.1,
+        columnspacing=1.1,
+    )
+    return figure
+
+
+def _draw(
+    axes: Axes,
+    rows: dict[int, _Row],
+    arrows: dict[int, list[dict[str, Any]]],
+    window: tuple[float, float],
+    zero: float,
+    joined: str,
+) -> None:
+    low, high = window
+    places = {rank: place for place, rank in enumerate(rows)}
+    points = axes.get_window_extent().width * 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    for rank, row in rows.items():
+        for kind in COLORS:
+            found = [each for each in row.slices if each[0] == kind and each[3] > low and each[2] < high]
+            part = kind in PART_COLORS
+            place = places[rank] + (-0.42 if part else 0.06)
+            bars = [(begin - zero, end - begin) for _, _, begin, end in found]
+            axes.broken_barh(bars, (place, 0.46 if part else 0.32), facecolors=COLORS[kind], linewidth=0, zorder=2)
+            for _, name, begin, end in found if part else ():
+                left, right = max(begin, low), min(end, high)
+                text = _short(name, (right - left) / (high - low) * points)
+                dark = kind in ("dtw", "dtf", "dtd", "dto")
+                at = ((left + right) / 2 - zero, place + 0.23)
+                axes.text(*at, text, ha="center", va="center", fontsize=7.5, color=INK if dark else "white", zorder=4)
+    for ends in arrows.values():
+        kept = [end for end in ends if end["pid"] in places and low <= end["ts"] / 1e3 <= high]
+        if len(kept) == len(ends) and ends[0]["name"] == joined:
+            points_of = [(end["ts"] / 1e3 - zero, places[end["pid"]] + 0.22) for end in ends]
+            color = COLORS[joined]
+            line = {"arrowstyle": "-|>", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+            for start, stop in pairwise(points_of):
+                axes.annotate("", stop, start, arrowprops={**line, "mutation_scale": 7}, zorder=5)
+    axes.set_xlim(low - zero, high - zero)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows.values()])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False)
+    axes.spines["left"].set_visible(False)
+
+
+def _short(name: str, points: float) -> str:
+    """As much of a slice's name as there is room for."""
+    words: Sequence[str] = name.split()
+    for text in (name, words[-1]):
+        if 4.4 * len(text) + 2 < points:
+            return text
+    return ""

@@ -1,0 +1,1 @@
+"""The bytes that ranks send: counted, and by formula."""

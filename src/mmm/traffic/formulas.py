@@ -1,0 +1,209 @@
+"""What a layout has to send: bytes a rank and step, by axis of the mesh, from the model's shapes alone.
+
+It is the data flow of this package's plans, each operation by the algorithm that sends least (`collective_bytes`).
+Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one rank's local tensors::
+
+    dp    ddp          2 c G                           G  its gradients
+          zero1        2 c G + c P                     P  its parameters before FSDP, padded to a multiple of n rows
+          zero2        c G + c P
+          fsdp         2 k c P' + c G                  P' in the dtype of compute, k micro-batches (the last unit, and
+                                                          what is in none, stay gathered until backward: k c P' of
+                                                          them; in a pipeline all does, until the step ends: c P' + c G)
+          hsdp         that within dp_shard, and 2 c G / S over dp_replicate, S: ranks of dp_shard
+    tp    Transformer  (8 L + 4 of the full model) c A, and 2 c (norms' gradients + 3 elements a token)
+          ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers
+          CNN          2 c (features + classes) batch
+    pp                 A / (tp of the Transformer) for each boundary of stages that it faces another rank across, once
+                       forward from below it, once backward from above it; and 2 c · 8 for the loss; and its shard of
+                       the gradient of a weight that a stage on another rank has as well
+    cp    ring         L (2 (n-1) K + n K'')           K  its keys and values, K'' their gradients, at least float32
+          ulysses      2 L c (Q + K + O)               Q, O its queries and outputs; K repeated until n divides heads
+
+The axes simply add up, with three remarks. Where there is cp, FSDP shards over dp_shard × cp together, as an axis of
+its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has shards of the parameters and local
+heads, and A is sharded where the plan does so. Under pp the terms are those of the rank's stages. Gradients of
+parameters are summed once, for all micro-batches.
+
+Not counted: activation checkpointing, which repeats what layers send in forward; gradient clipping and the record,
+which send a few elements a step; a pipeline's first step, which sends shapes as well.
+
+Sources: Rajbhandari et al., "ZeRO", 2020 (dp); Korthikanti et al., "Reducing activation recomputation in large
+Transformer models", 2022 (tp with the sequence sharded), after Shoeybi et al., "Megatron-LM", 2019 (tp); Liu, Zaharia,
+Abbeel, "Ring Attention", 2023, and Jacobs et al., "DeepSpeed Ulysses", 2023 (cp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from mmm.layout import Layout, Techniques
+from mmm.models.cnn import CNN
+from mmm.models.transformer import Transformer
+from mmm.models.vit import ViT
+from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
+from mmm.parallel.partition import Partition
+from mmm.parallel.plan import Plan, matches
+from mmm.parallel.pp.stages import take_stage
+from mmm.parallel.ties import stage_ties
+from mmm.runtime.device import Precision
+from mmm.traffic.collective_bytes import factor
+
+LOSS = 8  # bytes of a pipeline's loss
+
+
+def expected_traffic(
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    techniques: Techniques,
+    partition: Partition,
+    numbers: Iterable[int] = (0,),
+    *,
+    batch: int,
+    seq_length: int = 0,
+    precision: Precision,
+) -> dict[str, float]:
+    """Bytes that a rank sends in a step, forward to optimizer, by axis; axes on which it sends nothing are left out.
+
+    Args:
+        model: before it is parallelized, on the meta device. layout: fitted to the number of ranks.
+        partition: of the model. numbers: of this rank's stages (``ParallelModel.modules``).
+        batch: samples of a step, per data-parallel coordinate. seq_length: of the Transformer, in tokens.
+
+    Raises:
+        ValueError: there is no formula for a model of that kind on an axis of the layout.
+    """
+    count, sizes = len(partition.stages), (layout, batch, seq_length, precision)
+    own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in numbers}
+    found = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
+    if layout.tp > 1:
+        found["tp"] = sum(_tensor(stage, *sizes) for stage in own.values())
+    if layout.cp > 1:
+        found["cp"] = found.get("cp", 0.0) + sum(_context(s, *sizes, techniques.cp_style) for s in own.values())
+    if layout.pp > 1:
+        faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
+        sent = _activations(next(iter(own.values())), *sizes)
+        found["pp"] = faced * sent + factor("all_reduce", layout.pp) * LOSS
+        for tie in stage_ties(model, partition.names()):
+            local = tie.keys() & own.keys()
+            for n in local:
+                named = zip(own[n].named_parameters(), local_shapes(own[n], plan, layout.tp), strict=True)
+                rows, *others = next(shape for (name, _), shape in named if name == tie[n])
+                rows = -(-rows // (layout.dp_shard * layout.cp))
+                found["pp"] += (len(tie) - len(local)) * rows * math.prod(others) * _size(precision.storage)
+    return {axis: sent for axis, sent in found.items() if sent}
+
+
+def _size(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()
+
+
+def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
+    """The dim along which tp shards the parameter of that name; None for one that it replicates."""
+    module_name, _, own_name = name.rpartition(".")
+    style = next((style for pattern, style in plan.tensor.items() if matches(pattern, module_name)), None)
+    by_rows = isinstance(style, RowwiseParallel)
+    if isinstance(style, ColwiseParallel) or (by_rows and own_name != "bias"):
+        linear = isinstance(model.get_submodule(module_name), nn.Linear)
+        return 1 if by_rows and linear else 0  # Linear keeps its matrix transposed; an embedding's rows are its rows
+    return None
+
+
+def local_shapes(model: nn.Module, plan: Plan, tp: int) -> list[tuple[int, ...]]:
+    """Shapes of a tp rank's local parameters; where tp does not divide a dim, those of the first rank."""
+    shapes = []
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        if tp > 1 and (dim := sharded_dim(model, plan, name)) is not None:
+            shape[dim] = -(-shape[dim] // tp)
+        shapes.append(tuple(shape))
+    return shapes
+
+
+def _data_parallel(
+    own: Mapping[int, nn.Module],
+    plan: Plan,
+    layout: Layout,
+    precision: Precision,
+    techniques: Techniques,
+    microbatches: int,
+) -> dict[str, float]:
+    technique = techniques.data_parallel
+    shapes = [shape for stage in own.values() for shape in local_shapes(stage, plan, layout.tp)]
+    unpadded = sum(math.prod(shape) for shape in shapes) * _size(precision.storage)
+    replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
+
+    def padded(ranks: int, some: Sequence[tuple[int, ...]] = shapes) -> int:
+        """Bytes of parameters, each padded so that its rows divide over the ranks."""
+        rows = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in some)
+        return rows * _size(precision.storage)
+
+    if technique in ("ddp", "zero1", "zero2"):
+        axis = "dp_replicate" if replicas > 1 else "dp_shard"
+        n = max(replicas, layout.dp_shard)
+        if technique == "ddp":
+            return {axis: factor("all_reduce", n) * unpadded}
+        reduced = factor("all_reduce", n) * unpadded
+        if technique == "zero2":
+            reduced = factor("reduce_scatter", n) * padded(n)
+        return {axis: reduced + factor("all_gather", n) * padded(n)}
+    narrow = _size(precision.compute) / _size(precision.storage)
+    total, some = padded(shards), RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]
+    units = (unit for stage in own.values() for unit in fsdp_units_of(stage, plan)[some])
+    twice = {id(parameter) for unit in units for module in unit for parameter in module.parameters()}
+    parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
+    again = padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in twice])
+    gathered = total if layout.pp > 1 else microbatches * (total + again)
+    axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
+    return {
+        axis: factor("all_gather", shards) * narrow * gathered + factor("reduce_scatter", shards) * total,
+        "dp_replicate": factor("all_reduce", replicas) * total / shards,
+    }
+
+
+def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision) -> float:
+    """Bytes of what passes between two layers of this rank, for all samples of the step."""
+    size = _size(precision.compute)
+    if isinstance(model, Transformer):
+        return batch * seq_length / layout.cp / layout.tp * model.config.dim * size
+    if isinstance(model, ViT):
+        return batch * model.config.patches * model.config.dim * size
+    raise ValueError(f"no formula for what passes between the stages of {type(model).__name__}")
+
+
+def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision) -> float:
+    part, size = factor("all_gather", layout.tp), _size(precision.compute)
+    if isinstance(model, Transformer):
+        tokens, dim, layers = batch * seq_length // layout.cp, model.config.dim, len(model.layers)
+        first, last = model.tok_embeddings is not None, model.output is not None
+        # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
+        gathers_and_scatters = 2 * (4 * layers + first + last)
+        norms = 2 * layers + last  # each rank has the gradient of its local tokens
+        wide = max(_size(precision.compute), 4)
+        loss = 3 * tokens * wide * last  # the largest logit, the sum of exponentials, the target's own logit
+        summed = norms * dim * size + loss
+        return part * (gathers_and_scatters * tokens * dim * size + 2 * summed)
+    if isinstance(model, ViT):
+        return 4 * len(model.layers) * 2 * part * batch * model.config.patches * model.config.dim * size
+    if isinstance(model, CNN):
+        ways = model.config.features * (model.fc1 is not None) + model.config.classes * (model.fc2 is not None)
+        return 2 * part * batch * ways * size
+    raise ValueError(f"no formula for {type(model).__name__} over tp")
+
+
+def _context(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, style: str) -> float:
+    if not isinstance(model, Transformer):
+        raise ValueError(f"no formula for {type(model).__name__} over cp")
+    config, n, size = model.config, layout.cp, _size(precision.compute)
+    heads, kv_heads = config.n_heads // layout.tp, config.n_kv_heads // layout.tp
+    a_head = batch * seq_length // n * config.head_dim  # elements in one head of this rank's tokens
+    if style == "ring":
+        keys, wide = 2 * kv_heads * a_head, max(size, 4)
+        return len(model.layers) * keys * (2 * (n - 1) * size + n * wide)
+    sent = heads + 2 * math.lcm(kv_heads, n) + heads  # queries, keys and values, outputs
+    return 2 * len(model.layers) * factor("all_to_all", n) * sent * a_head * size

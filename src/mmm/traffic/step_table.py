@@ -1,0 +1,66 @@
+"""The bytes of one step: counted, beside those of the formula, and what the kernel says; as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from mmm.parallel import Mesh
+from mmm.traffic.count import Traffic, count_traffic
+from mmm.traffic.socket_bytes import sent_since, socket_bytes
+
+
+class Sent(NamedTuple):
+    """One rank's step: bytes by axis, counted and expected; by gloo; by the sockets (0 where gloo moves nothing)."""
+
+    counted: dict[str, int]
+    formula: dict[str, float]
+    gloo: int
+    sockets: int
+
+
+def count_step(step: Callable[[], object], mesh: Mesh, formula: dict[str, float]) -> tuple[list[Sent], Traffic]:
+    """Call `step` and count what it sends. A collective.
+
+    Returns:
+        By rank; and of this one call by call.
+    """
+    by_gloo = mesh.device_mesh.device_type == "cpu" and sys.platform == "linux"
+    dist.barrier()
+    before = socket_bytes() if by_gloo else {}
+    with count_traffic(mesh) as traffic:
+        step()
+    with count_traffic() as end:
+        dist.barrier()  # nothing is on its way after it; it has sent something itself
+    sockets = sent_since(before) - end.wire if by_gloo else 0
+    everyone: list[Sent] = [None] * dist.get_world_size()  # type: ignore[list-item]
+    dist.all_gather_object(everyone, Sent(traffic.by_axis, formula, traffic.wire, sockets))
+    return everyone, traffic
+
+
+def apart(sent: Sent) -> float:
+    """The largest relative difference of counted and formula over the axes."""
+    axes = {axis for side in (sent.counted, sent.formula) for axis, count in side.items() if count}
+    pairs = [(sent.counted.get(axis, 0), sent.formula.get(axis, 0.0)) for axis in axes]
+    return max((abs(counted / formula - 1) if formula else float("inf") for counted, formula in pairs), default=0.0)
+
+
+def table(found: Mapping[tuple[str, str], Sequence[Sent]]) -> str:
+    """A line a layout and axis, of the rank that sends most; gloo and sockets for all axes, on the first line.
+
+    Args:
+        found: by name and layout, what each rank sent.
+    """
+    lines = [f"{'':18}{'layout':<24}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}{'gloo':>12}{'sockets':>12}"]
+    for (name, layout), by_rank in found.items():
+        most = max(by_rank, key=lambda sent: sum(sent.counted.values()))
+        head = f"{name:18}{layout:<24}"
+        wire = f"{most.gloo:12,}{most.sockets:12,}"
+        for axis, formula in most.formula.items():
+            counted = most.counted.get(axis, 0)
+            lines.append(f"{head}{axis:<13}{counted:12,}{formula:12,.0f}{counted / formula - 1:8.2%}{wire}")
+            head, wire = " " * 42, ""
+    return "\n".join(lines)

@@ -1,0 +1,341 @@
+"""Images from files: IDX, CIFAR-10's pickles, folders. Broken files are named, and a folder given is only read."""
+
+import gzip
+import io
+import pickle
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmm.data.images import cifar, idx
+from mmm.data.images.batches import ImageBatches
+from mmm.data.images.datasets import load_images
+from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.errors import DataError
+from support.cifar import expected_of, write_cifar
+
+# --- IDX ------------------------------------------------------------------------------------------------------------
+
+
+def idx_bytes(array):
+    dims = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return dims + array.tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    """Four small IDX files, and what is in them."""
+    state = np.random.RandomState(0)
+    arrays = [
+        state.randint(0, 256, (20, 28, 28)),
+        state.randint(0, 10, 20),
+        state.randint(0, 256, (7, 28, 28)),
+        state.randint(0, 10, 7),
+    ]
+    arrays = [array.astype(np.uint8) for array in arrays]
+    for name, array in zip(idx.FILES, arrays, strict=True):
+        (tmp_path / name).write_bytes(idx_bytes(array))
+    return tmp_path, arrays
+
+
+def test_four_files_plain_or_packed_in_any_of_the_places(mnist, tmp_path_factory):
+    folder, arrays = mnist
+    digests = set()
+    for place in ("", "MNIST/raw", "mnist", "raw"):
+        other = tmp_path_factory.mktemp("given")
+        (other / place).mkdir(parents=True, exist_ok=True)
+        for i, name in enumerate(idx.FILES):
+            content = (folder / name).read_bytes()
+            if i % 2:
+                (other / place / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (other / place / name).write_bytes(content)
+        before = sorted(other.rglob("*"))
+        data = load_images("mnist", other)
+        assert sorted(other.rglob("*")) == before  # only read
+        assert (data.name, data.note, data.source) == ("mnist", "", str(other / place) if place else str(other))
+        digests.add(data.sha256)
+    assert len(digests) == 1
+    assert (data.shape, data.train.samples, data.test.samples) == ((1, 28, 28), 20, 7)
+    images, labels = data.train.images([3, 1])
+    assert torch.allclose(images[:, 0], (torch.from_numpy(arrays[0][[3, 1]]) / 255 - 0.1307) / 0.3081, atol=1e-5)
+    assert labels.tolist() == arrays[1][[3, 1]].tolist()
+    assert load_images("fashion_mnist", folder).classes[0] == "T-shirt/top"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("train-images-idx3-ubyte", lambda b: b[:-1], r"holds 15695 bytes, and its header \(20×28×28\) says 15696"),
+        ("train-images-idx3-ubyte", lambda b: b + b"x", "holds more than 15696 bytes, and"),
+        ("train-images-idx3-ubyte", lambda b: b[:9], "has 9 bytes, fewer than the 16 of its header"),
+        ("train-labels-idx1-ubyte", lambda b: b"", "begins with nothing, not with 00000801"),
+        ("t10k-labels-idx1-ubyte", lambda b: b"<html>", "begins with 3c68746d, not with 00000801"),
+        ("t10k-images-idx3-ubyte", lambda b: bytes((0, 0, 8, 1)) + b[4:], "begins with 00000801, not with 00000803"),
+        ("t10k-labels-idx1-ubyte", lambda b: idx_bytes(np.zeros(6, np.uint8)), "t10k has 7 images and 6 labels"),
+        ("t10k-labels-idx1-ubyte", lambda b: b[:-1] + b"\xff", "label 255 is not one of the 10 classes"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_size(mnist, name, change, message, packed):
+    folder, _ = mnist
+    path, content = folder / name, change((folder / name).read_bytes())
+    path.unlink()
+    path = folder / f"{name}.gz" if packed else path
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_images("mnist", folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [lambda b: b[: len(b) // 2], lambda b: b[:40] + b"\0" * 40 + b[80:]])
+def test_a_broken_gzip_file_is_named(mnist, change):
+    folder, _ = mnist
+    path = folder / "train-images-idx3-ubyte"
+    packed = folder / "train-images-idx3-ubyte.gz"
+    packed.write_bytes(change(gzip.compress(path.read_bytes())))
+    path.unlink()
+    with pytest.raises(DataError, match=rf"{packed} \(\d+ bytes\) is not a whole gzip file"):
+        load_images("mnist", folder)
+
+
+def test_a_small_file_that_would_become_a_large_one(tmp_path, monkeypatch):
+    """Gigabytes of zeros are a small .gz: it is left before it is in memory."""
+    monkeypatch.setattr(idx, "LARGEST", 1000)
+    path = tmp_path / "zeros.gz"
+    path.write_bytes(gzip.compress(idx_bytes(np.zeros((300, 60, 60), np.uint8))))
+    with pytest.raises(DataError, match=r"its header \(300×60×60\) says 1080016 bytes, more than"):
+        idx.read(path, 3)
+
+
+def test_what_is_missing_is_named_and_nothing_stands_in(mnist, tmp_path_factory):
+    folder, _ = mnist
+    (folder / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match="lacks t10k-labels-idx1-ubyte"):
+        load_images("mnist", folder)
+    empty = tmp_path_factory.mktemp("empty")
+    for name in ("mnist", "fashion_mnist", "cifar10"):
+        with pytest.raises(DataError, match=f"--data_dir {empty} does not hold {name}"):
+            load_images(name, empty)
+
+
+# --- CIFAR-10 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cifar_folder(tmp_path, monkeypatch):
+    """A folder in CIFAR-10's layout of 4 images a batch, whose md5 torchvision is made to expect."""
+    dataset = import_torchvision("datasets").CIFAR10
+    folder = tmp_path / "given" / dataset.base_folder
+    write_cifar(folder, 4)
+    for name, files in expected_of(folder).items():
+        monkeypatch.setattr(dataset, name, files)
+    return folder
+
+
+def test_cifar_from_a_folder_and_from_its_tar(cifar_folder, tmp_path):
+    data = load_images("cifar10", cifar_folder.parent)
+    assert (data.shape, data.train.samples, data.test.samples) == ((3, 32, 32), 20, 4)
+    assert data.train.labels([0, 4, 5]).tolist() == [0, 1, 1]
+    expected = np.random.RandomState(1).randint(0, 256, (4, 3072))[0].reshape(3, 32, 32)
+    assert data.train.pixels([4])[0].tolist() == expected.tolist()
+    assert data.classes == cifar.CLASSES
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as tar:
+        tar.add(cifar_folder, cifar_folder.name)
+    packed = load_images("cifar10", tmp_path)
+    assert packed.source.endswith("cifar-10-python.tar.gz")
+    assert packed.sha256 == data.sha256
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as tar:
+        link = tarfile.TarInfo(f"{cifar_folder.name}/data_batch_1")
+        link.type, link.linkname = tarfile.SYMTYPE, "data_batch_9"
+        tar.addfile(link)
+    with pytest.raises(DataError, match=r"cifar-10-python.tar.gz lacks cifar-10-batches-py/data_batch_1"):
+        load_images("cifar10", tmp_path)
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as tar:
+        tar.add(cifar_folder, cifar_folder.name)
+    half = (tmp_path / "cifar-10-python.tar.gz").read_bytes()
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(half[: len(half) // 2])
+    with pytest.raises(DataError, match=r"cifar-10-python.tar.gz \(\d+ bytes\) is not a whole tar.gz"):
+        load_images("cifar10", tmp_path)
+
+
+def test_a_pickle_with_another_md5_is_not_opened(cifar_folder, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "sprung"), "w"))
+
+    (cifar_folder / "data_batch_3").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(DataError, match=r"data_batch_3 \(\d+ bytes\) has md5 \w+, not \w+ as published"):
+        load_images("cifar10", cifar_folder)
+    assert not (tmp_path / "sprung").exists()
+    (cifar_folder / "test_batch").unlink()
+    with pytest.raises(DataError, match="lacks test_batch"):
+        load_images("cifar10", cifar_folder)
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+def picture(path, colour, size=(40, 30), mode="RGB", **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path, **options)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """60 pictures: cats are red, dogs are blue; each is a little different."""
+    for i in range(30):
+        picture(tmp_path / "cat" / f"{i}.png", (200 + i, 0, 0))
+        picture(tmp_path / "dog" / f"{i}.jpg", (0, 0, 200 + i))
+    (tmp_path / "dog" / "notes.txt").write_text("not a picture")
+    return tmp_path
+
+
+def test_a_folder_is_split_by_the_hash_of_its_paths(pictures, tmp_path_factory):
+    data = load_images("folder", pictures, image_size=16)
+    assert data.classes == ("cat", "dog")
+    assert data.train.samples + data.test.samples == 60
+    assert 1 <= data.test.samples <= 14
+    images, labels = data.train.images(range(data.train.samples))
+    assert (images.shape[1:], labels.sum() > 0) == ((3, 16, 16), True)
+    red = images[:, 0].mean((1, 2)) > images[:, 2].mean((1, 2))
+    assert torch.equal(red, labels == 0)
+    assert not data.train.in_memory
+    moved = tmp_path_factory.mktemp("moved") / "elsewhere"
+    shutil.copytree(pictures, moved)
+    assert load_images("folder", moved, image_size=16).sha256 == data.sha256
+    (moved / "cat" / "new.png").write_bytes((moved / "cat" / "0.png").read_bytes())
+    grown = load_images("folder", moved, image_size=16)
+    held_out = {str(path) for path in grown.test._paths} - {str(b"cat/new.png")}
+    assert held_out == {str(path) for path in data.test._paths}  # a new file moves no other
+
+
+def test_train_and_test_folders(tmp_path):
+    for part, numbers in (("train", range(4)), ("test", range(2))):
+        for name, colour in (("b", 250), ("a", 5)):
+            for i in numbers:
+                picture(tmp_path / part / name / "deep" / f"{i}.PNG", colour, mode="L")
+    shutil.rmtree(tmp_path / "test" / "a")  # a test set may lack a class
+    data = load_images("folder", tmp_path, image_size=8, channels=1)
+    assert (data.train.samples, data.test.samples, data.shape) == (8, 2, (1, 8, 8))
+    assert data.test.labels([0, 1]).tolist() == [1, 1]
+    assert data.test.pixels([0]).unique().tolist() == [250]
+    picture(tmp_path / "test" / "zebra" / "0.png", 0, mode="L")
+    with pytest.raises(DataError, match=r"classes that .*train lacks: zebra"):
+        load_images("folder", tmp_path)
+    shutil.rmtree(tmp_path / "test")
+    with pytest.raises(DataError, match="has train/ and none of val, validation, test"):
+        load_images("folder", tmp_path)
+
+
+def test_workers_decode_the_same(pictures):
+    train = load_images("folder", pictures, image_size=16).train
+    batches = ImageBatches(train, 16, seed=0)
+    here, ahead = (list(batches.loader(1, 2, workers=workers).epoch()) for workers in (0, 2))
+    assert all(
+        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in zip(here, ahead, strict=True)
+    )
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_other_kinds_of_pixels_are_converted(tmp_path, mode, channels):
+    suffix = "jpg" if mode == "CMYK" else "png"
+    for i in range(2):
+        path = tmp_path / f"class {i}" / f"0.{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (20, 10), (i, 255, 255)).convert(mode).save(path)
+    data = load_images("folder", tmp_path, image_size=4, channels=channels)
+    assert data.train.pixels([0]).shape == (1, channels, 4, 4)
+
+
+def test_the_middle_square_is_cut_out(tmp_path):
+    wide = Image.new("L", (48, 16), 0)
+    wide.paste(255, (16, 0, 32, 16))
+    for i in range(2):
+        (tmp_path / f"{i}").mkdir()
+        wide.save(tmp_path / f"{i}" / "0.png")
+    assert load_images("folder", tmp_path, image_size=16, channels=1).train.pixels([0]).unique().tolist() == [255]
+
+
+def test_a_file_that_is_no_image_is_named_at_once(pictures):
+    (pictures / "cat" / "7.png").write_bytes(b"<html>not found</html>")
+    with pytest.raises(DataError, match=r"cat/7.png is not an image that can be read \(22 bytes\)"):
+        load_images("folder", pictures)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_half_an_image_is_named_when_it_is_read(pictures, workers):
+    noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise).save(stream, "PNG")
+    (pictures / "cat" / "7.png").write_bytes(stream.getvalue()[:5000])
+    data = load_images("folder", pictures, image_size=8)
+    part = data.train if b"cat/7.png" in data.train._paths else data.test
+    loader = ImageBatches(part, 1, drop_last=False).loader(workers=workers)
+    with pytest.raises(DataError, match=r"^/.*cat/7.png is not a whole image .*take it out of the folder$"):
+        list(loader.epoch())
+
+
+def test_sixteen_bit_images_are_refused(tmp_path):
+    for i in range(2):
+        picture(tmp_path / f"{i}" / "0.png", 4000, mode="I;16")
+    with pytest.raises(DataError, match="mode I;16, more than 8 bits"):
+        load_images("folder", tmp_path)
+
+
+def test_folders_without_classes_or_images(tmp_path):
+    with pytest.raises(DataError, match="any class folder"):
+        load_images("folder", tmp_path)
+    (tmp_path / ".git").mkdir()
+    with pytest.raises(DataError, match=r"any class folder in .* that is not hidden"):
+        load_images("folder", tmp_path)
+    (tmp_path / "cat").mkdir()
+    with pytest.raises(DataError, match="no valid file for the classes cat"):
+        load_images("folder", tmp_path)
+    for name in ("cat", "dog"):
+        picture(tmp_path / name / "0.png", 0, mode="L")
+    data = load_images("folder", tmp_path)
+    assert (data.train.samples, data.test.samples) == (1, 1)
+    with pytest.raises(DataError, match="1 or 3 channels, not 4"):
+        load_images("folder", tmp_path, channels=4)
+
+
+def test_what_is_hidden_is_passed_over(pictures):
+    plain = load_images("folder", pictures, image_size=8)
+    picture(pictures / ".ipynb_checkpoints" / "0-checkpoint.png", 0)
+    picture(pictures / "cat" / ".ipynb_checkpoints" / "1-checkpoint.png", 0)
+    (pictures / ".empty").mkdir()
+    (pictures / "dog" / "._0.jpg").write_bytes(b"macOS's")
+    data = load_images("folder", pictures, image_size=8)
+    assert (data.classes, data.sha256) == (("cat", "dog"), plain.sha256)
+
+
+def test_one_class_is_refused_with_what_was_found(tmp_path):
+    picture(tmp_path / "pets" / "cat" / "0.png", 0)
+    with pytest.raises(DataError, match=r"/pets has one class, cat, with 1 image: .* a folder of its own$"):
+        load_images("folder", tmp_path / "pets")
+    for i in range(2):
+        picture(tmp_path / "pets" / "dog" / f"{i}.png", 0)
+    found = rf"has one class, pets, with 3 images: .* subfolders \(cat, dog\) are, give --data_dir {tmp_path / 'pets'}$"
+    with pytest.raises(DataError, match=found):
+        load_images("folder", tmp_path)
+    assert load_images("folder", tmp_path / "pets").classes == ("cat", "dog")
+    for part in ("train", "val"):
+        picture(tmp_path / "split" / part / "cat" / "0.png", 0)
+    with pytest.raises(DataError, match="split/train has one class, cat"):
+        load_images("folder", tmp_path / "split")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "folder"])
+def test_strides_are_those_of_the_shape(request, name, channels):
+    made = request.getfixturevalue({"mnist": "mnist", "cifar10": "cifar_folder", "folder": "pictures"}[name])
+    data = load_images(name, made[0] if name == "mnist" else made, channels=channels, image_size=16)
+    for image_set in (data.train, data.test):
+        images, _ = image_set.images([0, 1, 2])
+        assert images.stride() == torch.empty(images.shape).stride()

@@ -1,0 +1,205 @@
+"""Sets of images: shapes, normalisation, the digits that come with the package, made-up images, the record."""
+
+import hashlib
+import subprocess
+import sys
+from importlib import resources
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mmm.data.images import digits
+from mmm.data.images.datasets import load_images
+from mmm.data.images.fake import FakeImages
+from mmm.data.images.image_set import ImagesInMemory, convert_channels, resize
+from mmm.errors import DataError
+from support.clock import PATIENCE
+
+# --- digits ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_digits_are_scikit_learns_byte_for_byte():
+    packed = resources.files("mmm.data.images").joinpath("embedded/digits.csv.gz").read_bytes()
+    assert hashlib.sha256(packed).hexdigest() == "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"
+    assert "BSD 3-Clause" in resources.files("mmm.data.images").joinpath("embedded/README.md").read_text(
+        encoding="utf-8"
+    )
+    images, labels = digits.read()
+    assert images.shape == (1797, 8, 8)
+    assert images.max() == 16
+    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_digits_are_split_alike_in_every_class():
+    data = load_images("digits")
+    assert (data.train.samples, data.test.samples, data.shape) == (1437, 360, (1, 28, 28))
+    counts = data.test.labels(range(360)).bincount()
+    assert counts.min() >= 34
+    assert counts.max() <= 37
+    small = load_images("digits", image_size=8)
+    both = torch.cat([small.train.pixels(range(1437)), small.test.pixels(range(360))]).flatten(1)
+    images, _ = digits.read()
+    whole = torch.from_numpy(images.reshape(-1, 64)).float().mul(255 / 16)
+    assert both.float().sum() == pytest.approx(whole.sum().item(), rel=1e-3)
+    assert len(both.unique(dim=0)) == len(np.unique(images.reshape(-1, 64), axis=0))
+    assert data.sha256 == load_images("digits").sha256 != small.sha256
+
+
+def test_digits_are_normalised():
+    images, labels = load_images("digits").train.images(range(1437))
+    assert (images.dtype, labels.dtype, images.shape) == (torch.float32, torch.int64, (1437, 1, 28, 28))
+    assert images.mean().abs() < 0.01
+    assert images.std() == pytest.approx(1, abs=0.01)
+
+
+# --- made-up images -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 16, 24)])
+def test_made_up_images_can_be_learned(shape):
+    train, test = FakeImages(500, shape, 10, seed=1), FakeImages(300, shape, 10, seed=1, first=500)
+    (images, labels), (test_images, test_labels) = train.images(range(500)), test.images(range(300))
+    assert labels.bincount().tolist() == [50] * 10
+    centres = torch.stack([images[labels == c].mean(0) for c in range(10)]).flatten(1)
+    found = torch.cdist(test_images.flatten(1), centres).argmin(1)
+    assert (found == test_labels).float().mean() > 0.9
+    assert images.std() == pytest.approx(0.75, abs=0.25)
+    assert len(torch.cat([images, test_images]).flatten(1).unique(dim=0)) == 800  # no two alike
+
+
+def test_a_made_up_image_depends_on_seed_and_number_alone():
+    images = FakeImages(40, (3, 8, 8), 4, seed=2)
+    whole = images.pixels(range(40))
+    assert torch.equal(images.pixels([31, 2]), whole[[31, 2]])
+    assert torch.equal(FakeImages(9, (3, 8, 8), 4, seed=2, first=31).pixels([0]), whole[31:32])
+    assert not torch.equal(FakeImages(40, (3, 8, 8), 4, seed=3).pixels(range(40)), whole)
+    assert hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16] == "37a0b78d07754418"
+
+
+def test_fake_takes_any_shape_and_number():
+    data = load_images("fake", image_size=12, channels=1, classes=7, samples=(30, 11), seed=4)
+    assert (data.shape, len(data.classes), data.train.samples, data.test.samples) == ((1, 12, 12), 7, 30, 11)
+    assert data.sha256 != load_images("fake", image_size=12, channels=1, classes=7, samples=(30, 11), seed=5).sha256
+    with pytest.raises(DataError, match="at least 1 sample, 2 classes"):
+        FakeImages(10, (1, 4, 4), 1, seed=0)
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_is_the_same_in_any_batch():
+    pixels = torch.randint(0, 256, (9, 3, 11, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for channels in (1, 3):
+        whole = resize(convert_channels(pixels, channels), (28, 30))
+        for i in range(9):
+            assert torch.equal(resize(convert_channels(pixels[i : i + 1], channels), (28, 30)), whole[i : i + 1])
+    exact = torch.nn.functional.interpolate(pixels.double(), (28, 30), mode="bilinear", antialias=True)
+    assert (resize(pixels, (28, 30)) - exact).abs().max() <= 1
+
+
+def test_grey_and_colour():
+    grey = ImagesInMemory(np.full((2, 1, 4, 4), 51, np.uint8), np.array([0, 1]), "ab", (0.1,), (0.5,), 6, 3)
+    assert grey.shape == (3, 6, 6)
+    assert torch.allclose(grey.images([0])[0], torch.full((1, 3, 6, 6), 0.2))
+    colour = np.array([255, 0, 0], np.uint8).reshape(1, 3, 1, 1)
+    assert ImagesInMemory(colour, np.zeros(1), "a", (0.0,) * 3, (1.0,) * 3, channels=1).pixels([0]).item() == 76
+    with pytest.raises(DataError, match="with 2 channels: use 1 or 3"):
+        ImagesInMemory(colour, np.zeros(1), "a", (0.0,) * 3, (1.0,) * 3, channels=2)
+
+
+def test_images_and_labels_have_to_belong_together():
+    pixels = np.zeros((3, 1, 2, 2), np.uint8)
+    for labels, message in (([0, 1], "3 images and 2 labels"), ([0, 1, 2], "label 2 is not one of the 2 classes")):
+        with pytest.raises(DataError, match=message):
+            ImagesInMemory(pixels, np.array(labels), "ab", (0.0,), (1.0,))
+    with pytest.raises(DataError, match="at least one"):
+        ImagesInMemory(pixels[:0], np.zeros(0), "ab", (0.0,), (1.0,))
+
+
+# --- names and the record -------------------------------------------------------------------------------------------
+
+
+def test_the_record():
+    record = load_images("digits", channels=3, image_size=32).describe()
+    assert record["dataset"] == record["dataset_asked"] == "digits"
+    assert (record["train_images"], record["test_images"], record["classes"]) == (1437, 360, 10)
+    assert record["image_shape"] == [3, 32, 32]
+    assert "UCI" in record["source"]
+    assert len(record["sha256"]) == 64
+    assert record["note"] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mnits",), r"no such data set \(did you mean mnist\?\)"),
+        (("digits", "/tmp"), "--data_dir /tmp has no use"),
+        (("mnist", "/nowhere/at/all"), "there is no such folder"),
+        (("folder",), "needs --data_dir"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(DataError, match=message):
+        load_images(*arguments)
+
+
+# --- torchvision ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_torchvision_imports_and_text_does_without_it():
+    program = """
+import sys, warnings
+warnings.simplefilter("error")
+import mmm.data
+assert "torchvision" not in sys.modules and "PIL" not in sys.modules
+from mmm.data.images.datasets import load_images
+load_images("digits"), load_images("fake")
+assert "torchvision" not in sys.modules
+from mmm.data.images.torchvision_shim import import_torchvision
+datasets, transforms = import_torchvision("datasets"), import_torchvision("transforms.v2")
+assert import_torchvision("datasets") is datasets
+from PIL import Image
+assert transforms.Resize(4)(Image.new("L", (8, 8))).size == (4, 4)
+assert len(datasets.FakeData(size=3)) == 3
+import torchvision.models
+torchvision.models.resnet18()
+import torch
+assert hasattr(torch.ops.torchvision, "nms") == torchvision.extension._has_ops()  # ours are for the import alone
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["_C.so", "_C.cpython-311-darwin.so", "_C_stable.so", "_C.pyd"])
+def test_a_torchvision_that_imports_is_left_alone(monkeypatch, tmp_path, name):
+    """Its compiled part is called by another name since 0.29. Operators declared twice would end the process."""
+    from mmm.data.images import torchvision_shim
+
+    declared: list[str] = []
+    (tmp_path / name).touch()
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(torchvision_shim.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.library, "Library", lambda *_: declared.append("library"))
+    torchvision_shim._declare_missing_operators()
+    assert not declared
+
+
+def test_torchvision_that_is_missing_or_broken_is_said_so(monkeypatch):
+    from mmm.data.images import torchvision_shim
+
+    def refuse(error):
+        def imported(name):
+            raise error
+
+        monkeypatch.setattr(torchvision_shim.importlib, "import_module", imported)
+
+    refuse(ModuleNotFoundError("No module named 'torchvision'", name="torchvision"))
+    with pytest.raises(DataError, match="pip install torchvision"):
+        torchvision_shim.import_torchvision("datasets")
+    refuse(RuntimeError("operator torchvision::roi_align does not exist"))
+    with pytest.raises(DataError, match=r"beside torch .*roi_align.*release made for this torch"):
+        torchvision_shim.import_torchvision("datasets")

@@ -1,0 +1,251 @@
+"""Documents in sequences: whole, each once an epoch; where each begins; no target across an end; what is refused."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import mmm.data.text.documents
+from mmm.data import Mixture
+from mmm.data.text.documents import DocumentTokens, PackedTokens, first_after, first_fit_decreasing
+from mmm.data.text.prepare import Preparation, prepare
+from mmm.data.text.sources import open_sources
+from mmm.data.text.token_file import TokenFile, open_tokens
+from mmm.errors import ConfigError, DataError
+from mmm.layout import PADDING
+
+SEQ = 16
+LENGTHS = np.random.RandomState(0).geometric(0.12, 400)  # tokens of each document; 13 % are longer than SEQ + 1
+ENDS = LENGTHS.cumsum()
+TOKENS = np.arange(ENDS[-1])  # each another
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("documents") / "tokens.bin"
+    TOKENS.astype("<i4").tofile(path)
+    return TokenFile(path, np.dtype("<i4"))
+
+
+def packed(text, ends=ENDS, seed=3, **flags):
+    return PackedTokens(text, ends, SEQ, seed, **{"vocab_size": 1 << 20, "document_starts": True, **flags})
+
+
+def pieces(row):
+    """The documents of a sample of a file whose tokens count upwards: lists of all their tokens."""
+    inputs, targets, starts = row
+    found = []
+    for start in np.unique(starts):
+        here = starts == start
+        assert np.flatnonzero(here).tolist() == list(range(start, start + here.sum()))
+        if (targets[here] == PADDING).all():
+            assert (inputs[here] == 0).all()
+            assert start + here.sum() == SEQ
+            continue
+        assert (targets[here] == inputs[here] + 1).all()
+        assert (np.diff(inputs[here]) == 1).all()
+        found.append([*inputs[here].tolist(), int(targets[here][-1])])
+    return found
+
+
+def whole(first=0, last=None):
+    """What the sequences are to have: documents of two tokens at least; of longer ones, parts that overlap by the token
+    that is the last target of one and the first input of the next."""
+    expected = Counter()
+    for begin, end in zip(ENDS - LENGTHS, ENDS, strict=True):
+        begin, end = max(begin, first), min(end, ENDS[-1] if last is None else last)
+        expected.update((at, min(at + SEQ, end - 1)) for at in range(begin, end - 1, SEQ))
+    return expected
+
+
+@pytest.mark.parametrize("groups", [1 << 16, 3], ids=["a window a group", "many"])
+@pytest.mark.parametrize("at_once", [1 << 18, 100])
+def test_an_epoch_has_every_document_once_and_whole(monkeypatch, text, groups, at_once):
+    monkeypatch.setattr(mmm.data.text.documents, "WINDOW", 8)
+    monkeypatch.setattr(mmm.data.text.documents, "GROUPS", groups)
+    monkeypatch.setattr(mmm.data.text.documents, "AT_ONCE", at_once)
+    tokens = packed(text)
+    assert len(tokens.before) - 1 <= groups
+    assert len(tokens.before) > 3
+    orders = []
+    for epoch in (0, 1):
+        found = [pieces(tokens.sample(epoch, place)) for place in range(tokens.samples)]
+        assert Counter((part[0], part[-1]) for row in found for part in row) == whole()
+        orders.append([row[0][0] for row in found])
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1] != sorted(orders[1])
+    filled = sum(len(part) - 1 for row in found for part in row) / (tokens.samples * SEQ)
+    assert filled > 0.85
+
+
+def test_training_and_validation_share_no_target(text):
+    train, validation = text.split()
+    for part, (first, last) in ((train, (0, train.end)), (validation, (train.end, None))):
+        tokens = packed(part, shuffle=False)
+        found = [pieces(tokens.sample(0, place)) for place in range(tokens.samples)]
+        assert Counter((part[0], part[-1]) for row in found for part in row) == whole(first, last)
+
+
+def test_a_packing_is_first_fit_decreasing():
+    sizes = np.random.RandomState(1).randint(0, 17, (40, 30))
+    sizes[3] = 0
+    sizes[4] = 9  # none fits beside another
+    bins = first_fit_decreasing(sizes, 16)
+    for row, placed in zip(sizes, bins, strict=True):
+        free: list[int] = []
+        for number in sorted(range(len(row)), key=lambda i: -row[i]):
+            if row[number]:
+                room = [at for at, left in enumerate(free) if left >= row[number]]
+                if not room:
+                    free.append(16)
+                at = room[0] if room else len(free) - 1
+                free[at] -= row[number]
+                assert placed[number] == at
+            else:
+                assert placed[number] == -1
+
+
+def test_documents_as_they_come(text):
+    tokens = DocumentTokens(text, ENDS, SEQ, 0, shuffle=False, vocab_size=1 << 20)
+    begins = ENDS - LENGTHS
+    assert tokens.samples == (len(TOKENS) - 1) // SEQ
+    for place in range(tokens.samples):
+        inputs, targets, starts = tokens.sample(0, place)
+        assert inputs.tolist() == list(range(place * SEQ, (place + 1) * SEQ))
+        for at, token in enumerate(inputs):
+            begin = begins[np.searchsorted(begins, token, "right") - 1]
+            assert starts[at] == max(begin - place * SEQ, 0)
+            assert targets[at] == (PADDING if token + 1 in ENDS else token + 1)
+
+
+@pytest.mark.parametrize("at_once", [1 << 18, 100])
+def test_documents_of_one_token_are_refused(monkeypatch, text, at_once):
+    monkeypatch.setattr(mmm.data.text.documents, "AT_ONCE", at_once)
+    single = np.arange(1, len(TOKENS) + 1)
+    with pytest.raises(DataError, match=f"none of its {len(TOKENS)} documents has two tokens"):
+        DocumentTokens(text, single, SEQ, 0, vocab_size=1 << 20)
+    some = np.delete(single, 1234)  # a document of two
+    assert DocumentTokens(text, some, SEQ, 0, vocab_size=1 << 20).samples == (len(TOKENS) - 1) // SEQ
+    train, validation = text.split()
+    DocumentTokens(train, some, SEQ, 0, vocab_size=1 << 20)
+    with pytest.raises(DataError, match=f"none of its {len(validation)} documents"):
+        DocumentTokens(validation, some, SEQ, 0, vocab_size=1 << 20)
+
+
+def test_a_part_of_a_file_has_its_own_documents(text):
+    _, validation = text.split()
+    tokens = DocumentTokens(validation, ENDS, SEQ, 0, shuffle=False, vocab_size=1 << 20)
+    inputs, targets, starts = tokens.sample(0, 2)
+    assert inputs[0] == validation.begin + 2 * SEQ
+    assert [int(token) for token, target in zip(inputs, targets, strict=True) if target == PADDING] == [
+        token for token in range(inputs[0], inputs[0] + SEQ) if token + 1 in ENDS
+    ]
+    assert starts.max() > 0
+
+
+def test_documents_without_tokens(text):
+    ends = np.sort(np.concatenate((ENDS, ENDS[::7], ENDS[::7])))
+    for place in range(30):
+        assert np.array_equal(packed(text, ends).sample(0, place).shape, (3, SEQ))
+        both = (DocumentTokens(text, each, SEQ, 0, vocab_size=1 << 20).sample(0, place) for each in (ENDS, ends))
+        assert np.array_equal(*both)
+    found = [pieces(packed(text, ends).sample(0, place)) for place in range(packed(text, ends).samples)]
+    assert Counter((part[0], part[-1]) for row in found for part in row) == whole()
+
+
+def test_which_document_a_token_is_in():
+    ends = np.array([3, 3, 5, 9])
+    assert [first_after(ends, token) for token in range(10)] == [0, 0, 0, 2, 2, 3, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["packed", "as they come", "mixture"])
+def test_a_batch_is_a_function_of_seed_and_step(text, kind):
+    def make(seed=3):
+        if kind == "packed":
+            return packed(text, seed=seed)
+        if kind == "mixture":
+            return Mixture([packed(text, seed=seed), packed(text.split()[1], seed=seed)], [0.6, 0.4], seed)
+        return DocumentTokens(text, ENDS, SEQ, seed, vocab_size=1 << 20)
+
+    after_others = make()
+    for step in range(20):
+        after_others.batch(step, 8, 0, 8)
+    full = make().batch(20, 8, 0, 8)
+    parts = [after_others.batch(20, 8, first, 2) for first in range(0, 8, 2)]
+    for name in ("inputs", "targets", "document_starts"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(full, name))
+        assert getattr(full, name).shape == (8, SEQ)
+    assert full.has_padding
+    assert not torch.equal(make(4).batch(20, 8, 0, 8).inputs, full.inputs)
+    assert full.to(torch.device("cpu")).document_starts.equal(full.document_starts)
+
+
+def test_packed_without_a_mask(text):
+    masked, plain = packed(text), packed(text, document_starts=False)
+    assert np.array_equal(plain.sample(0, 5), masked.sample(0, 5)[:2])
+    assert plain.batch(0, 8, 0, 8).document_starts is None
+    assert plain.batch(0, 8, 0, 8).has_padding
+
+
+def test_a_large_file_is_not_read(tmp_path):
+    """10⁹ tokens in 10⁵ documents: nothing but the documents' ends is read until a sample is asked for."""
+    path = tmp_path / "tokens.bin"
+    with path.open("wb") as file:
+        file.truncate(2 * 10**9)
+    reads = []
+
+    class Counted(TokenFile):
+        def __getitem__(self, part):
+            reads.append(part.stop - part.start)
+            return super().__getitem__(part)
+
+    tokens = packed(Counted(path, np.dtype("<u2")), np.arange(1, 10**5 + 1) * 10**4)
+    assert len(tokens.before) <= 10**5
+    reads.clear()
+    tokens.sample(0, 12345)
+    assert sum(reads) <= 2 * SEQ
+
+
+def refused(folder, words, **flags):
+    with pytest.raises((ConfigError, DataError), match=re.escape(words)) as caught:
+        open_sources([folder]).tokens(SEQ, 0, 256, **flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["pack", "document_mask"])
+def test_texts_that_do_not_say_where_documents_end(tmp_path, flag):
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    np.arange(100, dtype="<u2").tofile(tmp_path / "a.bin")
+    for name in ("a.txt", "a.bin"):
+        refused(tmp_path / name, f"--{flag}: {tmp_path / name} does not say where documents end", **{flag: True})
+    with pytest.raises(ConfigError, match="standard library does not say where documents end"):
+        open_sources().tokens(SEQ, 0, 256, **{flag: True})
+
+
+def test_refused(text, tmp_path):
+    with pytest.raises(DataError, match="none of its 3265 documents has two tokens"):
+        packed(text, TOKENS + 1)
+    with pytest.raises(DataError, match="its documents end before token 3265"):
+        packed(text, ENDS[:-1])
+    with pytest.raises(DataError, match="the ends of its documents are not in order"):
+        packed(text, np.concatenate((ENDS[:50], ENDS[[51, 50]], ENDS[52:])))
+    with pytest.raises(DataError, match="the ends of its documents are not in order"):
+        packed(text, np.concatenate((ENDS[:1], np.zeros(len(ENDS) - 2, np.int64), ENDS[-1:])))
+    with pytest.raises(DataError, match=r"token \d+, and the model's vocabulary ends at 9"):
+        packed(text, vocab_size=10)
+    with pytest.raises(DataError, match=r"the data has \d+ sequences of 16 tokens, fewer than one global batch"):
+        packed(text).steps_per_epoch(1000)
+
+
+def test_a_folder_whose_documents_are_truncated(tmp_path):
+    (tmp_path / "a.txt").write_text("one,two,three," * 40)
+    prepare(Preparation((tmp_path / "a.txt",), tmp_path / "out", separator=","), 1)
+    train, validation = open_sources([tmp_path / "out"]).tokens(SEQ, 0, 256, pack=True, document_mask=True)
+    assert train.batch(0, 4, 0, 4).document_starts.shape == (4, SEQ)
+    assert validation.samples > 0
+    documents = tmp_path / "out" / "documents.bin"
+    documents.write_bytes(documents.read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"documents\.bin has 119 documents, not 120"):
+        open_tokens(tmp_path / "out")

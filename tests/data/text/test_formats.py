@@ -1,0 +1,86 @@
+"""What a file is: text, JSON lines, or of a format that is refused by its name or its first bytes, in UTF-8 alone."""
+
+import bz2
+import gzip
+import lzma
+
+import pytest
+
+from mmm.data.text.corpus import read_text_files
+from mmm.data.text.formats import check_text_file
+from mmm.errors import DataError
+
+TEXT = "Grüße aus Köln.\nZweite Zeile.\n" * 20
+LINES = '{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "jsonl"),
+    [
+        ("a.txt", TEXT, False),
+        ("a.jsonl", LINES, True),
+        ("A.JSONL", LINES, True),
+        ("a.ndjson", LINES, True),
+        ("a.json", LINES, True),
+        ("a.json", "\ufeff\n" + LINES, True),
+        ("a.json", '{"text": "one"}', True),
+        ("a.py", "{1: 2}\n", False),
+        ("a", "{ a set", False),
+        ("a.md", "[1]\n", False),
+    ],
+)
+def test_text_and_json_lines(tmp_path, name, content, jsonl):
+    path = tmp_path / name
+    path.write_text(content)
+    assert check_text_file(path, name) is jsonl
+    assert check_text_file(path, name, as_it_is=True) is False
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", "", "a.txt: the file is empty"),
+        ("a.txt", TEXT.encode("utf-16"), "a.txt is UTF-16, and texts are in UTF-8: convert it by iconv -f UTF-16 -t"),
+        ("a.txt", b"\xfe\xff" + TEXT.encode("utf-16-be"), "a.txt is UTF-16"),
+        ("a.txt", "書".encode("utf-16"), "a.txt is UTF-16"),
+        ("a.txt", TEXT.encode("utf-32"), "a.txt is UTF-32"),
+        ("a.txt", TEXT.encode("utf-16-le"), "a.txt is UTF-16LE"),
+        ("a.txt", TEXT.encode("utf-16-be"), "a.txt is UTF-16BE"),
+        ("a.jsonl", LINES.encode("utf-16"), "a.jsonl is UTF-16"),
+        ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "is gzip, by its first bytes: unpack it first"),
+        ("a.jsonl", gzip.compress(LINES.encode(), mtime=0), "is gzip"),
+        ("a.txt", bz2.compress(TEXT.encode()), "is bzip2"),
+        ("a.txt", lzma.compress(TEXT.encode()), "is xz"),
+        ("a.jsonl.zst", b"some bytes", "is Zstandard, by its name"),
+        ("a.npy", b"some bytes", "is a NumPy array, by its name: tokens below 65536 are written by"),
+        ("a.parquet", b"some bytes", "is Parquet, by its name: write its rows as JSON lines"),
+        ("a.arrow", b"some bytes", "is Arrow"),
+        ("a", b"ARROW1\0\0some", "is Arrow, by its first bytes"),
+        ("a.safetensors", b"some bytes", "is safetensors"),
+        ("a.BIN", b"some bytes", "is a file of tokens, by its name, and no text"),
+        ("a.idx", b"some bytes", "is a file of tokens"),
+        ("a.pdf", b"some bytes", "is PDF"),
+        ("a.csv", "text,label\nsome,1\n", "a.csv is a table, by its name: write its rows as JSON lines"),
+        ("a.json", '[{"text": "one"}]', "a.json is JSON, and its first line is no object: write a document a line"),
+        ("a.json", '{\n "text": "one"\n}', "a.json is JSON, and its first line is no object"),
+        ("a.txt", LINES, "a.txt: its first line is a JSON object: call it a.jsonl"),
+    ],
+)
+def test_refused(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError) as caught:
+        check_text_file(path, name)
+    assert words in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_what_a_program_takes(tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINES)
+    with pytest.raises(DataError, match=r"--text .*a.jsonl is JSON lines: prepare it by mmm tokens .*a.jsonl -o a"):
+        read_text_files([tmp_path / "a.jsonl"])
+    (tmp_path / "b.txt").write_bytes(b"a" * 40 + b"\xff")
+    (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(DataError, match=r"b.txt: the text is not UTF-8: invalid start byte at byte 40: convert it"):
+        read_text_files([tmp_path / "a.txt", tmp_path / "b.txt"], between_characters=True)
+    assert len(read_text_files([tmp_path / "b.txt"]).train) == 37

@@ -1,0 +1,399 @@
+"""Preparing tokens: the same in any number of processes, after any kill; documents and their ends; what is refused."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mmm.data.text.prepare as module
+from mmm.data.text.prepare import Preparation, prepare
+from mmm.data.text.token_file import open_tokens
+from mmm.data.text.tokenizer import CharTokenizer
+from mmm.errors import ConfigError, DataError
+
+FORK = multiprocessing.get_context("fork")
+WORDS = [f"Word {i} é 😀 of the text\n" for i in range(400)]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Three files, and pieces of at least 1000 bytes: about a dozen."""
+    monkeypatch.setattr(module, "PIECE", 1000)
+    paths = tuple(tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
+    for path, words in zip(paths, (WORDS[:200], WORDS[200:201], WORDS[201:]), strict=True):
+        path.write_text("".join(words))
+    return paths
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_tokens_and_documents(files, tmp_path, tokenizer):
+    flags = {"bpe": 300} if tokenizer == "bpe" else {"tokenizer": tokenizer}
+    about = prepare(Preparation(files, tmp_path / "out", **flags), 2)
+    corpus = open_tokens(tmp_path / "out")
+    tokens = np.concatenate([corpus.train[:], corpus.validation[:]])
+    begins = [0, *corpus.documents()[:]]
+    documents = [corpus.tokenizer.decode(tokens[begin:end].tolist()) for begin, end in pairwise(begins)]
+    end = "<|endoftext|>" if tokenizer == "bpe" else ""
+    assert documents == [path.read_text() + end for path in files]
+    assert about["bytes"] == sum(path.stat().st_size for path in files)
+    assert about["tokens"] == begins[-1] == len(tokens)
+    assert corpus.sha256 == about["sha256"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"tokenizer": "chars"}, {"separator": "\n"}], ids=str)
+def test_any_number_of_processes(files, tmp_path, flags):
+    results = []
+    for processes in (1, 3):
+        prepare(Preparation(files, tmp_path / str(processes), **flags), processes)
+        about = json.loads((tmp_path / str(processes) / "manifest.json").read_text())
+        results.append((content(tmp_path / str(processes)), about))
+    assert results[0] == results[1]
+
+
+def test_documents_with_a_separator(files, tmp_path):
+    files[0].write_text("<s>one<s><s>" + "two" * 700 + "<s>three")
+    about = prepare(Preparation(files[:1], tmp_path / "out", separator="<s>", eos=None), 1)
+    corpus = open_tokens(tmp_path / "out")
+    assert corpus.documents()[:].tolist() == [3, 2103, 2108]
+    assert about["documents"] == 3
+    assert bytes(np.concatenate([corpus.train[:], corpus.validation[:]])) == b"one" + b"two" * 700 + b"three"
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts_of(folder):
+    corpus = open_tokens(folder)
+    tokens = np.concatenate([corpus.train[:], corpus.validation[:]])
+    return [corpus.tokenizer.decode(tokens[begin:end]) for begin, end in pairwise([0, *corpus.documents()[:]])]
+
+
+ROWS = [{"text": "The cat sat.\nIt was été.", "meta": {"id": 1}}, {"text": ""}, {"text": "Dogs bark.", "body": "no"}]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_json_lines(files, tmp_path, tokenizer):
+    """Each line's text is a document, in pieces as well; beside a file of text, which is one."""
+    flags = {"bpe": 300} if tokenizer == "bpe" else {"tokenizer": tokenizer}
+    path = lines(tmp_path / "a.jsonl", ROWS * 40)
+    about = prepare(Preparation((path, files[1]), tmp_path / "out", **flags), 2)
+    end = "<|endoftext|>" if tokenizer == "bpe" else ""
+    expected = [ROWS[0]["text"], ROWS[2]["text"]] * 40 + [files[1].read_text()]
+    assert texts_of(tmp_path / "out") == [text + end for text in expected]
+    assert about["documents"] == 81
+    assert about["bytes"] == sum(len(text.encode()) for text in expected)
+    if tokenizer != "bytes":
+        known = open_tokens(tmp_path / "out").tokenizer.content.decode()
+        assert "{" not in json.loads(known).get("chars", "")
+    if tokenizer == "bpe":
+        words = json.loads(known)["model"]["vocab"]
+        assert "sat" in words or "Ġsat" in words
+        assert not any("meta" in word for word in words)
+
+
+def test_json_lines_by_another_field_or_as_they_are(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"body": "one"}\r\n\r\n{"body": "two"}')
+    prepare(Preparation((path,), tmp_path / "body", field="body"), 1)
+    assert texts_of(tmp_path / "body") == ["one", "two"]
+    prepare(Preparation((path,), tmp_path / "all", field=""), 1)
+    corpus = open_tokens(tmp_path / "all")
+    assert bytes(corpus.train[:]) + bytes(corpus.validation[:]) == path.read_bytes()
+    with pytest.raises(DataError, match="was prepared from other files or with other flags"):
+        prepare(Preparation((path,), tmp_path / "body", field=""), 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            '{"body": "x", "id": 3}',
+            "it has no 'text', and the fields 'body', 'id': name the one with the text by --field",
+        ),
+        ('{"text": null}', "it has NoneType and no text as 'text'"),
+        ('"text"', "it is str and no object with the field 'text'"),
+        ('{"text": "x"', "it is no JSON"),
+        ('{"text": "\\ud83d"}', "its 'text' has half a surrogate pair"),
+    ],
+)
+def test_a_line_without_text(files, tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good enough"}\n' * 70 + line + "\n")  # in the second piece
+    with pytest.raises(DataError) as caught:
+        prepare(Preparation((files[0], path), tmp_path / "out"), 2)
+    assert str(caught.value).startswith(f"{path}, line 71: {words}")
+
+
+def test_json_lines_with_a_separator(tmp_path):
+    path = lines(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"--separator: .*a.jsonl is JSON lines"):
+        prepare(Preparation((path,), tmp_path / "out", separator="\n"), 1)
+
+
+class Stopped(Exception):
+    pass
+
+
+def _prepare_and_die(wanted, lines, at):
+    def say(line):
+        lines.append(line)
+        if len(lines) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare(wanted, 2, say)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, pytest.param({"tokenizer": "chars"}, marks=pytest.mark.long), {"bpe": 300}], ids=str
+)
+def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
+    wanted = Preparation(files, tmp_path / "killed", **flags)
+    killed = FORK.Process(target=_prepare_and_die, args=(wanted, [], 2))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    assert not wanted.folder.exists()
+    with pytest.raises(DataError):
+        open_tokens(wanted.folder.with_name("killed.part"))
+    part = wanted.folder.with_name("killed.part")
+    with (part / "tokens.bin").open("ab") as torn, (part / "progress.jsonl").open("ab") as line:
+        torn.write(b"half a piece")
+        line.write(b'{"tokens": 99')
+    said, about, train = [], None, module.train_bpe
+    monkeypatch.setattr(module, "train_bpe", None)  # it has been trained
+
+    def stopping(line):
+        said.append(line)
+        if len(said) == 2:
+            raise Stopped
+
+    while about is None:
+        try:
+            about = prepare(wanted, 2, stopping)
+        except DataError as error:  # its processes hold the lock until they have seen that it ended
+            if "another process is preparing" not in str(error):
+                raise
+            time.sleep(0.02)
+        except Stopped:
+            pass
+    assert said[0].startswith("going on after 2 pieces")
+    assert said[2].startswith("going on after 3 pieces")
+    monkeypatch.setattr(module, "train_bpe", train)
+    assert not part.exists()
+    other = prepare(Preparation(files, tmp_path / "straight", **flags), 2)
+    assert about == other
+    assert content(wanted.folder) == content(tmp_path / "straight")
+
+
+def stopped_after(wanted, pieces):
+    """A preparation that ended after so many pieces: its FOLDER.part."""
+
+    def stop(line, left=[pieces]):  # noqa: B006  counts over the calls
+        left[0] -= 1
+        if not left[0]:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        prepare(wanted, 1, stop)
+    part = wanted.folder.with_name(wanted.folder.name + ".part")
+    rows = [json.loads(line) for line in (part / "progress.jsonl").read_bytes().splitlines()]
+    return part, rows
+
+
+def zeros(path, size):
+    """As a file system leaves it whose data were lost."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) - size] + bytes(size))
+
+
+LOSSES = {
+    "the end of the tokens": lambda part: os.truncate(part / "tokens.bin", os.path.getsize(part / "tokens.bin") - 5),
+    "all tokens": lambda part: (part / "tokens.bin").unlink(),
+    "zeros for tokens": lambda part: zeros(part / "tokens.bin", 100),
+    "the end of the documents": lambda part: os.truncate(part / "documents.bin", 16),
+    "zeros for documents": lambda part: zeros(part / "documents.bin", 8),
+}
+
+
+SHORT = ("the end of the tokens", "zeros for documents")
+
+
+@pytest.mark.parametrize("loss", [pytest.param(e, marks=() if e in SHORT else pytest.mark.long) for e in LOSSES])
+def test_what_a_preparation_has_lost_is_written_again(files, tmp_path, loss):
+    wanted, said = Preparation(files, tmp_path / "out", separator="\n"), []
+    part, rows = stopped_after(wanted, 4)
+    LOSSES[loss](part)
+    about = prepare(wanted, 2, said.append)
+    lost = 4 if loss == "all tokens" else 1
+    if loss == "the end of the documents":
+        lost = sum(row["documents"] > 2 for row in rows)
+    assert said[0] == f"{part} does not have the last {lost} pieces that its progress.jsonl has: they are written again"
+    assert said[1].startswith(f"going on after {4 - lost} pieces" if lost < 4 else "0 MB of text")
+    straight = Preparation(files, tmp_path / "straight", separator="\n")
+    assert about == prepare(straight, 2)
+    assert content(wanted.folder) == content(straight.folder)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["[]", "more", *(pytest.param(e, marks=pytest.mark.long) for e in ("7", '{"tokens": 1e3}', "fewer"))],
+    ids=lambda row: row.strip("{}"),
+)
+def test_a_row_that_is_none_is_written_again(files, tmp_path, row):
+    wanted = Preparation(files, tmp_path / "out")
+    part, rows = stopped_after(wanted, 3)
+    changed = {"more": rows[3] | {"tokens": 1 << 70}, "fewer": rows[3] | {"documents": -1}}
+    lines = [*map(json.dumps, rows[:3]), json.dumps(changed[row]) if row in changed else row, json.dumps(rows[3])]
+    (part / "progress.jsonl").write_text("\n".join(lines) + "\n")
+    about, straight = prepare(wanted, 1), Preparation(files, tmp_path / "straight")
+    assert about == prepare(straight, 1)
+    assert content(wanted.folder) == content(straight.folder)
+
+
+def test_a_folder_that_has_lost_its_end(files, tmp_path):
+    wanted = Preparation(files, tmp_path / "out")
+    prepare(wanted, 1)
+    size = os.path.getsize(wanted.folder / "tokens.bin")
+    os.truncate(wanted.folder / "tokens.bin", size - 1)
+    with pytest.raises(DataError, match=f"out is damaged: its tokens.bin has {size - 1} bytes, not {size}"):
+        prepare(wanted, 1)
+
+
+def test_called_again(files, tmp_path):
+    wanted, said = Preparation(files, tmp_path / "out"), []
+    first = prepare(wanted, 1)
+    assert prepare(wanted, 1, said.append) == first
+    assert said == [f"{tmp_path / 'out'} is complete already"]
+    for other in (Preparation(files[:2], tmp_path / "out"), Preparation(files, tmp_path / "out", "chars")):
+        with pytest.raises(DataError, match="was prepared from other files or with other flags"):
+            prepare(other, 1)
+    files[0].write_text("new")
+    with pytest.raises(DataError, match="was prepared from other files or with other flags"):
+        prepare(wanted, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "bad", "words"),
+    [
+        ({}, b"some text \0", "b.txt is binary: byte 10 is NUL"),
+        ({}, b"a" * 5000 + b"\0" * 9, "b.txt is binary: byte 5000 is NUL"),
+        ({"tokenizer": "chars"}, b"a" * 3001 + b"\xff", "b.txt: the text is not UTF-8: .* at byte 3001"),
+        ({"bpe": 300}, b"a" * 3001 + b"\xff", "b.txt: the text is not UTF-8: .* at byte 3001"),
+        ({"bpe": 300}, "Grüße".encode("utf-16"), "b.txt is UTF-16, and texts are in UTF-8"),
+        ({"separator": "\n"}, b"", "b.txt: the file is empty"),
+    ],
+    ids=["NUL", "NUL far on", "chars", "bpe", "UTF-16", "empty"],
+)
+def test_a_file_that_was_refused_and_is_put_right(files, tmp_path, flags, bad, words):
+    """What was made of the files before it stays, where it does not depend on them all."""
+    good, said = files[1].read_text(), []
+    files[1].write_bytes(bad)
+    wanted = Preparation(files, tmp_path / "out", **flags)
+    with pytest.raises(DataError, match=words):
+        prepare(wanted, 2)
+    files[1].write_text(good)
+    about = prepare(wanted, 2, said.append)
+    if len(bad) == 5009:
+        assert said[0] == f"{files[1]} has changed: 5 pieces are written again"
+        assert said[1].startswith(f"going on after {-(-files[0].stat().st_size // 1050)} pieces")
+    straight = Preparation(files, tmp_path / "straight", **flags)
+    assert about == prepare(straight, 1)
+    assert content(wanted.folder) == content(straight.folder)
+
+
+def test_a_file_that_changes_between_two_calls(files, tmp_path):
+    wanted, said = Preparation(files, tmp_path / "out"), []
+    _, rows = stopped_after(wanted, 7)
+    text = files[1].read_text()
+    files[1].write_text("another " + text)
+    changed = prepare(wanted, 1, said.append)
+    of_first = sum(row.get("file") == 0 for row in rows[1:])
+    assert 0 < of_first < 7
+    assert said[0] == f"{files[1]} has changed: {7 - of_first} pieces are written again"
+    straight = Preparation(files, tmp_path / "straight")
+    assert changed == prepare(straight, 1)
+    assert content(wanted.folder) == content(straight.folder)
+
+
+def test_two_at_once(files, tmp_path):
+    wanted = Preparation(files, tmp_path / "out")
+    found = []
+
+    def say(_):
+        if not found:
+            with pytest.raises(DataError, match="another process is preparing") as caught:
+                prepare(wanted, 1)
+            found.append(caught)
+
+    prepare(wanted, 1, say)
+    assert found
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "progress.jsonl", "manifest.json"])
+def test_a_part_that_another_made_is_written_through_no_link(files, tmp_path, name):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / name).symlink_to(kept)
+    with pytest.raises(DataError, match=f"{name} is there, and is no file: remove .*out.part, or choose another -o"):
+        prepare(Preparation(files, tmp_path / "out"), 1)
+    assert kept.read_text() == "kept"
+
+
+def test_part_of_another(files, tmp_path):
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "progress.jsonl").write_text('{"key": "other"}\n')
+    (tmp_path / "out.part" / "tokenizer.json").write_text("a tokenizer that took its time")
+    with pytest.raises(DataError, match=r"out.part is a preparation of other files"):
+        prepare(Preparation(files, tmp_path / "out"), 1)
+    (tmp_path / "out.part" / "tokenizer.json").unlink()
+    part, _ = stopped_after(Preparation(files, tmp_path / "out"), 2)  # the other one has made nothing: it is not kept
+    with pytest.raises(DataError, match=r"out.part is a preparation of other files"):
+        prepare(Preparation(files[:2], tmp_path / "out"), 1)
+    assert len((part / "progress.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("write", "flags", "words"),
+    [
+        (lambda path: path.unlink(), {}, "No such file"),
+        (lambda path: path.write_bytes(b""), {}, "c.txt: the file is empty"),
+        (lambda path: path.write_bytes(b"a\0"), {}, "c.txt is binary: byte 1 is NUL"),
+        (lambda path: path.write_bytes(b"a" * 10 + b"\xff"), {"tokenizer": "chars"}, "not UTF-8"),
+        (lambda path: (path.unlink(), path.mkdir()), {}, "c.txt is no file"),
+        (lambda path: None, {"tokenizer": "gone.json"}, "gone.json: No such file"),
+    ],
+)
+def test_what_is_refused(files, tmp_path, write, flags, words):
+    write(files[2])
+    with pytest.raises(DataError) as caught:
+        prepare(Preparation(files, tmp_path / "out", **flags), 2)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_characters_that_a_tokenizer_lacks(files, tmp_path):
+    (tmp_path / "few.json").write_bytes(CharTokenizer("abc").content)
+    with pytest.raises(DataError, match=r"a.txt, bytes 0 to \d+: character 'W' is not among the 3"):
+        prepare(Preparation(files, tmp_path / "out", str(tmp_path / "few.json")), 2)
+    with pytest.raises(ConfigError, match="the tokenizer bytes has no token 'end'"):
+        prepare(Preparation(files, tmp_path / "eos", eos="end"), 1)
+
+
+def test_a_folder_that_is_in_the_way(files, tmp_path):
+    for folder in (tmp_path, Path("."), Path("/")):
+        with pytest.raises(DataError, match="is there, and is no folder of mmm tokens"):
+            prepare(Preparation(files, folder), 1)

@@ -1,0 +1,68 @@
+"""--dataset shakespeare: downloaded once, checked, split as any text; without it, --text is named as the way."""
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+
+import mmm.data.text.shakespeare as module
+from mmm.data import read_text_files
+from mmm.data.text.shakespeare import FILE, shakespeare
+from mmm.errors import ConfigError, DataError
+from mmm.trainer.text import TextOptions
+
+PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100
+
+
+@pytest.fixture
+def offered(tmp_path, monkeypatch):
+    """The file's address, of a play that stands in; the cache is empty."""
+    monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
+    (tmp_path / "play.txt").write_bytes(PLAY)
+    file = replace(
+        FILE, sha256=hashlib.sha256(PLAY).hexdigest(), size=len(PLAY), urls=((tmp_path / "play.txt").as_uri(),)
+    )
+    monkeypatch.setattr(module, "FILE", file)
+    return tmp_path / "play.txt"
+
+
+def test_fetched_once(offered, tmp_path):
+    path = shakespeare()
+    assert path == tmp_path / "cache" / "shakespeare" / "input.txt"
+    assert path.read_bytes() == PLAY
+    offered.unlink()
+    assert shakespeare() == path
+
+
+def test_what_it_is_as_data(offered):
+    options = TextOptions(dataset="shakespeare", seq_length=32)
+    data, text = options.load(options.default_vocab(), 0), read_text_files([offered])
+    assert data.describe()["dataset"] == "shakespeare"
+    assert data.describe()["sha256"] == text.sha256
+    assert data.train.samples == (len(text.train) - 1) // 32
+    chars = TextOptions(dataset="shakespeare", tokenizer="chars")
+    assert chars.default_vocab() == len(set(PLAY))
+
+
+@pytest.mark.parametrize("change", ["gone", "changed"])
+def test_without_it(offered, tmp_path, change):
+    if change == "gone":
+        offered.unlink()
+    else:
+        offered.write_bytes(PLAY + b".")
+    with pytest.raises(DataError) as caught:
+        shakespeare()
+    words = "No such file" if change == "gone" else f"more, not {len(PLAY)} of"
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("give a text with --text FILE")
+    assert not (tmp_path / "cache" / "shakespeare").exists()
+
+
+def test_contradictions(offered):
+    for options, words in (
+        (TextOptions(dataset="shakespeare", text=(offered,)), "--text and --dataset shakespeare contradict"),
+        (TextOptions(dataset="random", text=(offered,)), "--text and --dataset random contradict"),
+        (TextOptions(dataset="random", tokenizer="chars"), "--tokenizer and --dataset random contradict"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            options.load(options.default_vocab() or 256, 0)

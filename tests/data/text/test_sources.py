@@ -1,0 +1,206 @@
+"""What --text and --tokenizer name: one source or a mixture; the same on every mesh and after a restart."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmm.data import FileTokens, Mixture, TextTokens, read_text_files
+from mmm.data.text.prepare import Preparation, prepare
+from mmm.data.text.sources import open_sources
+from mmm.data.text.tokenizer import CharTokenizer
+from mmm.errors import ConfigError, DataError
+
+
+class Counted(TextTokens):
+    """Sample n of source s is s, epoch, n, …"""
+
+    def __init__(self, name, samples):
+        super().__init__(np.zeros(samples * 2 + 1, np.uint8), 2, 0)
+        self.name = name
+
+    def sample(self, epoch, place):
+        return np.array([self.name, epoch, place])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Two texts; folders of tokens of the first, by bytes and by its characters."""
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "a.txt").write_text("Über alle Maßen, " * 90)
+    (folder / "b.txt").write_text("all other words, " * 60)
+    for name in ("bytes", "chars"):
+        prepare(Preparation((folder / "a.txt",), folder / name, name), 1)
+    return folder
+
+
+@pytest.fixture
+def folder(prepared, tmp_path, monkeypatch):
+    """A folder of each test's own with these in it."""
+    for path in prepared.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def drawn(mixture, first, count):
+    return np.stack([mixture.sample(0, place) for place in range(first, first + count)])
+
+
+def test_each_source_has_its_part(monkeypatch):
+    monkeypatch.setattr(Mixture, "BLOCK", 2000)
+    mixture = Mixture([Counted(0, 1000), Counted(1, 10), Counted(2, 77)], [6, 3, 1], seed=4)
+    rows = drawn(mixture, 0, 2 * Mixture.BLOCK + 500)
+    for source, part in enumerate([0.6, 0.3, 0.1]):
+        counts = [(rows[:end, 0] == source).mean() for end in (Mixture.BLOCK, 2 * Mixture.BLOCK)]
+        assert counts == pytest.approx([part] * 2, abs=1 / Mixture.BLOCK)
+        assert abs((rows[:500, 0] == source).mean() - part) < 0.08
+        # Each in its own order, without a gap, epoch after epoch, also from one block to the next.
+        of_source, samples = rows[rows[:, 0] == source], mixture.sources[source].samples
+        assert (of_source[:, 1] * samples + of_source[:, 2] == np.arange(len(of_source))).all()
+
+
+def test_bytes_of_a_token(folder):
+    """Of the text to validate on; of prepared tokens, of all text, over its tokens; of a mixture by weight."""
+
+    def of(*text, tokenizer=None):
+        return open_sources([Path(each) for each in text], tokenizer).bytes_per_token
+
+    text = (folder / "a.txt").read_text()
+    tail = (folder / "a.txt").read_bytes()[-len((folder / "a.txt").read_bytes()) // 10 :]
+    assert of("a.txt") == of("bytes") == of() == 1.0
+    assert of("a.txt", tokenizer="chars") == pytest.approx(len(tail) / len(tail.decode(errors="ignore")), rel=1e-2)
+    assert of("chars") == len(text.encode()) / len(text) > 1.05
+    mixed = 0.25 * of("a.txt", tokenizer="chars") + 0.75 * of("chars")
+    assert of("a.txt:1", "chars:3") == pytest.approx(mixed)
+    (folder / "x.bin").write_bytes(bytes(64))
+    assert of("x.bin") is None
+
+
+def test_a_mixture_is_a_function_of_seed_and_step():
+    def mixture(seed=0):
+        return Mixture([Counted(0, 100), Counted(1, 100)], [1, 1], seed)
+
+    straight = mixture().batch(30, 8, 0, 8).inputs
+    assert torch.equal(mixture().batch(30, 8, 0, 8).inputs, straight)
+    assert torch.equal(torch.cat([mixture().batch(30, 8, 4 * i, 4).inputs for i in range(2)]), straight)
+    assert not torch.equal(mixture(1).batch(30, 8, 0, 8).inputs, straight)
+    # An epoch of the mixture leaves nothing out: 200 samples, 66 steps of 3, and the next step follows.
+    rows = torch.cat([mixture().batch(step, 3, 0, 3).inputs for step in range(80)])
+    assert torch.equal(rows, torch.from_numpy(drawn(mixture(), 0, 240))[:, :-1])
+
+
+def test_a_weight_too_small():
+    with pytest.raises(ConfigError, match="less than one sample in 65536"):
+        Mixture([Counted(0, 10), Counted(1, 10)], [1e6, 1], 0)
+
+
+def test_weights_on_the_command_line(folder):
+    sources = open_sources([Path("a.txt:3"), Path("b.txt:1")])
+    assert sources.weights == (0.75, 0.25)
+    for found, name in zip(sources.corpora, ("a.txt", "b.txt"), strict=True):
+        assert np.array_equal(found.train, read_text_files([Path(name)]).train)
+    about = sources.describe()
+    assert about["source"] == "a.txt:0.75, b.txt:0.25"
+    assert about["sha256"] != open_sources([Path("a.txt:2"), Path("b.txt:1")]).describe()["sha256"]
+    assert about["sha256"] == open_sources([Path("a.txt:0.3"), Path("b.txt:0.1")]).describe()["sha256"]
+    train, validation = sources.tokens(8, 0, 256)
+    assert isinstance(train, Mixture)
+    assert isinstance(validation, Mixture)
+
+
+def test_texts_without_weights_stay_one_text(folder):
+    Path("c:0.5").write_text("a file whose name has a colon, " * 9)
+    Path("split.txt").write_text("é" * 155)  # the last tenth begins within a character
+    for names in (["a.txt"], ["a.txt", "b.txt"], ["c:0.5"], ["split.txt"]):
+        paths = [Path(name) for name in names]
+        (corpus,), plain = open_sources(paths).corpora, read_text_files(paths)
+        assert corpus.describe() == plain.describe()
+        assert np.array_equal(corpus.train, plain.train)
+        train, validation = open_sources(paths).tokens(8, 3, 256)
+        assert torch.equal(train.batch(2, 4, 0, 4).inputs, TextTokens(plain.train, 8, 3).batch(2, 4, 0, 4).inputs)
+        plainly = TextTokens(plain.validation, 8, 3, shuffle=False)
+        assert torch.equal(validation.batch(1, 2, 0, 2).inputs, plainly.batch(1, 2, 0, 2).inputs)
+    assert open_sources([Path("c:0.5:2"), Path("a.txt:1")]).weights == (2 / 3, 1 / 3)
+    assert open_sources().corpora[0].source.endswith("standard library")
+
+
+def test_tokens_of_a_folder_are_those_of_the_text(folder):
+    text, file = (open_sources([Path(name)]) for name in ("a.txt", "bytes"))
+    (train, validation), (file_train, file_validation) = (each.tokens(8, 3, 256) for each in (text, file))
+    assert isinstance(file_train, FileTokens)
+    assert file.is_bytes
+    assert torch.equal(file_validation.batch(1, 4, 0, 4).inputs, validation.batch(1, 4, 0, 4).inputs)
+
+    def epoch(tokens):
+        return sorted(tokens.sample(0, place).tobytes() for place in range(tokens.samples))
+
+    assert epoch(file_train) == epoch(train)
+
+
+def test_characters_of_the_text(folder):
+    sources = open_sources([Path("a.txt")], "chars")
+    assert sources.vocab_size == len(set(Path("a.txt").read_text()))
+    text = "".join(
+        sources.tokenizer.decode(part.tolist()) for part in (sources.corpora[0].train, sources.corpora[0].validation)
+    )
+    assert text == Path("a.txt").read_text()
+    assert sources.describe()["train_tokens"] == len(sources.corpora[0].train)
+    Path("split.txt").write_text("é" * 155)  # the last tenth begins within a character
+    assert len(open_sources([Path("split.txt")], "chars").corpora[0].validation) == 16
+    both = open_sources([Path("a.txt:1"), Path("b.txt:1")], "chars")
+    assert both.vocab_size == len(set(Path("a.txt").read_text() + Path("b.txt").read_text()))
+    assert both.corpora[0].sha256 != sources.corpora[0].sha256  # other numbers for the same characters
+
+
+def test_a_text_takes_the_tokenizer_of_the_folder_beside_it(folder):
+    Path("c.txt").write_text("alle Maßen, " * 30)
+    sources = open_sources([Path("chars:0.5"), Path("c.txt:0.5")])
+    assert sources.tokenizer.decode(sources.corpora[1].train[:4].tolist()) == "alle"
+    assert open_sources([Path("chars")], "chars").vocab_size == sources.vocab_size
+    assert open_sources([Path("chars")], "chars/tokenizer.json").vocab_size == sources.vocab_size
+
+
+def test_tokens_without_a_tokenizer(folder):
+    np.arange(600, dtype="<u2").tofile("data.bin")
+    assert open_sources([Path("data.bin")]).vocab_size is None
+    assert open_sources([Path("data.bin")], "bytes").vocab_size == 256
+    with pytest.raises(
+        DataError, match=r"data.bin has token 528, and the model's vocabulary ends at 255: .*--vocab_size"
+    ):
+        open_sources([Path("data.bin")]).tokens(8, 0, 256)
+    assert open_sources([Path("data.bin")]).tokens(8, 0, 600)[0].samples == 67
+    np.where(np.arange(600) == 300, 999, 1).astype("<u2").tofile("one.bin")
+    train, _ = open_sources([Path("one.bin")]).tokens(8, 0, 256)
+    with pytest.raises(DataError, match="has token 999"):
+        [train.sample(0, place) for place in range(train.samples)]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokenizer", "error", "words"),
+    [
+        (["a.txt:1", "b.txt"], None, ConfigError, "--text b.txt has no weight, and a.txt has one"),
+        (["a.txt:0", "b.txt:1"], None, ConfigError, "a.txt:0: a weight must be greater than 0"),
+        (["a.txt:nan"], None, ConfigError, "greater than 0, and finite"),
+        (["bytes", "chars"], None, ConfigError, "several token files a weight, such as bytes:0.5 chars:0.5"),
+        (["a.txt:much"], None, DataError, "--text a.txt:much: No such file"),
+        (["gone:1"], None, DataError, "--text gone: No such file"),
+        (["bytes"], "few.json", DataError, r"made by another tokenizer \(bytes, 256 tokens\) than --tokenizer"),
+        (["bytes"], "chars", DataError, r"bytes was made by another tokenizer .* than --tokenizer chars"),
+        (["bytes:1", "chars:1"], None, DataError, "chars was made by another tokenizer .* than bytes"),
+        (["a.txt"], "few.json", DataError, "a.txt: character 'Ü' is not among the 3"),
+        (["latin"], "chars", DataError, "the text is not UTF-8"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together(folder, text, tokenizer, error, words):
+    Path("few.json").write_bytes(CharTokenizer("abc").content)
+    Path("latin").write_bytes("Übermaß".encode("latin1") * 20)
+    with pytest.raises(error, match=words) as caught:
+        open_sources([Path(each) for each in text], tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sequence_longer_than_the_file(folder):
+    with pytest.raises(DataError, match="a text of 171 tokens is too short for --seq_length 1000: it needs 1001"):
+        open_sources([Path("bytes")]).tokens(1000, 0, 256)

@@ -1,0 +1,291 @@
+"""Token files: of mmm tokens, of nanoGPT, of Megatron; opened at once, read in small parts; and broken ones."""
+
+import gzip
+import json
+import os
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmm.data import FileTokens
+from mmm.data.text.sources import open_sources
+from mmm.data.text.token_file import TokenFile, open_tokens
+from mmm.data.text.tokenizer import ByteTokenizer
+from mmm.errors import DataError
+
+TOKENS = np.arange(1000, 2000)
+
+
+def folder_of(folder, tokens, documents, dtype="<u2", count=None, **changes):
+    folder.mkdir()
+    np.asarray(tokens, dtype).tofile(folder / "tokens.bin")
+    np.asarray(documents, "<i8").tofile(folder / "documents.bin")
+    manifest = {
+        "format": 1,
+        "dtype": dtype,
+        "tokens": count or len(tokens),
+        "documents": len(documents),
+        "tokenizer": {"kind": "bytes", "file": "", "sha256": ByteTokenizer().sha256, "vocab_size": 256},
+        "sha256": "0" * 64,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+    return folder
+
+
+def megatron(prefix, sequences, documents, code=8, dtype="<u2", magic=b"MMIDIDX\0\0", version=1):
+    """As _IndexWriter of Megatron-LM writes it."""
+    np.concatenate(sequences).astype(dtype).tofile(prefix.with_suffix(".bin"))
+    lengths = np.array([len(each) for each in sequences], "<i4")
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
+    head = magic + struct.pack("<QBQQ", version, code, len(sequences), len(documents))
+    index = prefix.with_suffix(".idx")
+    index.write_bytes(head + lengths.tobytes() + pointers.tobytes() + np.array(documents, "<i8").tobytes())
+    return index
+
+
+def all_tokens(corpus):
+    return np.concatenate([corpus.train[:], corpus.validation[:]])
+
+
+def test_a_file_of_tokens_is_as_an_array(tmp_path):
+    TOKENS.astype("<u2").tofile(tmp_path / "tokens")
+    for begin, end in ((0, None), (100, 900)):
+        file, array = TokenFile(tmp_path / "tokens", np.dtype("<u2"), begin, end), TOKENS[begin:end]
+        for part in (slice(None), slice(3, 17), slice(5, 5), slice(790, 5000), slice(-7, None)):
+            assert np.array_equal(file[part], array[part])
+        assert len(file) == len(array)
+
+
+def test_nanogpt(tmp_path):
+    TOKENS.astype("<u2").tofile(tmp_path / "data.bin")
+    corpus = open_tokens(tmp_path / "data.bin")
+    assert np.array_equal(all_tokens(corpus), TOKENS)
+    assert (len(corpus.train), len(corpus.validation), corpus.tokenizer, corpus.documents) == (900, 100, None, None)
+    assert corpus.describe()["tokenizer"] == "unknown"
+
+
+def test_nanogpt_with_its_validation_text(tmp_path):
+    TOKENS.astype("<u2").tofile(tmp_path / "train.bin")
+    TOKENS[:50].astype("<u2").tofile(tmp_path / "val.bin")
+    corpus = open_tokens(tmp_path / "train.bin")
+    assert np.array_equal(corpus.train[:], TOKENS)
+    assert np.array_equal(corpus.validation[:], TOKENS[:50])
+    before = corpus.sha256
+    TOKENS[50:100].astype("<u2").tofile(tmp_path / "val.bin")
+    assert open_tokens(tmp_path / "train.bin").sha256 != before
+    assert np.array_equal(all_tokens(open_tokens(tmp_path / "val.bin")), TOKENS[50:100])
+
+
+def llmc(path, tokens, dtype="<u2", magic=20240520, version=1, count=None):
+    """As write_datafile of llm.c's dev/data/data_common.py writes it."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_llmc(tmp_path, magic, version, dtype):
+    tokens = TOKENS * 100 % (1 << 17 if dtype == "<u4" else 1 << 16)
+    corpus = open_tokens(llmc(tmp_path / "some_train_000001.bin", tokens, dtype, magic, version))
+    assert np.array_equal(all_tokens(corpus), tokens)
+    assert (len(corpus.train), len(corpus.validation), corpus.tokenizer, corpus.documents) == (900, 100, None, None)
+    first, second = FileTokens(corpus.train, 9, 0, shuffle=False), FileTokens(corpus.validation, 9, 0, shuffle=False)
+    assert first.sample(0, 0).tolist() == tokens[:10].tolist()
+    assert second.sample(0, 0).tolist() == tokens[900:910].tolist()
+
+
+def test_llmc_with_its_validation_text(tmp_path):
+    llmc(tmp_path / "train.bin", TOKENS)
+    llmc(tmp_path / "val.bin", TOKENS[:50])
+    corpus = open_tokens(tmp_path / "train.bin")
+    assert np.array_equal(corpus.train[:], TOKENS)
+    assert np.array_equal(corpus.validation[:], TOKENS[:50])
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda path: llmc(path, TOKENS, count=1001), "has 1000 tokens, and its header says 1001: it is truncated"),
+        (lambda path: llmc(path, TOKENS, count=999), "has 1000 tokens, and its header says 999"),
+        (lambda path: path.write_bytes(llmc(path, TOKENS).read_bytes()[:100]), "has 0 tokens, and its header"),
+        (lambda path: llmc(path, TOKENS, version=2), "begins with llm.c's magic number 20240520, version 2"),
+        (lambda path: llmc(path, TOKENS, magic=20240326, version=3), "files of tokens have 20240520, version 1 or"),
+        (lambda path: TOKENS.astype("<i4").tofile(path), "has tokens of 4 or 8 bytes, as it seems"),
+        (lambda path: (TOKENS + 100_000).astype("<i8").tofile(path), "has tokens of 4 or 8 bytes, as it seems"),
+        (lambda path: np.save(path.open("wb"), TOKENS.astype("<u2")), "is a NumPy array, by its first bytes"),
+        (lambda path: np.savez(path.open("wb"), TOKENS.astype("<u2")), "is a zip archive"),
+        (lambda path: torch.save(torch.ones(3), path), "is a zip archive, as NumPy's .npz and PyTorch's .pt"),
+        (lambda path: path.write_bytes(gzip.compress(TOKENS.astype("<u2").tobytes())), "is gzip, by its first bytes"),
+        (lambda path: path.write_bytes(b"PAR1" * 9), "is Parquet"),
+        (lambda path: path.write_bytes(b"GGUF" * 9), "is GGUF"),
+        (lambda path: path.write_bytes(b'\x18' + bytes(7) + b'{"a": [1, 2, 3, 4, 5]}   '), "is safetensors"),
+        (lambda path: megatron(path, [TOKENS], [0, 1]).rename(path), "is an index of Megatron's"),
+    ],
+)  # fmt: skip
+def test_a_bin_that_is_of_another_format(tmp_path, write, words):
+    write(tmp_path / "train.bin")
+    with pytest.raises(DataError) as caught:
+        open_tokens(tmp_path / "train.bin")
+    assert words in str(caught.value)
+    assert "train.bin" in str(caught.value)
+
+
+def test_small_vocabularies_have_two_bytes(tmp_path):
+    for number, tokens in enumerate((np.zeros(99), np.arange(99) % 4, np.arange(99) % 7, np.arange(99) % 2 * 9)):
+        tokens.astype("<u2").tofile(tmp_path / f"{number}.bin")
+        assert np.array_equal(all_tokens(open_tokens(tmp_path / f"{number}.bin")), tokens)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (8, "<u2"), (4, "<i4"), (5, "<i8")])
+def test_megatron(tmp_path, code, dtype):
+    tokens = TOKENS % 256 if dtype == "u1" else TOKENS
+    sequences = [tokens[:10], tokens[10:400], tokens[400:401], tokens[401:]]
+    index = megatron(tmp_path / "some_document", sequences, [0, 2, 3, 4], code, dtype)
+    for path in (index, index.with_suffix(".bin"), tmp_path / "some_document"):
+        corpus = open_tokens(path)
+        assert np.array_equal(all_tokens(corpus), tokens)
+        assert corpus.documents()[:].tolist() == [400, 401, 1000]
+    digest = corpus.sha256
+    megatron(tmp_path / "some_document", sequences, [0, 4], code, dtype)
+    assert open_tokens(index).sha256 != digest
+
+
+@pytest.mark.parametrize(
+    ("documents", "pointer", "words"),
+    [
+        ([1, 2, 3], None, "its documents begin with sequence 1, not with the first"),
+        ([0, -5, 3], None, "a document ends with a sequence that it has not"),
+        ([0, 4, 3], None, "a document ends with a sequence that it has not"),
+        ([0, 1, 3], 1 << 50, "a document ends outside of the 1000 tokens"),
+        ([0, 2, 1, 3], None, "the ends of its documents are not in order"),
+    ],
+)
+def test_megatron_with_documents_that_are_not_there(tmp_path, documents, pointer, words):
+    index = megatron(tmp_path / "a", [TOKENS[:10], TOKENS[10:400], TOKENS[400:]], documents)
+    if pointer is not None:  # of the second sequence
+        content = index.read_bytes()
+        index.write_bytes(content[: 34 + 3 * 4 + 8] + struct.pack("<q", pointer) + content[34 + 3 * 4 + 16 :])
+    assert np.array_equal(all_tokens(open_tokens(index)), TOKENS)
+    with pytest.raises(DataError, match=words):
+        open_sources([index]).tokens(16, 0, 1 << 20, pack=True)
+
+
+@pytest.mark.parametrize("ends", [[100, 1 << 40, 1000], [-1, 1000], [100, 1001]])
+def test_a_folder_with_documents_that_are_not_there(tmp_path, ends):
+    sources = open_sources([folder_of(tmp_path / "dir", TOKENS % 256, ends, "|u1")])
+    with pytest.raises(DataError, match=r"documents.bin is damaged: a document ends outside of the 1000 tokens"):
+        sources.tokens(16, 0, 1 << 20, pack=True)
+
+
+def test_a_folder(tmp_path):
+    corpus = open_tokens(folder_of(tmp_path / "dir", TOKENS % 256, [10, 1000], "|u1"))
+    assert np.array_equal(all_tokens(corpus), TOKENS % 256)
+    assert (corpus.documents()[:].tolist(), corpus.sha256) == ([10, 1000], "0" * 64)
+    assert corpus.tokenizer.kind == "bytes"
+
+
+def test_text_is_none(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    assert open_tokens(tmp_path / "text.txt") is None
+    assert open_tokens(tmp_path / "missing") is None
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_thousand_million_tokens(tmp_path):
+    """Opened in under a second; what is read does not stay in memory, nor does an order."""
+    count = 10**9
+    folder = folder_of(tmp_path / "dir", TOKENS, [count], count=count)
+    with (folder / "tokens.bin").open("r+b") as file:
+        file.truncate(2 * count)
+        file.seek(count)
+        np.full(64, 7, "<u2").tofile(file)
+    began = time.process_time()
+    corpus = open_tokens(folder)
+    tokens = FileTokens(corpus.train, 64, seed=0)
+    tokens.batch(0, 8, 0, 8)
+    assert time.process_time() - began < 1
+    assert tokens.samples == (count * 9 // 10 - 1) // 64
+    before = resident()
+    for step in range(1, 100):
+        tokens.batch(step, 8, 0, 8)
+    assert resident() - before < 1 << 20
+    assert 7 in FileTokens(corpus.train, 64, 0, shuffle=False).sample(0, count // 2 // 64)
+
+
+def broken(tmp_path, name):
+    path = tmp_path / name
+    if name == "odd.bin":
+        path.write_bytes(b"abc")
+    elif name == "empty.bin":
+        path.touch()
+    elif name == "unfinished":
+        path.mkdir()
+    elif name == "json":
+        (folder_of(path, TOKENS, [1000]) / "manifest.json").write_text("{")
+    elif name == "other":
+        (folder_of(path, TOKENS, [1000]) / "manifest.json").write_text("[]")
+    elif name == "newer":
+        folder_of(path, TOKENS, [1000], format=2)
+    elif name == "short":
+        (folder_of(path, TOKENS, [1000]) / "tokens.bin").write_bytes(b"ab")
+    elif name == "changed":
+        about = {"kind": "bytes", "file": "", "sha256": "1"}
+        folder_of(path, TOKENS, [1000], tokenizer=about)
+    elif name == "fifo.bin":
+        os.mkfifo(path)
+    elif name == "fifo":
+        (folder_of(path, TOKENS, [1000]) / "documents.bin").unlink()
+        os.mkfifo(path / "documents.bin")
+    elif name == "none.idx":
+        megatron(path, [TOKENS], [])
+    elif name == "text.idx":
+        path.write_text("text " * 10)
+    elif name == "v2.idx":
+        megatron(path, [TOKENS], [0, 1], version=2)
+    elif name == "float.idx":
+        megatron(path, [TOKENS], [0, 1], code=7)
+    elif name == "cut.idx":
+        megatron(path, [TOKENS], [0, 1]).write_bytes(path.read_bytes()[:40])
+    elif name == "binless.idx":
+        megatron(path, [TOKENS], [0, 1]).with_suffix(".bin").unlink()
+    elif name == "shorter.idx":
+        megatron(path, [TOKENS], [0, 1]).with_suffix(".bin").write_bytes(b"ab")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing.bin", "No such file"),
+        ("odd.bin", "odd.bin is truncated: 3 bytes are no number of tokens of 2 bytes"),
+        ("empty.bin", "has 0 tokens"),
+        ("unfinished", "no folder of mmm tokens: manifest.json cannot be read: No such file"),
+        ("json", "manifest.json cannot be read: it is no JSON: "),
+        ("other", "manifest.json cannot be read: it is no JSON object"),
+        ("newer", "has format 2 of mmm tokens, and this mmm reads 1"),
+        ("short", "tokens.bin is truncated: it has 1 tokens, not 1000"),
+        ("changed", "is not the tokenizer that made"),
+        ("fifo.bin", "fifo.bin is no file"),
+        ("fifo", "documents.bin is no file"),
+        ("none.idx", "has no sequences"),
+        ("text.idx", "does not begin with MMIDIDX"),
+        ("v2.idx", "has version 2 of Megatron's index, and this mmm reads 1"),
+        ("float.idx", "tokens of type 7, which is no integer type"),
+        ("cut.idx", "is truncated: 40 bytes, and 1 sequences need 62"),
+        ("binless.idx", "binless.bin: No such file"),
+        ("shorter.idx", "has 1 tokens, and its index 1000: it is truncated, or another's"),
+    ],
+)
+def test_what_is_broken(tmp_path, name, words):
+    with pytest.raises(DataError) as caught:
+        open_tokens(broken(tmp_path, name))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,109 @@
+"""A model that cannot fit into memory is refused before anything is made; the bound is one from below, and close."""
+
+import pytest
+import torch
+
+from mmm.errors import LayoutError
+from mmm.examples import context_parallel, ddp, fsdp, fsdp_tp, hsdp, moe, parallel_4d, pipeline, tiling, traffic, zero
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.memory import footprint
+from mmm.parallel.memory.footprint import Footprint
+from mmm.parallel.memory.local_elements import local_elements
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.device import Precision
+from mmm.runtime.ranks import Rank
+from mmm.trainer import fsdp as fsdp_trainer
+from mmm.trainer import lm, vit
+from mmm.trainer.optimizer import make_optimizer
+
+FP32 = Precision("fp32", torch.float32, torch.float32)
+CPU = torch.device("cpu")
+PROGRAMS = [
+    context_parallel,
+    ddp,
+    fsdp,
+    fsdp_tp,
+    hsdp,
+    moe,
+    parallel_4d,
+    pipeline,
+    tiling,
+    traffic,
+    zero,
+    lm,
+    vit,
+    fsdp_trainer,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.partition(".")[2])
+def test_every_program_that_trains(monkeypatch, tmp_path, program):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
+    monkeypatch.setattr(footprint, "host_memory", lambda: 1_000_000)
+    images = {"dataset": "digits"} if program in (fsdp, fsdp_trainer) else {}
+    with pytest.raises(LayoutError, match=r"would hold at least .* GB of parameters, .* this host has 0.0 GB left"):
+        program.train(program.Config(**images, device="cpu"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_largest_preset_is_not_built(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(footprint, "host_memory", lambda: 64 * 10**9)
+    words = r"68,456,554,496 parameters: 1 rank here would hold at least 1,095.3 GB .* has 64.0 GB left: use a smaller "
+    with pytest.raises(LayoutError, match=words + "model, or at least 18 hosts"):
+        fsdp_tp.train(fsdp_tp.Config(preset="llama-70b", device="cpu"))
+    fsdp_tp.train(fsdp_tp.Config(preset="llama-70b", device="cpu", summary=True))  # shapes alone
+
+
+def held(rank, technique: str, layout: Layout, optimizer: str) -> int:
+    mesh, config = build_mesh(layout, "cpu"), TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4)
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = apply(model, mesh, transformer_plan(), FP32, data_parallel=technique)
+    materialize(model, CPU, 0)
+    updates = make_optimizer(optimizer, model.parameters(), 1e-3)
+    cross_entropy(model(torch.zeros(1, 8, dtype=torch.int64)), torch.zeros(1, 8, dtype=torch.int64), 8).backward()
+    updates.step()
+    return sum(local_elements(model, updates).values())
+
+
+@pytest.mark.parametrize(
+    "technique", ["ddp", "zero2", "fsdp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zero1", "hsdp"))]
+)
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
+def test_the_bound_is_below_what_ranks_hold_and_close(run_on_ranks, technique, optimizer):
+    layout = Layout(dp_replicate=2 if technique == "hsdp" else 1).fit(4)
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4))
+    count = sum(p.numel() for p in model.parameters())
+    (bound,) = Footprint((count,), technique, footprint.STATE[optimizer]).elements(layout)
+    real = run_on_ranks(held, 4, technique, layout, optimizer)
+    assert 0.9 * max(real) < bound <= min(real)
+
+
+def check(holds, layout, ranks_here, there, monkeypatch, device="cpu", rank=0):
+    monkeypatch.setattr(footprint, "host_memory", lambda: there)
+    monkeypatch.setattr(footprint, "device_memory", lambda device: there)
+    place = Rank(rank, layout.ranks, rank % ranks_here, ranks_here, "launch")
+    footprint.check_fits(holds, layout, place, torch.device(device), FP32)
+
+
+def test_by_hosts_devices_and_stages(monkeypatch):
+    two = Footprint((1000, 3000))  # a pipeline of two ranks; 16 bytes a parameter
+    check(two, Layout(pp=2).fit(2), 2, 64_000, monkeypatch)
+    with pytest.raises(LayoutError, match="the model has 4,000 parameters: 2 ranks here would hold"):
+        check(two, Layout(pp=2).fit(2), 2, 63_999, monkeypatch)
+    check(two, Layout(pp=2).fit(2), 1, 16_000, monkeypatch)  # a host each: either may be the one with less
+    with pytest.raises(LayoutError, match="1 rank here would hold"):
+        check(two, Layout(pp=2).fit(2), 1, 15_999, monkeypatch)
+    check(two, Layout(pp=2).fit(2), 2, 16_000, monkeypatch, "cuda", rank=0)
+    with pytest.raises(LayoutError, match=r"a rank would hold at least .* cuda has 0.0 GB left"):
+        check(two, Layout(pp=2).fit(2), 2, 47_999, monkeypatch, "cuda", rank=1)
+    check(Footprint((1000,)), Layout(tp=2).fit(4), 4, 16_000, monkeypatch)  # tp × dp: one copy in all
+    with pytest.raises(LayoutError, match="with ddp each has all parameters"):
+        check(Footprint((1000,), "ddp"), Layout().fit(4), 4, 63_999, monkeypatch)
+    check(Footprint((1000,), "ddp"), Layout().fit(4), 4, None, monkeypatch)  # nothing is told
