@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.models.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
+from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 from mmm.trainer import by_hand, example
 from mmm.trainer.run import Run
 

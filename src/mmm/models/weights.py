@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from mmm.torch_private.module import WRAPPERS, map_tensors
+
 CHUNK = 1 << 22  # elements drawn at once on a device, which bounds the temporary memory to a few times 32 MiB
 CPU_CHUNK = 1 << 15  # the same for each thread of a CPU: the temporary memory stays in its cache
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 
 BITS = 53  # that a float64 holds
 
@@ -272,7 +273,7 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
             return tensor.to(wide)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    model._apply(converted)
+    map_tensors(model, converted)
 
 
 def parameter_count(modules: Sequence[nn.Module] | nn.Module) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,6 +33,7 @@ from mmm.plan.models import transformer_spec
 from mmm.runtime.device import is_available
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather
+from mmm.torch_private.fake import register_fake_group
 
 TRIES = 12
 PRODUCT = 768  # of the square matrices
@@ -154,6 +154,7 @@ def _measure_tensor_parallel(rank: int, device: str, result: str) -> None:
     """Seconds of the forward of a small layer that is sharded over tp, in a process of its own: the other ranks of its
     group are not there, so that what it takes is this host's part alone."""
     torch.set_num_threads(1)
+    register_fake_group()
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
     config = TransformerConfig(**LAYER)
     model = Transformer(config).to(device)

@@ -26,15 +26,16 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils._pytree import tree_leaves
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.dp.outputs import tensors_in
-from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, groups_of, reduce_unused
+from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
+from mmm.torch_private.fsdp import groups_of, pre_backward, reshards_after_forward, state_of, unsharded_of
+from mmm.torch_private.operators import tree_leaves
 
 
 def mixed_precision(precision: Precision, root: bool) -> MixedPrecisionPolicy:
@@ -112,7 +113,7 @@ def gather_for_backward(module: FSDPModule, inputs: tuple[Any, ...], output: Any
     seen = {id(leaf) for leaf in tree_leaves(output)}
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None and id(tensor) not in seen:
-            tensor.register_hook(module._get_fsdp_state()._pre_backward)
+            tensor.register_hook(pre_backward(module))
 
 
 def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
@@ -148,7 +149,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:
     """The shards that FSDP gathers for forward and once more for backward; after the first forward."""
-    return (p.sharded_param for group in _groups(model) if group._reshard_after_forward for p in group.fsdp_params)
+    return (p.sharded_param for group in _groups(model) if reshards_after_forward(group) for p in group.fsdp_params)
 
 
 def reshard(model: nn.Module) -> None:
@@ -175,7 +176,7 @@ def widen_gradients(module: nn.Module) -> None:
     of some weights come later, in the dtype of compute, and PyTorch 2.13 then refuses the unit.
     """
     for parameter in (parameter for group in _groups(module) for parameter in group.fsdp_params):
-        if not hasattr(parameter, "_unsharded_param"):
+        if unsharded_of(parameter) is None:
             continue  # never gathered
         parameter.accumulate_unsharded_grad_if_needed()
         if parameter.unsharded_accumulated_grad is None:
@@ -185,5 +186,5 @@ def widen_gradients(module: nn.Module) -> None:
 def _groups(module: nn.Module) -> Iterator[Any]:
     """FSDP's own records of the parameters that it gathers together in `module`."""
     units = (each for each in module.modules() if isinstance(each, FSDPModule))
-    for unit in {unit._get_fsdp_state(): unit for unit in units}.values():  # modules of one unit share theirs
+    for unit in {state_of(unit): unit for unit in units}.values():  # modules of one unit share theirs
         yield from groups_of(unit)
