@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from mmm.models.weights import Init
+from mmm.models.init import Init
 from mmm.torch_private.module import RESETS, Convolution, NormBase
 
 Rules = dict[str, Init]  # name inside the module → how it starts

@@ -35,9 +35,9 @@ from mmm.launch.job import (
 from mmm.launch.job.accelerators import Accelerators
 from mmm.launch.job.counts import is_filled
 from mmm.launch.job.elastic import Elastic
+from mmm.launch.job.job import Job
 from mmm.launch.job.mpi import Request
 from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 from mmm.launch.job.staging import Stage
 from mmm.launch.job.target import Target

@@ -26,11 +26,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.dp.outputs import tensors_in
 from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
+from mmm.parallel.ep.expert_parallel import experts_of
+from mmm.parallel.local import to_local
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
@@ -84,6 +87,33 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     for module in (inner for group in units[again:] for outer in group for inner in outer.modules()):
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)
+
+
+def apply_expert_fsdp(
+    model: nn.Module, experts: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False
+) -> None:
+    """``fully_shard`` each layer's experts over expert_dp, as FSDP units of their own, in place.
+
+    Args:
+        experts: of `Mesh`. offload: keep the shards on the host.
+    """
+    ranks = experts["expert_dp"].size()
+    over = experts[tuple(axis for axis in experts.mesh_dim_names or () if axis in ("dp_replicate", "expert_dp"))]
+    for module in experts_of(model, plan):
+        fully_shard(
+            module,
+            mesh=over,
+            mp_policy=mixed_precision(precision, False),
+            offload_policy=offload_policy(over, offload),
+            shard_placement_fn=lambda parameter: Shard(_fsdp_dim(parameter, ranks)),
+        )
+
+
+def _fsdp_dim(parameter: Tensor, ranks: int) -> int:
+    """The dim that FSDP shards a rank's experts along: 0, experts, where they divide over the ranks; else 1, the rows
+    of each, where those divide; else 0 all the same (some ranks then have one expert less)."""
+    experts, rows = to_local(parameter).shape[:2]
+    return 1 if experts % ranks and rows % ranks == 0 else 0
 
 
 def refuse_double_backward(model: nn.Module) -> None:
