@@ -15,8 +15,9 @@ who moves to another PyTorch reads this folder, a file a subject:
     startup       for the fork server, without torch
 
 ``Private:`` begins what each name is called, in which versions of PyTorch it was seen, and what would replace it
-("nothing": PyTorch has no public way, and none is announced). A file's top imports what ``import torch`` has loaded by
-then, so that this package costs no more than torch; the rest is imported in functions.
+("nothing": PyTorch has no public way, and none is announced). Seen means: in the sources of 2.10, 2.11, 2.12, 2.13 and
+2.14.1; what the tests ran on, docs/install.md says. A file's top imports what ``import torch`` has loaded by then, so
+that this package costs no more than torch; the rest is imported in functions.
 
 Classes of ours override private methods of PyTorch's, or set an attribute, at their own place:
 
