@@ -19,7 +19,8 @@ who moves to another PyTorch reads this folder, a file a subject:
 2.14.1; what the tests ran on, docs/install.md says. A file's top imports what ``import torch`` has loaded by then, so
 that this package costs no more than torch; the rest is imported in functions.
 
-Classes of ours override private methods of PyTorch's, or set an attribute, at their own place:
+Classes of ours override private methods of PyTorch's, or set an attribute, at their own place. All were seen in 2.10 to
+2.14; behind the semicolon stands what would replace it:
 
     trainer/optimizer.py, trainer/muon.py   Optimizer._init_group: the tensors that AdamW's kernel gets; nothing
     trainer/muon.py                         Optimizer._step_supports_amp_scaling; nothing

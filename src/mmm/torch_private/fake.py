@@ -94,7 +94,8 @@ def peaks_by_phase(phase: Callable[[], str]) -> Iterator[dict[str, int]]:
     """Inside, the most bytes of all tensors of the CPU in each phase, as PyTorch's tracker counts them: without its
     hooks on modules, which pipelines do not go with.
 
-    Private: MemTracker's methods and attributes, seen in 2.10 to 2.14, _fake_mode_on_entry from 2.13 on; instead: nothing."""
+    Private: MemTracker's methods and attributes, seen in 2.10 to 2.14, _fake_mode_on_entry from 2.13 on; instead:
+    nothing."""
     tracker, cpu, peaks = memory_tracker(), torch.device("cpu"), dict[str, int]()
 
     def update(state: Any) -> None:
