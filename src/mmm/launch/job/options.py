@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_run(made)
-    _add_cluster(made.add_argument_group("on a cluster"))
+    _add_cluster(made)
     return made
 
 
@@ -126,7 +126,8 @@ def _add_run(made: argparse.ArgumentParser) -> None:
     made.add_argument("--explain", action="store_true", help="as --dry-run, and where every detected value came from")
 
 
-def _add_cluster(many: argparse._ArgumentGroup) -> None:
+def _add_cluster(made: argparse.ArgumentParser) -> None:
+    many = made.add_argument_group("on a cluster")
     many.add_argument("-ppn", "--ppn", metavar="N", help="ranks on each host")
     many.add_argument("-N", "--nhosts", metavar="N", help="use the first N hosts")
     many.add_argument("--hosts", metavar="A,B", help="these hosts (of the job, inside one)")
