@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
+import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 
 from mmm.launch.job.hosts import free_port
