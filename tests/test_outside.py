@@ -8,9 +8,9 @@ import pytest
 import mmm.history
 from mmm.checkpoint.gguf_format import GGUFFile
 from mmm.checkpoint.manifest import read_manifest
+from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.own import write_own
 from mmm.checkpoint.safetensors import SafetensorsFile
-from mmm.checkpoint.weights import open_weights
 from mmm.cli.main import main
 from mmm.cli.startup import main as startup
 from mmm.data.text.token_file import TokenFile, open_tokens

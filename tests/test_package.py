@@ -1,4 +1,4 @@
-"""The package as a whole: light to import, quick to answer, and rooms that call downwards only."""
+"""The package as a whole: light to import, quick to answer. `make lint` checks what may import what."""
 
 import ast
 import importlib
@@ -14,127 +14,98 @@ import pytest
 from support.clock import PATIENCE, children_cpu
 
 SOURCE = Path(__file__).parent.parent / "src" / "mmm"
-# From the top down; a room may name what stands below it. Rooms that are still to come stand here too.
-ROOMS = (
-    *(
-        "examples",
-        "trainer",
-        "profile",
-        "plan",
-        "parity",
-        "bubble",
-        "traffic",
-        "parallel",
-        "models",
-        "data",
-        "checkpoint",
-        "history",
-    ),
-    *("testing", "runtime", "launch", "contract", "comparison", "streams", "errors"),
-)
-LAUNCH_ROOMS = ("__main__", "main", "host", "control", "job")
-APART = {("runtime", "launch")}  # both know `contract`, and neither the other
-BESIDE = "cli"  # may name every room, and none names it
-# What still breaks the rule: (file, module). It only gets shorter.
-STILL: set[tuple[str, str]] = set()
-# A module's name in a help text or a message, which people read and no code does.
-FOR_PEOPLE = {
+NAME = re.compile(r"\bmmm(?:\.\w+)+")
+# The modules of other rooms that a string names (`lint-imports` sees no strings): most in help texts, messages and
+# printed lines, which people read and no code does.
+IN_STRINGS = {
+    ("cli/startup_cost.py", "mmm.launch"),  # which it runs
     ("launch/main.py", "mmm.examples.fsdp_tp"),
     ("launch/job/options.py", "mmm.examples.fsdp_tp"),
     ("models/weights.py", "mmm.parallel.meta_parameters"),
-    ("plan/models.py", "mmm.trainer.fsdp"),  # which a printed launch line starts
+    ("parity/models.py", "mmm.parallel.plans"),  # below it: the plan of a model is found by its name
+    ("plan/models.py", "mmm.trainer.fsdp"),
     ("plan/models.py", "mmm.trainer.lm"),
     ("plan/models.py", "mmm.trainer.vit"),
     ("plan/script.py", "mmm.trainer.lm"),
     ("plan/spec.py", "mmm.trainer.lm"),
 }
-# The modules that launch starts as processes of their own. They are named, and not imported.
-PROCESSES = {"mmm.launch.host.agent", "mmm.launch.host.forkserver", "mmm.launch.host.child"}
-NAME = re.compile(r"\bmmm(?:\.\w+)+")
 
 
-def named(path):
-    """The modules of mmm that a file's code names: by any import, wherever it stands, or in a string."""
+def modules_in_strings(path: Path, room: str) -> set[str]:
+    """The modules of rooms other than `room` that a file's strings name; docstrings are prose."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    prose = {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr)}  # docstrings
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} line {node.lineno}: a relative import"
-            inside = node.module == "mmm" or (SOURCE.parent / str(node.module).replace(".", "/")).is_dir()
-            yield from (f"{node.module}.{alias.name}" for alias in node.names) if inside else [node.module]
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
-            yield from NAME.findall(node.value)
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in prose]
+    names = {name for node in nodes if isinstance(node.value, str) for name in NAME.findall(node.value)}
+    return {name for name in names if name.split(".")[1] != room}
 
 
-def wrong(path, rooms, depth):
-    """What `path` may not name. A module's room is the part of its name at `depth`."""
-    here = path.relative_to(SOURCE).with_suffix("").parts[depth - 1]
-    for name in named(path):
-        parts = [*name.split("."), ""]
-        if parts[0] != "mmm" or here not in rooms or parts[depth] in (here, ""):
-            continue
-        there = parts[depth]
-        known = there in rooms and (here, there) not in APART
-        if there == BESIDE or (
-            there in ROOMS + LAUNCH_ROOMS and not (known and rooms.index(there) > rooms.index(here))
-        ):
-            yield str(path.relative_to(SOURCE)), name
-
-
-def test_rooms_name_only_what_is_below_them():
-    found = {each for path in SOURCE.rglob("*.py") for each in wrong(path, ROOMS, 1)}
-    assert found - STILL == FOR_PEOPLE
-    assert not STILL - found, "these have been put right: take them out of STILL"
-
-
-def test_rooms_of_launch():
-    """Imports go from what runs on the hosts to control to the job; main knows all."""
-    found = {each for path in (SOURCE / "launch").rglob("*.py") for each in wrong(path, LAUNCH_ROOMS, 2)}
-    assert not {(file, name) for file, name in found if name not in PROCESSES and name.startswith("mmm.launch")}
+def test_strings_name_no_other_rooms():
+    """But for cli's, which may name all, and those of lazy packages, which the test below reads."""
+    named = set()
+    for path in SOURCE.rglob("*.py"):
+        file = path.relative_to(SOURCE)
+        if file.parts[0] != "cli" and file.name != "__init__.py":
+            named |= {(str(file), name) for name in modules_in_strings(path, file.parts[0])}
+    assert named == IN_STRINGS
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "import mmm.trainer.run",
-        "from mmm import trainer",
-        "def f():\n    from mmm.trainer.run.core import Run",
-        "if TYPE_CHECKING:\n    from mmm.trainer import Run",
         "PLACES = {'Run': 'mmm.trainer.run'}",
-        "command = [python, '-m', 'mmm.trainer.lm']",
-        "code = f'from mmm.trainer import {name}'",
+        "command = ['-m', 'mmm.trainer.lm']",
+        "code = f'from mmm.trainer import {x}'",
     ],
 )
-def test_every_way_to_name_a_module_is_seen(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    (tmp_path / "runtime").mkdir()
-    path = tmp_path / "runtime" / "a.py"
-    path.write_text(f'"""Prose may name mmm.trainer."""\n{text}\n')
-    assert len(list(wrong(path, ROOMS, 1))) == 1
+def test_a_module_in_a_string_is_seen(text, tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(f'"""Prose may name mmm.trainer."""\nx = "mmm.runtime.ranks"\n{text}\n')
+    assert len(modules_in_strings(path, "runtime")) == 1
 
 
-def test_models_import_nothing_else():
-    for path in (SOURCE / "models").rglob("*.py"):
-        others = {n for n in named(path) if n.startswith("mmm.") and not n.startswith("mmm.models")}
-        assert others <= {name for file, name in FOR_PEOPLE if file.startswith("models/")}, path
+LONGEST = 60  # lines of a function
+# Those that are longer still: (file, function). It only gets shorter.
+STILL_LONGER = {("trainer/loop.py", "_fit"), ("trainer/start.py", "start_run"), ("trainer/steps.py", "text_steps")}
 
 
-def test_no_torch_in_launch():
-    for path in [*(SOURCE / "launch").rglob("*.py"), SOURCE / "contract.py", SOURCE / "errors.py"]:
-        assert "torch" not in [name.split(".")[0] for name in named(path)], path
+def longer(path: Path) -> set[str]:
+    """The functions of a file that are too long."""
+    functions = [
+        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return {each.name for each in functions if (each.end_lineno or 0) - each.lineno + 1 > LONGEST}
+
+
+def test_no_long_function():
+    too_long = {(str(path.relative_to(SOURCE)), name) for path in SOURCE.rglob("*.py") for name in longer(path)}
+    assert too_long - STILL_LONGER == set()
+    assert STILL_LONGER - too_long == set(), "these have been split: take them out of STILL_LONGER"
+
+
+def test_a_long_function_is_seen(tmp_path):
+    path = tmp_path / "a.py"
+    text = "class A:\n    def long(self):\n" + "        pass\n" * 60 + "    def short(self):\n" + "        pass\n" * 59
+    path.write_text(text)
+    assert longer(path) == {"long"}
 
 
 @pytest.mark.parametrize("package", ["checkpoint", "data", "history", "parallel", "trainer"])
 def test_a_package_that_loads_lazily(package):
-    """What type checkers see is what there is, and no module of the package has a name of those."""
-    found = importlib.import_module(f"mmm.{package}")
-    (block,) = [node for node in ast.parse(inspect.getsource(found)).body if isinstance(node, ast.If)]
-    assert dir(found) == sorted(alias.name for node in block.body for alias in node.names)
-    for name in dir(found):
+    """What type checkers and `lint-imports` see is what there is, and no module of the package has a name of those."""
+    loaded = importlib.import_module(f"mmm.{package}")
+    tree = ast.parse(inspect.getsource(loaded))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    (call,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = {module: set(line.split()) for module, line in ast.literal_eval(call.args[1]).items()}
+    assert names == {
+        module: {alias.name for node in block.body if node.module == module for alias in node.names}
+        for module in {node.module for node in block.body}
+    }
+    assert dir(loaded) == sorted(set.union(*names.values()))
+    for name in dir(loaded):
         assert not (SOURCE / package / f"{name}.py").exists(), name
-        assert not isinstance(getattr(found, name), ModuleType)
+        assert not isinstance(getattr(loaded, name), ModuleType)
 
 
 def test_import_is_light():

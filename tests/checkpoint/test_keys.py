@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mmm.checkpoint.weights import open_weights
+from mmm.checkpoint.open_weights import open_weights
 from mmm.errors import CheckpointError
 from mmm.models.rope import RopeScaling
 from mmm.trainer.pretrained import config_of

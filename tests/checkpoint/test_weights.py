@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mmm.checkpoint import llama, own
 from mmm.checkpoint import weights as rows
 from mmm.checkpoint.hugging_face import export
+from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.own import write_own
-from mmm.checkpoint.weights import open_weights
 from mmm.errors import CheckpointError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mmm.checkpoint.weights import open_weights
+from mmm.checkpoint.open_weights import open_weights
 from mmm.errors import CheckpointError
 from mmm.models.transformer import Transformer
 from mmm.trainer.pretrained import config_of

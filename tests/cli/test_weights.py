@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mmm.checkpoint.weights import open_weights
+from mmm.checkpoint.open_weights import open_weights
 from mmm.cli import main as cli
 from mmm.cli import sample
 from mmm.errors import UserError

@@ -19,9 +19,10 @@ from fuzz_files import formats, mutate
 from fuzz_files.kinds import Kind, is_small_file
 from mmm.checkpoint.gguf_format import open_parts
 from mmm.checkpoint.manifest import MANIFEST
+from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.own import OwnWeights, write_own
 from mmm.checkpoint.storage import METADATA, read_metadata
-from mmm.checkpoint.weights import open_weights, slices
+from mmm.checkpoint.weights import slices
 from mmm.cli import export
 from mmm.trainer.pretrained import config_of, tokenizer_on_disk
 from support.llamas import CONFIG, begin_with, byte_bpe, tensors, write_gguf, write_hugging_face

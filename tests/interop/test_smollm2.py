@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.checkpoint.weights import open_weights
+from mmm.checkpoint.open_weights import open_weights
 from mmm.cli import export, import_
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.layout import PADDING

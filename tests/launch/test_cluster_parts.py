@@ -19,7 +19,7 @@ from mmm.launch.control.commands import RemoteAgent
 from mmm.launch.control.failures import Failure
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, walltime
-from mmm.launch.job.scheduler import Job
+from mmm.launch.job.job import Job
 from mmm.launch.job.sites import Site
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG, START

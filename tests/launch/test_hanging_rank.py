@@ -13,7 +13,7 @@ PROGRAM = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from mmm.parallel.mesh import _set_timeout
+from mmm.torch_private.groups import set_timeout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.process_group import process_group
@@ -26,7 +26,7 @@ def all_batches(step):
 with process_group(rank, cpu, 100), HangWatch(rank, limit, clock):
     for step in range(5):
         if step == 3:  # once all have come to step 2: also on a busy machine, they are at most a moment apart
-            _set_timeout(timedelta(seconds=limit), dist.group.WORLD)
+            set_timeout(timedelta(seconds=limit), dist.group.WORLD)
         clock.start()
         clock.step = step
         all_batches(step)

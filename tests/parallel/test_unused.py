@@ -12,8 +12,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from mmm.errors import LayoutError
 from mmm.parallel import Layout, Plan, sync_gradients
-from mmm.parallel.dp.wrapped import groups_of
 from mmm.runtime.log import get_logger
+from mmm.torch_private.fsdp import groups_of
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
 RANKS = 2

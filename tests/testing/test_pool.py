@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor
 
 import mmm
 from mmm.testing import RanksFailed
-from mmm.testing.pool import clear_sharding_cache
+from mmm.torch_private.groups import clear_sharding_cache
 from support.clock import PATIENCE
 from support.processes import running, runs, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal

@@ -21,7 +21,7 @@ from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision
-from mmm.testing.pool import clear_sharding_cache
+from mmm.torch_private.groups import clear_sharding_cache
 from mmm.traffic.count import READERS, count_traffic
 from mmm.traffic.formulas import expected_traffic
 from support import reference, vision

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from mmm.checkpoint.weights import open_weights
+from mmm.checkpoint.open_weights import open_weights
 from mmm.cli import main as cli
 from mmm.errors import CheckpointError, ConfigError
 from mmm.examples import fsdp_tp

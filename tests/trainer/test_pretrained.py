@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mmm.history
+from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.own import write_own
-from mmm.checkpoint.weights import open_weights
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
 from mmm.trainer import lm
 from mmm.trainer.pretrained import tokenizer_on_disk

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mmm.torch_private.groups import dtensor_like
+from mmm.torch_private.module import foreach_copy_
+
 PINNED = ("cuda", "xpu")  # devices that copy to pinned memory while the host goes on
 
 
@@ -28,7 +31,7 @@ class HostCopy:
         found = dict(_leaves(state))
         self._made = {path: self._room(path, tensor) for path, tensor in found.items()}
         sources = [_local(tensor) for tensor in found.values()]
-        torch._foreach_copy_([_local(tensor) for tensor in self._made.values()], sources, non_blocking=True)
+        foreach_copy_([_local(tensor) for tensor in self._made.values()], sources, non_blocking=True)
         for kind in {source.device.type for source in sources} & set(PINNED):
             getattr(torch, kind).synchronize()
         copied: dict[str, Any] = {name: {} for name in state}
@@ -47,7 +50,7 @@ class HostCopy:
                 return made
         room = torch.empty_like(local, device="cpu", pin_memory=local.device.type in PINNED)
         # Not by `from_local`, which would copy to the mesh's device.
-        return DTensor(room, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else room
+        return dtensor_like(room, tensor) if isinstance(tensor, DTensor) else room
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from mmm.checkpoint.manifest import FileSum
 from mmm.checkpoint.storage import read_metadata
 from mmm.errors import CheckpointError
+from mmm.torch_private.checkpoint import chunks_of
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full tensor
 Needs = dict[str, tuple[tuple[int, ...], list[Region]]]  # by name in the model: the full shape, and what is local of it
@@ -34,7 +34,7 @@ def needs_of(tensors: Mapping[str, Tensor]) -> Needs:
         tensors: plain or DTensors, by their names in the full model.
     """
     return {
-        name: (tuple(x.shape), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in _create_chunk_list(x.detach())])
+        name: (tuple(x.shape), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks_of(x.detach())])
         for name, x in tensors.items()
     }
 

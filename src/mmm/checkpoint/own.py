@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -30,6 +29,7 @@ from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, about_of, attach, read_tokenizer
 from mmm.errors import CheckpointError
 from mmm.outside import open_file, short
+from mmm.torch_private.checkpoint import storage_info
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
 # Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
@@ -202,7 +202,7 @@ class _SlabWriter(Writer):
                 # torch.save writes a tensor's whole storage.
                 torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
                 size = stream.tell() - first
-                results.append(WriteResult(item.index, size, _StorageInfo(name, first, size)))
+                results.append(WriteResult(item.index, size, storage_info(name, first, size)))
             stream.flush()
             os.fsync(stream.fileno())
         future: Future = Future()

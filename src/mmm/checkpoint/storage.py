@@ -29,6 +29,7 @@ from torch.futures import Future
 from mmm.checkpoint.manifest import FileSum, file_sum
 from mmm.errors import CheckpointError
 from mmm.outside import open_file
+from mmm.torch_private.checkpoint import pickled_names
 
 METADATA = ".metadata"
 MOST_DIMS = 8  # of a tensor that is in several chunks
@@ -38,12 +39,11 @@ KNOWN = {
         (metadata.__name__, name): getattr(metadata, name)
         for name in (
             *("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-            *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+            *("BytesStorageMetadata", "StorageMeta"),
         )
     },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    **pickled_names(),
 }
 
 

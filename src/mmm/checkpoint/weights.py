@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.checkpoint.manifest import MANIFEST, FileSum, file_sum, steps_of
+from mmm.checkpoint.manifest import FileSum, file_sum
 from mmm.errors import CheckpointError
 from mmm.history.record import reason
 from mmm.outside import read_file
@@ -123,31 +123,6 @@ class Weights(ABC):
     def check(self, part: int = 0, parts: int = 1) -> str | None:
         """What is wrong with the files, where they have checksums; of every `parts`-th of them, from `part` on."""
         return None
-
-
-def open_weights(path: Path) -> Weights:
-    """The weights at a path: a GGUF file, a folder of safetensors and config.json, a checkpoint or a run's folder.
-
-    Raises:
-        CheckpointError: there are none, or they are of another kind of model.
-    """
-    from mmm.checkpoint.gguf_file import GGUFWeights
-    from mmm.checkpoint.hugging_face import HuggingFace
-    from mmm.checkpoint.own import OwnWeights
-
-    if path.is_file():
-        return GGUFWeights(path)
-    for folder in (path, *steps_of(path)[:1], *steps_of(path / "checkpoints")[:1]):
-        if (folder / MANIFEST).exists():
-            return OwnWeights(folder)
-    if not path.exists():
-        raise CheckpointError(f"{path}: No such file or directory")
-    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
-        return HuggingFace(path)
-    raise CheckpointError(
-        f"{path}: no weights are there; give a checkpoint or a run's folder (where --checkpoint_every leaves them; "
-        "model.pt is for plain PyTorch), a folder with config.json and *.safetensors, or a GGUF file"
-    )
 
 
 def slices(start: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:

@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-o", "--outdir", required=True, metavar="CKPT", type=Path, help="the folder to make")
     args = parser.parse_args(argv)
 
+    from mmm.checkpoint.open_weights import open_weights
     from mmm.checkpoint.own import write_own  # imports torch
-    from mmm.checkpoint.weights import open_weights
     from mmm.trainer.pretrained import config_of, tokenizer_on_disk
 
     began = time.monotonic()

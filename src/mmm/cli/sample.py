@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def _sample(args: Any) -> None:
-    from mmm.checkpoint.weights import open_weights  # imports torch
+    from mmm.checkpoint.open_weights import open_weights  # imports torch
     from mmm.errors import ConfigError
     from mmm.layout import Layout
     from mmm.models.sampling import Sampling

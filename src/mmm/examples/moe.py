@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
@@ -39,6 +38,7 @@ from mmm.examples import _support as example
 from mmm.examples._support import by_hand
 from mmm.models.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
+from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 from mmm.trainer.run.core import Run
 
 

@@ -46,6 +46,7 @@ from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.weights import convert
 from mmm.parallel import clip_grad_norm, cross_entropy, materialize
 from mmm.runtime.device import Precision
+from mmm.torch_private.groups import flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
     for layer in model.layers.values() if mesh["cp"].size() > 1 else ():
         layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group())  # type: ignore
     # 4. FSDP over dp × cp, whose ranks have other tokens: gradients are summed. A stage is gathered once a step.
-    dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
+    dp_cp = flatten(mesh["dp", "cp"], "dp_cp")
     policy = MixedPrecisionPolicy(precision.compute, precision.storage, cast_forward_inputs=False)
     for module in (*model.layers.values(), model):  # the root takes what is left
         unit = fully_shard(module, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)

@@ -87,7 +87,19 @@ def _main(words: list[str], begin: float) -> int:
 
         announce(plan)
         return ElasticController(plan, limits, start_timeout, retries).run()
-    retries = retries or 0
+    return run_attempts(what, plan, options, limits, start_timeout, retries or 0, shared)
+
+
+def run_attempts(
+    what: target.Target,
+    plan: LaunchPlan | ClusterPlan,
+    options: LaunchOptions,
+    limits: walltime.Limits,
+    start_timeout: float,
+    retries: int,
+    shared: dict[str, str],
+) -> int:
+    """Start a plan, and where it fails, plan and start again, up to `retries` times; the exit code of the last."""
     staged: AbstractContextManager[str | None] = nullcontext()
     if options.stage is not None and isinstance(plan, LaunchPlan):
         from mmm.launch.host.stage import on_this_host

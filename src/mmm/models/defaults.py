@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from mmm.models.weights import Init
+from mmm.models.init import Init
+from mmm.torch_private.module import RESETS, Convolution, NormBase
 
 Rules = dict[str, Init]  # name inside the module → how it starts
 ONES, ZEROS = Init("constant", 1.0), Init("constant", 0.0)
@@ -21,7 +22,7 @@ def _uniform(fan_in: float) -> Rules:
     return {"weight": bound, "bias": bound}
 
 
-def _convolution(module: nn.modules.conv._ConvNd) -> Rules:
+def _convolution(module: Convolution) -> Rules:
     channels = module.out_channels if module.transposed else module.in_channels  # a transposed weight is (in, out, …)
     return _uniform(channels // module.groups * math.prod(module.kernel_size))
 
@@ -67,20 +68,19 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> Rules:
 KINDS: tuple[tuple[type[nn.Module], Callable[..., Rules]], ...] = (
     (nn.Linear, lambda module: _uniform(module.in_features)),
     (nn.Bilinear, lambda module: _uniform(module.in1_features)),
-    (nn.modules.conv._ConvNd, _convolution),
+    (Convolution, _convolution),
     (nn.Embedding, _embedding),
     (nn.EmbeddingBag, _embedding),
     (nn.LayerNorm, _norm),
     (nn.GroupNorm, _norm),
     (nn.RMSNorm, _norm),
-    (nn.modules.batchnorm._NormBase, _norm),  # BatchNorm, SyncBatchNorm, InstanceNorm
+    (NormBase, _norm),  # BatchNorm, SyncBatchNorm, InstanceNorm
     (nn.Transformer, _transformer),
     (nn.MultiheadAttention, _attention),
     (nn.RNNBase, _recurrent),
     (nn.RNNCellBase, _recurrent),
     (nn.PReLU, lambda module: {"weight": Init("constant", float(module.init))}),
 )
-RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def default_rules(model: nn.Module) -> Rules:

@@ -31,7 +31,8 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from mmm.torch_private.fake import is_fake
 
 ExpertForward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -42,7 +43,7 @@ def to_host_list(counts: Tensor, total: int) -> list[int]:
     A meta or fake tensor has no values: `total` is then spread evenly, as balanced routing would.
     """
     n = counts.numel()
-    if counts.is_meta or isinstance(counts, FakeTensor):
+    if counts.is_meta or is_fake(counts):
         return [total * (i + 1) // n - total * i // n for i in range(n)]
     return counts.flatten().tolist()
 

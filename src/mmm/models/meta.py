@@ -16,6 +16,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mmm.torch_private.module import own_parameters
+
 KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module → its parameters' values, by their names in it
 
 
@@ -73,15 +75,16 @@ def drop_values(model: nn.Module) -> None:
 
 def _move(modules: list[nn.Module]) -> None:
     moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-    originals = [p for module in modules for p in module._parameters.values()]  # none is freed, and its place taken
+    # None is freed, and its place taken.
+    originals = [p for module in modules for p in own_parameters(module).values()]
     for module in modules:
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None or parameter.is_meta or is_lazy(parameter):
                 continue
             if parameter not in moved:
                 moved[parameter] = _on_meta(parameter)
             KEPT.setdefault(module, {})[name] = parameter.detach()
-            module._parameters[name] = moved[parameter]
+            own_parameters(module)[name] = moved[parameter]
     del originals
 
 

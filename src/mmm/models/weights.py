@@ -17,28 +17,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from mmm.models.defaults import default_rules
+from mmm.models.init import Init as Init
+from mmm.torch_private.module import WRAPPERS, map_tensors
+
 CHUNK = 1 << 22  # elements drawn at once on a device, which bounds the temporary memory to a few times 32 MiB
 CPU_CHUNK = 1 << 15  # the same for each thread of a CPU: the temporary memory stays in its cache
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 
 BITS = 53  # that a float64 holds
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-
-
-@dataclass(frozen=True)
-class Init:
-    """How the elements of one parameter are drawn.
-
-    ``normal``: mean 0, standard deviation `scale`. ``uniform``: in [-scale, scale). ``constant``: `scale` everywhere.
-    The row numbered `zero_row`, if any, starts with zeros (what an embedding does for padding).
-    """
-
-    kind: str
-    scale: float
-    zero_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,8 +184,6 @@ class InitRules:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        from mmm.models.defaults import default_rules  # which needs `Init` of this file
-
         self.defaults = {canonical_name(name): rule for name, rule in default_rules(model).items()}
         self.of_parameter: Callable[[str], Init | None] = getattr(model, "init_rule", lambda name: None)
         self.of_buffer: Callable[[str], Init | None] = getattr(model, "buffer_rule", lambda name: None)
@@ -272,7 +260,7 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
             return tensor.to(wide)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    model._apply(converted)
+    map_tensors(model, converted)
 
 
 def parameter_count(modules: Sequence[nn.Module] | nn.Module) -> int:

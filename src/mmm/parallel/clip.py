@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.parallel.local import sendable, to_local
+from mmm.torch_private.module import foreach_mul_, foreach_norm
 
 
 @torch.no_grad()
@@ -29,7 +30,7 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
         kinds.setdefault((local.device, local.dtype), []).append(number)
     for (_, dtype), numbers in kinds.items():
         wide = torch.promote_types(dtype, torch.float32)
-        norms.update(zip(numbers, torch._foreach_norm([tensors[n] for n in numbers], 2, wide), strict=True))
+        norms.update(zip(numbers, foreach_norm([tensors[n] for n in numbers], 2, wide), strict=True))
     return [norms[number] for number in range(len(tensors))]
 
 
@@ -77,7 +78,7 @@ def clip_grad_norm(
     for local in map(to_local, gradients):
         together.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), tensors in together.items():
-        torch._foreach_mul_(tensors, scale.to(device, dtype))
+        foreach_mul_(tensors, scale.to(device, dtype))
     return norm
 
 

@@ -11,6 +11,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Layout
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.log import get_logger
+from mmm.torch_private.dynamo import graph_counts, is_compiled
 
 
 def check_compile(plan: Plan, layout: Layout) -> None:
@@ -61,12 +62,12 @@ class CompileReport:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = (module for model in models for module in model.modules())
-        self.modules = sum(module._compiled_call_impl is not None for module in modules)
-        self._before = _counters()
+        self.modules = sum(map(is_compiled, modules))
+        self._before = graph_counts()
 
     def made(self) -> tuple[int, int]:
         """Graphs that PyTorch has made since, one for equal modules, and operators in them."""
-        graphs, operators = (now - before for now, before in zip(_counters(), self._before, strict=True))
+        graphs, operators = (now - before for now, before in zip(graph_counts(), self._before, strict=True))
         return graphs, operators
 
     def log(self) -> None:
@@ -81,9 +82,3 @@ class CompileReport:
                 "TORCH_LOGS=graph_breaks says why",
                 self.modules,
             )
-
-
-def _counters() -> tuple[int, int]:
-    from torch._dynamo.utils import counters  # slow to import, and needed only where something is compiled
-
-    return counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]

@@ -8,7 +8,6 @@ all ranks compute the same; FSDP gathers its units for each token.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +23,7 @@ from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.local import to_local, unsharded
 from mmm.parallel.memory.chunked_loss import DeferredLMHead
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.torch_private.dynamo import is_dynamo_loaded
 
 AT_ONCE = 256  # tokens of a prompt, whose logits exist together
 
@@ -170,7 +170,7 @@ class Decoder:
 
 def _eager() -> AbstractContextManager:
     """Inside, compiled modules run as they are: each token would have them compiled anew, for another length."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
 
 
 def generate(

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm.parallel.local import to_local
+from mmm.torch_private.module import found_inf_of, steps_unless_found_inf, unscale_and_check_
 
 
 def not_finite(loss: Tensor, norms: Tensor) -> Tensor:
@@ -63,10 +64,10 @@ class GradScaler(torch.amp.GradScaler):
         """`step`, also of a scaler that is not enabled; not done where `skip`, of `not_finite`, is 1."""
         self._agreed = skip
         if self.is_enabled():  # what `unscale_` has found is part of it
-            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            for found in found_inf_of(self, optimizer).values():
                 found.copy_(skip)
             self.step(optimizer)
-        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        elif steps_unless_found_inf(optimizer):
             device = optimizer.param_groups[0]["params"][0].device  # with offload the host
             optimizer.grad_scale, optimizer.found_inf = None, skip.to(device)  # type: ignore[attr-defined]
             optimizer.step()
@@ -98,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         # With offload gradients lie on the host: each device has a flag of its own, and then all have the same.
         found = {device: found_inf.to(device, copy=True) for device in {found_inf.device, *(d for d, _ in kinds)}}
         for (device, _), gradients in kinds.items():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
+            unscale_and_check_(gradients, found[device], inv_scale.to(device))
         agreed = torch.stack([flag.to(found_inf.device) for flag in found.values()]).amax(0)
         if dist.is_initialized():
             dist.all_reduce(agreed, dist.ReduceOp.MAX)

@@ -17,6 +17,7 @@ from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.ties import find_ties, tie_again
 from mmm.parallel.values import Values, class_name, constructed_values
+from mmm.torch_private.module import own_buffers
 
 InitName = Literal["by_name"]
 
@@ -110,4 +111,4 @@ def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: to
     }
     for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
-        model.get_submodule(owner)._buffers[own_name] = moved[id(buffer)]
+        own_buffers(model.get_submodule(owner))[own_name] = moved[id(buffer)]

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmm.models import weights
 from mmm.models.weights import accum_dtype
+from mmm.torch_private.groups import device_types
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ def detached(loss: Tensor) -> Tensor:
 def sendable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`tensor`, or its copy on the accelerator where it is on the host, as with offload, and `group` sends nothing from
     there: accelerators' groups have their own backend alone."""
-    devices = group._device_types
+    devices = device_types(group)
     return tensor if not devices or tensor.device.type in {each.type for each in devices} else tensor.to(devices[0])
 
 

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
 from mmm.layout import AXES, Layout
-from mmm.runtime.process_group import bound_if_it_splits, default_timeout
+from mmm.runtime.process_group import bound_if_it_splits
+from mmm.torch_private.groups import MESH_MAKERS, default_group, default_timeout, flatten, set_timeout, usual_timeout
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Mesh:
         """One axis; ``dp_shard_cp`` is dp_shard and cp as one: the ranks that FSDP shards parameters over."""
         if axis not in self._axes:  # PyTorch makes a new mesh each time, and each has a list of all ranks
             joined = axis == "dp_shard_cp"
-            self._axes[axis] = self.device_mesh["dp_shard", "cp"]._flatten(axis) if joined else self.device_mesh[axis]
+            self._axes[axis] = flatten(self.device_mesh["dp_shard", "cp"], axis) if joined else self.device_mesh[axis]
         return self._axes[axis]
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
@@ -104,7 +105,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
         experts: whether the model has experts: under tp they need a mesh of their own also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
-    default = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+    default = usual_timeout("gloo")
     limit = default if timeout is None else timedelta(seconds=timeout)
     one_device = device_type == "mps"
     device_type = "cpu" if one_device else device_type
@@ -118,19 +119,15 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
         for group in groups:  # an axis of all ranks is the default group, which has been there before
-            _set_timeout(limit, group)
+            set_timeout(limit, group)
     return mesh
-
-
-# PyTorch 2.14 has a public name for it, and warns of the old one.
-_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 @contextmanager
 def meshes_made_once() -> Iterator[None]:
     """Inside, PyTorch makes the same mesh once. Each has a list of all ranks, 4 MB on 100,000, and FSDP makes two a
     parameter: the one axis of HSDP's that it shards over, and its mesh joined with that of tp."""
-    originals = {name: vars(DeviceMesh)[name] for name in ("__getitem__", "_concatenate")}
+    originals = {name: vars(DeviceMesh)[name] for name in MESH_MAKERS}
     made: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
 
     def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
@@ -144,8 +141,9 @@ def meshes_made_once() -> Iterator[None]:
         return find
 
     try:
-        DeviceMesh.__getitem__ = once(DeviceMesh.__getitem__)  # type: ignore[method-assign]
-        DeviceMesh._concatenate = staticmethod(once(DeviceMesh._concatenate))  # type: ignore
+        for name, original in originals.items():
+            find = once(getattr(DeviceMesh, name))
+            setattr(DeviceMesh, name, staticmethod(find) if isinstance(original, staticmethod) else find)
         yield
     finally:
         for name, original in originals.items():
@@ -176,7 +174,7 @@ def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]
     """
     lines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()  # the ranks of each pipeline
     own = layout.coordinates(dist.get_rank())["pp"]
-    splits = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
+    splits = getattr(default_group(), "bound_device_id", None) is not None
     found: dict[tuple[int, int], Any] = {}
     for pairs in neighbour_rounds(layout.pp):
         singles = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]

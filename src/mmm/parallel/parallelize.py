@@ -65,11 +65,7 @@ def apply(
     # 0. Chunked loss and tiles change the modules' inputs and outputs, so they precede TP, which adapts those.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
     plan = apply_tiling(model, plan, techniques.tile)
-    # Statistics of a batch are those of the global batch; buffers are cast as FSDP casts parameters. Before
-    # checkpointing, whose forward contains theirs.
-    apply_batch_norm(model, mesh, techniques, precision.mixed)
-    if precision.mixed and techniques.data_parallel not in UNSHARDED and not mesh.one_device:
-        cast_buffers(model, precision.compute)
+    _apply_to_buffers(model, mesh, precision, techniques)  # before checkpointing, whose forward contains theirs
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], plan)
@@ -90,3 +86,10 @@ def apply(
     check_tied(model, ties, f"the layout {layout}")
     keep_output_gathered(trained)
     return trained
+
+
+def _apply_to_buffers(model: nn.Module, mesh: Mesh, precision: Precision, techniques: Techniques) -> None:
+    """Statistics of a batch are those of the global batch; buffers are cast as FSDP casts parameters."""
+    apply_batch_norm(model, mesh, techniques, precision.mixed)
+    if precision.mixed and techniques.data_parallel not in UNSHARDED and not mesh.one_device:
+        cast_buffers(model, precision.compute)

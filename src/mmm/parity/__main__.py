@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -188,13 +189,7 @@ def compare(options: Options) -> int:
     from mmm.parity.reference import Training
 
     began, devices = time.perf_counter(), run.count_devices(options.device)
-    if too_many := dict.fromkeys(case.layout for case in cases if case.ranks > devices):
-        cases = [case for case in cases if case.ranks <= devices]
-        if not cases:
-            raise LayoutError(f"no layout of {devices} ranks or fewer, one for each {options.device} device here")
-        print(
-            f"left out: {', '.join(too_many)}, of more ranks than {options.device} devices here ({devices})", flush=True
-        )
+    cases = _with_devices(cases, devices, options.device)
     training = Training(options.steps, options.seed, options.dtype, options.global_batch_size)
     ready, refused = run.prepare_cases(cases, training)
     if refused and (options.model or not ready):
@@ -231,6 +226,21 @@ def compare(options: Options) -> int:
         print(f"interrupted: {len(ready) - len(layouts)} of {len(ready)} layouts were not tried", file=sys.stderr)
         return INTERRUPTED
     return 1 if bad else 0
+
+
+def _with_devices(cases: Sequence[ParityCase], devices: int, kind: str) -> list[ParityCase]:
+    """The cases whose ranks have a device each; says which are left out.
+
+    Raises:
+        LayoutError: none is left.
+    """
+    kept = [case for case in cases if case.ranks <= devices]
+    if not kept:
+        raise LayoutError(f"no layout of {devices} ranks or fewer, one for each {kind} device here")
+    too_many = dict.fromkeys(case.layout for case in cases if case.ranks > devices)
+    if too_many:
+        print(f"left out: {', '.join(too_many)}, of more ranks than {kind} devices here ({devices})", flush=True)
+    return kept
 
 
 if __name__ == "__main__":

@@ -219,7 +219,6 @@ def picture(rows: Sequence[Comparison], training: Training) -> Any:
     Returns:
         A matplotlib figure; None where no training came to an end.
     """
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     drawn = [row for row in rows if row.losses]
@@ -227,7 +226,6 @@ def picture(rows: Sequence[Comparison], training: Training) -> Any:
     optimizers = list(dict.fromkeys(row.optimizer for row in drawn))
     if not drawn:
         return None
-    steps = np.arange(1, training.steps + 1)
     width, height = 1.3 + 3.8 * max(len(models), 2), 1.3 + 4.2 * len(optimizers)
     figure = figures.new_figure(width, height)
     figure.subplots_adjust(
@@ -241,38 +239,53 @@ def picture(rows: Sequence[Comparison], training: Training) -> Any:
             above.set_title(f"{model}, {optimizer}: {len(some)} layout{'s' * (len(some) != 1)}")
             if not some:
                 continue
-            above.plot(steps, some[0].expected_losses, color=figures.PALE, lw=7)
-            for row in some:
-                color = figures.BLUE if row.passed else figures.ORANGE
-                above.plot(steps, row.losses, color=color, lw=0.8)
-                off = np.abs(np.array(row.losses) / np.array(row.expected_losses) - 1)
-                below.plot(steps, np.maximum(off, NO_DIFFERENCE), ".-", ms=3, lw=0.6, alpha=0.5, color=color)
-            limit = LOSS_LIMIT[training.dtype]
-            below.axhline(limit, color=figures.INK, lw=1, ls="--")
-            below.annotate(
-                f"limit {limit:.0e}",
-                (0.99, limit),
-                xycoords=("axes fraction", "data"),
-                xytext=(0, -10),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-            )
-            below.set_yscale("log")
-            below.set_ylim(NO_DIFFERENCE / 2, max(limit * 10, below.get_ylim()[1]))
+            _draw_curves(above, below, some, training)
             if column == 0:
                 above.set_ylabel("loss")
                 below.set_ylabel("relative difference")
             above.tick_params(labelbottom=False)
-    lines = [
-        Line2D([], [], color=figures.PALE, lw=7),
-        Line2D([], [], color=figures.BLUE, lw=0.8),
-        Line2D([], [], color=figures.ORANGE, lw=0.8),
-    ]
-    names = ["plain PyTorch, one device", "each layout, on top of each other", "a layout that fails"]
-    figure.legend(
-        lines, names, ncols=3, loc="upper left", bbox_to_anchor=(0.75 / width, 1 - 0.36 / height), borderpad=0
+    _add_texts(figure, width, height)
+    for axes in grid[-1]:
+        axes.set_xlabel("step (no difference is drawn at 1e-17)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _draw_curves(above: Any, below: Any, rows: Sequence[Comparison], training: Training) -> None:
+    """The losses of rows of one model and optimizer, and below how far they are from the reference, with the limit."""
+    steps = np.arange(1, training.steps + 1)
+    above.plot(steps, rows[0].expected_losses, color=figures.PALE, lw=7)
+    for row in rows:
+        color = figures.BLUE if row.passed else figures.ORANGE
+        above.plot(steps, row.losses, color=color, lw=0.8)
+        off = np.abs(np.array(row.losses) / np.array(row.expected_losses) - 1)
+        below.plot(steps, np.maximum(off, NO_DIFFERENCE), ".-", ms=3, lw=0.6, alpha=0.5, color=color)
+    limit = LOSS_LIMIT[training.dtype]
+    below.axhline(limit, color=figures.INK, lw=1, ls="--")
+    below.annotate(
+        f"limit {limit:.0e}",
+        (0.99, limit),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -10),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
     )
+    below.set_yscale("log")
+    below.set_ylim(NO_DIFFERENCE / 2, max(limit * 10, below.get_ylim()[1]))
+
+
+def _add_texts(figure: Any, width: float, height: float) -> None:
+    """Title and legend. width, height: of the figure, in inches."""
+    from matplotlib.lines import Line2D
+
+    lines = {
+        "plain PyTorch, one device": Line2D([], [], color=figures.PALE, lw=7),
+        "each layout, on top of each other": Line2D([], [], color=figures.BLUE, lw=0.8),
+        "a layout that fails": Line2D([], [], color=figures.ORANGE, lw=0.8),
+    }
+    anchor = (0.75 / width, 1 - 0.36 / height)
+    figure.legend(lines.values(), lines.keys(), ncols=3, loc="upper left", bbox_to_anchor=anchor, borderpad=0)
     figure.text(
         0.85 / width,
         1 - 0.12 / height,
@@ -281,10 +294,6 @@ def picture(rows: Sequence[Comparison], training: Training) -> Any:
         fontweight="bold",
         va="top",
     )
-    for axes in grid[-1]:
-        axes.set_xlabel("step (no difference is drawn at 1e-17)")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure
 
 
 def write(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch._dynamo  # what DTensor and optimizers import at their first use, and each rank would pay for
 
 from mmm.errors import DeviceError, UserError
 from mmm.parity import models, reference
@@ -19,12 +18,14 @@ from mmm.parity.train import PreparedCase, plan_problems, prepare, train
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
+from mmm.torch_private.dynamo import import_dynamo
 
 
 def prepare_cases(
     cases: Sequence[ParityCase], training: Training
 ) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
     """The cases that go, and those that do not with the reason."""
+    import_dynamo()  # what DTensor and optimizers import at their first use, and each rank would pay for
     torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads, in them neither
     said: set[str] = set()
     good: list[PreparedCase] = []

@@ -34,6 +34,7 @@ from mmm.runtime.device import Precision, choose_device
 from mmm.runtime.log import get_logger, ignore_views
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import Rank
+from mmm.torch_private.groups import ignore_gathers_in_turns
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 
@@ -210,7 +211,7 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     parameter that the reference does not have, are infinitely far off.
     """
     # It warns that two collectives gather what FSDP shards over tp's shards: they do, once.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    ignore_gathers_in_turns()
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
     largest = worst(sizes.values())
     found: dict[str, float] = {}

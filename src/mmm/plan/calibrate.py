@@ -13,13 +13,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,6 +33,7 @@ from mmm.plan.models import transformer_spec
 from mmm.runtime.device import is_available
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather
+from mmm.torch_private.fake import register_fake_group
 from mmm.traffic.collective_bytes import factor
 
 TRIES = 12
@@ -154,6 +155,7 @@ def _measure_tensor_parallel(rank: int, device: str, result: str) -> None:
     """Seconds of the forward of a small layer that is sharded over tp, in a process of its own: the other ranks of its
     group are not there, so that what it takes is this host's part alone."""
     torch.set_num_threads(1)
+    register_fake_group()
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
     config = TransformerConfig(**LAYER)
     model = Transformer(config).to(device)
@@ -185,6 +187,78 @@ def collective_rates(ranks: int) -> tuple[float, float, dict[str, float]]:
     return latency, sum(rates) / len(rates), found
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What this machine reaches.
+
+    Attributes:
+        products: FLOP/s of matrix products, by dtype. stream: bytes/s of memory.
+        layer, tensor_parallel: seconds that a layer takes at least, and that tp adds to it.
+        latency, bandwidth: of collectives: seconds of a message, bytes/s of a rank.
+        collectives: seconds of each that was measured.
+    """
+
+    products: dict[str, float]
+    stream: float
+    layer: float
+    tensor_parallel: float
+    latency: float
+    bandwidth: float
+    collectives: dict[str, float]
+
+
+def measure(device: torch.device, ranks: int) -> Rates:
+    """The rates of a device, and of collectives over so many ranks of this host."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # a rank has one core
+    try:
+        products, stream, layer = product_rates(device), stream_rate(device), layer_seconds(device, LAYER, 1, 4)
+        if device.type == "cpu":  # an accelerator's kernels are as fast as its memory
+            stream = min(stream, layer_traffic_rate(device, products["fp32"], layer))
+    finally:
+        torch.set_num_threads(threads)
+    tensor_parallel = max(tensor_parallel_seconds(device.type) - layer, 0.0)
+    return Rates(products, stream, layer, tensor_parallel, *collective_rates(ranks))
+
+
+def machine_data(device: torch.device, rates: Rates, ranks: int) -> dict[str, Any]:
+    """The machine file of this host. ranks: that the collectives were measured with."""
+    on_cpu, cores = device.type == "cpu", os.cpu_count() or 1
+    accelerators = 0 if on_cpu else getattr(torch, device.type).device_count()
+    per_host = accelerators or min(max(cores, 1), 4)
+    host = host_memory() or 0
+    source = f"measured by mmm plan --calibrate on {socket.gethostname()}, torch {torch.__version__}"
+    return {
+        "name": f"{platform.node() or 'here'}",
+        "about": f"{per_host} ranks on {device.type}, measured",
+        "device": device.type,
+        "hosts": 1,
+        "gpus_per_host": per_host,
+        "gpu_memory": host / per_host if on_cpu else float(device_memory(device) or 0),
+        "host_memory": float(host),
+        "peak_flops": rates.products,
+        "memory_bandwidth": rates.stream,
+        "host_memory_bandwidth": rates.stream * per_host,
+        "link_bandwidth": rates.bandwidth,
+        "link_latency": rates.latency,
+        "layer_overhead": rates.layer,
+        "tensor_overhead": rates.tensor_parallel,
+        **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"), 1.0),
+        "cores": cores if on_cpu else 0,
+        "overlap": 0.0 if on_cpu else 0.9,
+        "memory_reserve": 0.0 if on_cpu else 0.08,
+        "sources": {
+            **dict.fromkeys(("peak_flops", "gpu_memory", "host_memory", "cores"), source),
+            **dict.fromkeys(("layer_overhead", "tensor_overhead"), source),
+            "memory_bandwidth": source + ("; element-wise kernels and attention of a layer" if on_cpu else ""),
+            **dict.fromkeys(("link_bandwidth", "link_latency"), f"{source}; gloo, {ranks} ranks"),
+            **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency"), "the rates are measured"),
+            "overlap": "assumed: on a CPU communication and compute share the cores",
+        },
+    }
+
+
 def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
     """Measure, write the machine file, and say what was found. Returns 0.
 
@@ -193,65 +267,22 @@ def calibrate(path: Path, say: Callable[[str], Any], ranks: int = 2) -> int:
     """
     if path.exists() and path.is_dir():
         raise ConfigError(f"--calibrate {path}: that is a folder; name a file")
-    kind = next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu")
-    device, cores = torch.device(kind), os.cpu_count() or 1
-    accelerators = getattr(torch, kind).device_count() if kind != "cpu" else 0
-    each = accelerators or min(max(cores, 1), 4)
-    threads = torch.get_num_threads()
-    if kind == "cpu":
-        torch.set_num_threads(1)  # a rank has one core
-    try:
-        rates, stream, overhead = product_rates(device), stream_rate(device), layer_seconds(device, LAYER, 1, 4)
-        if kind == "cpu":  # an accelerator's kernels are as fast as its memory
-            stream = min(stream, layer_traffic_rate(device, rates["fp32"], overhead))
-    finally:
-        torch.set_num_threads(threads)
-    tensor_overhead = max(tensor_parallel_seconds(kind) - overhead, 0.0)
-    latency, bandwidth, measured = collective_rates(ranks)
-    there = host_memory() or 0
-    memory = float(device_memory(device) or 0) if kind != "cpu" else there / each
-    source = f"measured by mmm plan --calibrate on {socket.gethostname()}, torch {torch.__version__}"
-    data: dict[str, Any] = {
-        "name": f"{platform.node() or 'here'}",
-        "about": f"{each} ranks on {kind}, measured",
-        "device": kind,
-        "hosts": 1,
-        "gpus_per_host": each,
-        "gpu_memory": memory,
-        "host_memory": float(there),
-        "peak_flops": rates,
-        "memory_bandwidth": stream,
-        "host_memory_bandwidth": stream * each,
-        "link_bandwidth": bandwidth,
-        "link_latency": latency,
-        "layer_overhead": overhead,
-        "tensor_overhead": tensor_overhead,
-        **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"), 1.0),
-        "cores": cores if kind == "cpu" else 0,
-        "overlap": 0.0 if kind == "cpu" else 0.9,
-        "memory_reserve": 0.0 if kind == "cpu" else 0.08,
-    }
-    data["sources"] = {
-        **dict.fromkeys(("peak_flops", "gpu_memory", "host_memory", "cores"), source),
-        **dict.fromkeys(("layer_overhead", "tensor_overhead"), source),
-        "memory_bandwidth": source + ("; element-wise kernels and attention of a layer" if kind == "cpu" else ""),
-        **dict.fromkeys(("link_bandwidth", "link_latency"), f"{source}; gloo, {ranks} ranks"),
-        **dict.fromkeys(("matmul_efficiency", "memory_efficiency", "link_efficiency"), "the rates are measured"),
-        "overlap": "assumed: on a CPU communication and compute share the cores",
-    }
+    device = torch.device(next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu"))
+    rates = measure(device, ranks)
+    data = machine_data(device, rates, ranks)
     read(data, "calibration")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--calibrate {path}: it cannot be written: {error.strerror}") from None
-    for name, rate in rates.items():
+    for name, rate in rates.products.items():
         say(f"{'product ' + name:<22} {rate / 1e9:12.2f} GFLOP/s")
-    say(f"{'memory':<22} {stream / 1e9:12.2f} GB/s")
-    say(f"{'a layer at least':<22} {overhead * 1e6:12.1f} µs")
-    say(f"{'sharded over tp':<22} {tensor_overhead * 1e6:12.1f} µs more")
-    for name, seconds in measured.items():
+    say(f"{'memory':<22} {rates.stream / 1e9:12.2f} GB/s")
+    say(f"{'a layer at least':<22} {rates.layer * 1e6:12.1f} µs")
+    say(f"{'sharded over tp':<22} {rates.tensor_parallel * 1e6:12.1f} µs more")
+    for name, seconds in rates.collectives.items():
         say(f"{name:<22} {seconds * 1e6:12.1f} µs")
-    say(f"{'collectives':<22} {bandwidth / 1e9:12.2f} GB/s a rank, {latency * 1e6:.1f} µs a message")
+    say(f"{'collectives':<22} {rates.bandwidth / 1e9:12.2f} GB/s a rank, {rates.latency * 1e6:.1f} µs a message")
     say(f"written: {path}; mmm plan --machine {path} reads it")
     return 0

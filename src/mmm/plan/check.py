@@ -14,7 +14,6 @@ from typing import Any
 from mmm.layout import Layout
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.machine import Machine
-from mmm.plan.measured import PhaseTracker
 from mmm.plan.predict import Prediction, predict
 from mmm.plan.tracker import PARTS, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
@@ -22,6 +21,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.memory import peak_memory, start_of_peak
 from mmm.runtime.observer import Observer
 from mmm.runtime.ranks import whoami
+from mmm.torch_private.fake import peaks_by_phase
 
 MIB = 2**20
 ALLOWED = 0.03  # of memory: the dry run, and the real rank that it stands for
@@ -71,18 +71,18 @@ class CheckedRun(Observer):
         pp = layout.coordinates(rank)["pp"]
         predicted: Prediction | None = predict(resolved, device.type, precision.name, self.machine)
         tracker = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
-        pytorch = PhaseTracker(lambda: clock.phase)
+        pytorch_peaks: dict[str, int] = {}
         with ExitStack() as stack:
             stack.enter_context(group)
             before = start_of_peak(device)
             if device.type == "cpu":
-                stack.enter_context(pytorch)
+                pytorch_peaks = stack.enter_context(peaks_by_phase(lambda: clock.phase))
             stack.enter_context(tracker.tracking())
             yield
             allocated, source = peak_memory(device, before)
         peak = max((peak for phase, peak in tracker.peaks().items() if phase != "start"), key=lambda peak: peak.bytes)
         if device.type == "cpu":
-            allocated = max(size for phase, size in pytorch.peaks.items() if phase != "start")
+            allocated = max(size for phase, size in pytorch_peaks.items() if phase != "start")
             source = "PyTorch's MemTracker"
         formula = dict(predicted.memory[pp]) if predicted is not None else None
         seconds = predicted.seconds if predicted is not None else None

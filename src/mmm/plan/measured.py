@@ -10,11 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import Self
-
 from mmm.layout import Layout
 from mmm.models.experts import has_experts
 from mmm.plan.sent_calls import SentCall, SentInOrder
@@ -23,6 +18,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.observer import Observer, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.testing.ranks import fork_ranks
+from mmm.torch_private.fake import peaks_by_phase
 from mmm.traffic.count import axes_of, count_traffic
 
 
@@ -32,28 +28,6 @@ class Measured:
 
     peaks: dict[str, int]
     calls: list[SentCall]
-
-
-class PhaseTracker(MemTracker):
-    """PyTorch's `MemTracker` without its hooks on modules, which pipelines do not go with; it keeps a peak a phase."""
-
-    def __init__(self, phase: Callable[[], str]) -> None:
-        super().__init__()
-        self.phase, self.peaks = phase, dict[str, int]()
-
-    def __enter__(self) -> Self:
-        self._fake_mode_on_entry = None
-        self._track_resize()
-        TorchDispatchMode.__enter__(self)
-        return self
-
-    def __exit__(self, *stopped: Any) -> None:
-        self._restore_resize()
-        TorchDispatchMode.__exit__(self, *stopped)
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        now = self._curr_mem_snap.get(torch.device("cpu"), {}).get("Total", 0)
-        self.peaks[self.phase()] = max(now, self.peaks.get(self.phase(), 0))
 
 
 @dataclass
@@ -71,12 +45,12 @@ class Measurement(Observer):
         precision: Precision,
         resolved: Any,
     ) -> Iterator[None]:
-        memory, traffic = PhaseTracker(lambda: clock.phase), SentInOrder(lambda: clock.phase)
+        traffic = SentInOrder(lambda: clock.phase)
         model = getattr(resolved, "model", None)
         names = axes_of(layout, whoami().rank, model is not None and has_experts(model))
-        with group, memory, count_traffic(traffic=traffic, names=names):
+        with group, peaks_by_phase(lambda: clock.phase) as peaks, count_traffic(traffic=traffic, names=names):
             yield
-        self.measured = Measured(memory.peaks, traffic.calls)
+        self.measured = Measured(peaks, traffic.calls)
 
 
 @dataclass

@@ -30,6 +30,7 @@ from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.stages import Part, part_costs, parts_of
 from mmm.plan.hugging_face import LARGEST, read_config
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
+from mmm.torch_private.module import base_of, storage_id
 from mmm.traffic.formulas import sharded_dim
 
 MOST_LAYERS = 1000  # how they are split over stages takes a minute
@@ -218,9 +219,9 @@ def _saved(model: nn.Module, parts: Sequence[nn.Module], sample: Tensor) -> list
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        base = tensor if tensor._base is None else tensor._base
-        if id(base) not in weights and storage._cdata not in seen:
-            seen[storage._cdata] = storage  # kept, so that the number stays its own
+        base = base_of(tensor)
+        if id(base) not in weights and storage_id(storage) not in seen:
+            seen[storage_id(storage)] = storage  # kept, so that the number stays its own
             counts[now] += storage.nbytes() // tensor.element_size()
         return tensor
 

@@ -25,16 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # the shapes of c10d's operators on fake tensors
-import torch.testing._internal.distributed.fake_pg
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.parallel import distributed
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
 from mmm.layout import Layout
@@ -48,10 +40,14 @@ from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.observer import Observer, observing
+from mmm.torch_private import fake
+from mmm.torch_private.fake import FakeTensor, FakeTensorMode, Place, unset_fake_temporarily
+from mmm.torch_private.operators import READ_SCALAR, TorchDispatchMode, wait_operator
 from mmm.traffic.count import axes_of, count_traffic
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
+WAIT = wait_operator()
 
 
 @dataclass
@@ -92,6 +88,7 @@ class Rehearsal(Observer):
         self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
         self.traffic = SentInOrder(lambda: clock.phase)
         self.graph = StepGraph(self.memory, self.traffic, lambda: clock.phase) if self.traced else None
+        fake.register_fake_group()
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
         with ExitStack() as stack:
             enter = stack.enter_context
@@ -155,9 +152,9 @@ class _Answers(TorchDispatchMode):
             return args[0].fake_device  # DTensor asks each tensor: more than half of all calls of a run with tp
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor dispatches operators on plain tensors, which come here
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func is WAIT:
             return args[0]  # on fake tensors PyTorch makes a new one
-        if func.overloadpacket is ATEN._local_scalar_dense and isinstance(args[0], FakeTensor):
+        if func.overloadpacket is READ_SCALAR and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         return func(*args, **(kwargs or {}))
 
@@ -182,6 +179,22 @@ def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def _changed(memory: MemoryTracker) -> Iterator[None]:
     """Inside, PyTorch and the package pass over what needs elements."""
+    changes = [*_without_elements(memory), *_without_ranks(), *_uncounted(memory)]
+    before = [(owner, name, vars(owner).get(name)) for (owner, name), _ in changes]
+    try:
+        for (owner, name), value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
+    """What reads elements: weights are marked instead of drawn, and NumPy and Python get zeros."""
 
     def drawn(model: torch.nn.Module, *_: Any, **__: Any) -> None:
         memory.mark("parameters", [*model.parameters(), *model.buffers()])
@@ -192,55 +205,50 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
     def tolist(tensor: torch.Tensor) -> Any:
         return np.zeros(tuple(tensor.shape)).tolist()
 
-    def all_gather_object(found: list[Any], own: Any, *_: Any, **__: Any) -> None:
-        found[:] = [own] * len(found)
+    yield (weights, "initialize"), drawn
+    yield (FakeTensor, "numpy"), numpy
+    yield (FakeTensor, "tolist"), tolist
+    yield (ParallelModel, "check_targets"), lambda *_: None
+    for owner, name in fake.mesh_methods():
+        yield (owner, name), _outside_fake_mode(vars(owner)[name])
+
+
+def _without_ranks() -> Iterator[tuple[Place, Any]]:
+    """What asks other ranks: all have what this one has."""
+
+    def all_gather_object(objects: list[Any], own: Any, *_: Any, **__: Any) -> None:
+        objects[:] = [own] * len(objects)
 
     batch = dist.batch_isend_irecv
 
     def sent(ops: list[dist.P2POp]) -> list[Any]:
         return [_Work(work, ops) for work in batch(ops)]
 
-    def propagate(original: Callable[..., Any]) -> Callable[..., Any]:
+    yield (dist, "all_gather_object"), all_gather_object
+    yield (dist, "broadcast_object_list"), lambda *_, **__: None
+    yield (dist, "barrier"), lambda *_, **__: None
+    yield (dist, "batch_isend_irecv"), sent
+    for place in fake.ddp_checks():
+        yield place, lambda *_, **__: None
+    yield (DDP, "__init__"), _with_hook(DDP.__init__)
+    owner, name = fake.ddp_before_forward()
+    yield (owner, name), _with_numbers(getattr(owner, name))
+
+
+def _uncounted(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
+    """What has memory here alone: FSDP's chunks for the other ranks, and DTensor's full results, for their shapes."""
+
+    def paused(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def uncounted(*given: Any, **named: Any) -> Any:
-            with memory.paused():  # DTensor asks for the shape of the full result
+            with memory.paused():
                 return original(*given, **named)
 
         return uncounted
 
-    changes: list[tuple[Any, str, Any]] = [
-        (weights, "initialize", drawn),
-        (FakeTensor, "numpy", numpy),
-        (FakeTensor, "tolist", tolist),
-        (dist, "all_gather_object", all_gather_object),
-        (dist, "broadcast_object_list", lambda *_, **__: None),
-        (dist, "barrier", lambda *_, **__: None),
-        (dist, "batch_isend_irecv", sent),
-        (distributed, "_verify_param_shape_across_processes", lambda *_: None),
-        (distributed, "_sync_module_states", lambda **_: None),
-        (_fsdp_param, "_chunk_with_empty", _Chunks),
-        (ParallelModel, "check_targets", lambda *_: None),
-        (DDP, "__init__", _with_hook(DDP.__init__)),
-        (DDP, "_pre_forward", _with_numbers(DDP._pre_forward)),
-    ]
-    for name in ("_propagate_tensor_meta_non_cached", "propagate_tensor_meta"):
-        if name in vars(ShardingPropagator):
-            changes.append((ShardingPropagator, name, propagate(vars(ShardingPropagator)[name])))
-            break
-    for name in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
-        if name in vars(DeviceMesh):
-            changes.append((DeviceMesh, name, _outside_fake_mode(vars(DeviceMesh)[name])))
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
-    try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+    yield fake.fsdp_chunks(), _Chunks
+    owner, name = fake.dtensor_shapes()
+    yield (owner, name), paused(vars(owner)[name])
 
 
 @dataclass(frozen=True)

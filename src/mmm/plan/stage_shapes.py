@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.pipelining import stage as pipelining
 
 from mmm.layout import Layout
 from mmm.models import weights
@@ -27,6 +25,8 @@ from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.pp.strides import to_contiguous
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.plan.tracker import MemoryTracker
+from mmm.torch_private import pipelining
+from mmm.torch_private.fake import unset_fake_temporarily
 
 
 class StageShapes:
@@ -98,7 +98,6 @@ def _described(stage: nn.Module) -> tuple[Any, ...]:
 @contextmanager
 def known_shapes(shapes: StageShapes) -> Iterator[None]:
     """Inside, the stages of PyTorch's pipelines ask `shapes` instead of each other."""
-    stage = pipelining.PipelineStage
 
     def received(self: Any, source: int) -> Any:
         if source < self.stage_index:
@@ -106,10 +105,8 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
                 outputs = tuple(
                     output.detach().requires_grad_(output.is_floating_point()) for output in shapes.outputs(source)
                 )
-            metas = pipelining.extract_tensor_metas(outputs)
-            assert metas is not None
-            return pipelining._StageForwardMeta(forward_metas=metas)
-        return pipelining._StageBackwardMeta(backward_metas=pipelining._derive_grad_metas(self._stage_meta.outputs))
+            return pipelining.forward_meta(outputs)
+        return pipelining.backward_meta(self)
 
     run = Pipeline._run
 
@@ -117,25 +114,12 @@ def known_shapes(shapes: StageShapes) -> Iterator[None]:
         shapes.batch = inputs
         return run(self, call, inputs, *given)
 
-    def dynamic(self: Any, *_: Any, **__: Any) -> Any:
-        return _Zero()
-
-    changes = {
-        "_recv_meta": received,
-        "_send_meta": lambda *_: None,
-        "_warmup_forward_vote": dynamic,
-        "_warmup_backward_result": dynamic,
-    }
-    before = {name: getattr(stage, name) for name in changes}
     try:
         Pipeline._run = noted  # type: ignore[method-assign, assignment]
-        for name, value in changes.items():
-            setattr(stage, name, value)
-        yield
+        with pipelining.known_shapes(received, _Zero()):
+            yield
     finally:
         Pipeline._run = run  # type: ignore[method-assign]
-        for name, value in before.items():
-            setattr(stage, name, value)
 
 
 class _Zero:

@@ -27,13 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.plan.tracker import MemoryTracker, tensors_in
+from mmm.torch_private.fsdp import collectives_module
+from mmm.torch_private.module import storage_id
+from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, schema_name
 from mmm.traffic.count import process_group_of
 
 COMPUTE, GATHER, REDUCE = "compute", "fsdp gather", "fsdp reduce"
@@ -105,15 +106,16 @@ class StepGraph(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Inside, nodes are kept, and what FSDP does on streams of its own is known as such."""
         streams = {"foreach_all_gather": GATHER, "foreach_reduce": REDUCE}
-        before = {name: getattr(_fsdp_param_group, name) for name in streams}
+        module = collectives_module()
+        before = {name: getattr(module, name) for name in streams}
         try:
             for name, stream in streams.items():
-                setattr(_fsdp_param_group, name, self._on(stream, before[name]))
+                setattr(module, name, self._on(stream, before[name]))
             with self:
                 yield
         finally:
             for name, value in before.items():
-                setattr(_fsdp_param_group, name, value)
+                setattr(module, name, value)
 
     def _on(self, stream: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -143,11 +145,11 @@ class StepGraph(TorchDispatchMode):
         return result
 
     def _add(self, func: Any, args: Any, kwargs: Any, result: Any, calls: list[SentCall]) -> None:
-        arguments = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+        arguments = {**dict(zip((a.name for a in schema_arguments(func)), args, strict=False)), **kwargs}
         read, written = _reads_and_writes(func, arguments)
         made = [t for t in tensors_in(result) if t.layout == torch.strided]
-        given = {t.untyped_storage()._cdata for t in (*read, *written)}
-        fresh = [t for t in made if t.untyped_storage()._cdata not in given]
+        given = {storage_id(t.untyped_storage()) for t in (*read, *written)}
+        fresh = [t for t in made if storage_id(t.untyped_storage()) not in given]
         if not fresh and not written and not calls:
             return  # a view
         written = [*written, *fresh]
@@ -182,7 +184,7 @@ class StepGraph(TorchDispatchMode):
         if self.stream == GATHER and self._copied_out is not None:
             order.add(self._copied_out)
         self._last[line] = number
-        if func._schema.name == "fsdp::split_with_sizes_copy":
+        if schema_name(func) == "fsdp::split_with_sizes_copy":
             self._copied_out = number
         for tensor in read:
             self._of(tensor).readers.append(number)
@@ -190,13 +192,13 @@ class StepGraph(TorchDispatchMode):
             uses.writer, uses.readers = number, []
         self.nodes.append(
             Node(
-                func._schema.name,
+                schema_name(func),
                 stream,
                 self.memory.doing(),
                 0 if sent is not None else flops_of(func, arguments, result),
                 max((tensor.numel() for tensor in (*read, *written)), default=0),
                 sum(map(_bytes, read)),
-                sum(map(_bytes, result[:1] if func._schema.name == COPY_IN else written)),
+                sum(map(_bytes, result[:1] if schema_name(func) == COPY_IN else written)),
                 tuple(sorted(data)),
                 tuple(sorted(order - data - {number})),
                 communication,
@@ -205,7 +207,7 @@ class StepGraph(TorchDispatchMode):
 
     def _of(self, tensor: Tensor) -> _Uses:
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_id(storage)
         if address not in self._uses:
             uses = self._uses
             ended = weakref.ref(storage, lambda _: uses.pop(address, None))  # an address may come again
@@ -220,8 +222,8 @@ def _bytes(tensor: Tensor) -> int:
 def _reads_and_writes(func: Any, arguments: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operator reads, and those of its arguments that it writes."""
     read, written = list[Tensor](), list[Tensor]()
-    name = func._schema.name
-    for argument in func._schema.arguments:
+    name = schema_name(func)
+    for argument in schema_arguments(func):
         tensors = [t for t in tensors_in(arguments.get(argument.name)) if t.layout == torch.strided]
         if func.namespace == "c10d":  # whose schemas do not say what is written
             output = argument.name.startswith("output")
@@ -256,7 +258,7 @@ def flops_of(func: Any, arguments: dict[str, Any], result: Any) -> int:
 
     PyTorch's formulas, and where it has none: attention's kernels of each device, products by expert.
     """
-    name = func._schema.name.split("::")[1]
+    name = schema_name(func).split("::")[1]
     if "scaled_dot_product" in name:
         query, key, value = (arguments[part].shape for part in ("query", "key", "value"))
         of_queries, of_values = (3, 2) if "backward" in name else (1, 1)  # backward computes the scores again

@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.layout import Layout
 from mmm.parallel.local import to_local
 from mmm.parallel.plan import find
+from mmm.torch_private.autograd import in_backward
+from mmm.torch_private.fake import active_fake_mode
+from mmm.torch_private.module import storage_id
+from mmm.torch_private.operators import TorchDispatchMode, schema_name
 
 PARTS = (
     "parameters",  # and buffers
@@ -144,14 +146,14 @@ class MemoryTracker:
     def doing(self) -> str:
         if self._in_optimizer:
             return "optimizer"
-        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        return "backward" if in_backward() else "forward"
 
     def see(self, tensor: Tensor) -> None:
         """Count the storage of an operator's result, if it is not counted yet."""
         if tensor.device.type != self.device or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_id(storage)
         known = self._live.get(address)
         if known is not None:
             if known[1] != storage.nbytes():
@@ -175,17 +177,17 @@ class MemoryTracker:
         return "temporary"
 
     def _number_of(self, tensor: Tensor) -> int | None:
-        known = self._live.get(tensor.untyped_storage()._cdata)
+        known = self._live.get(storage_id(tensor.untyped_storage()))
         return None if known is None else known[0]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        known = self._live.get(storage._cdata)
+        known = self._live.get(storage_id(storage))
         if known is None or known[1] == storage.nbytes():
             return
         number, before, reference = known
         if self._kinds[number] in ("activations", "temporary"):
             self._kinds[number] = "gathered"  # nothing but FSDP frees a storage that goes on
-        self._live[storage._cdata] = number, storage.nbytes(), reference
+        self._live[storage_id(storage)] = number, storage.nbytes(), reference
         self._change(number, storage.nbytes() - before)
 
     def _ended(self, address: int, number: int) -> None:
@@ -258,7 +260,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def _of_fsdp(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    name = func._schema.name
+    name = schema_name(func)
     if "chunk_cat" in name:  # copies a unit's gradients into the input of the reduce-scatter
         tracker.mark_new("gradients", tensors_in(args))
         tracker.mark_new("communication", tensors_in([kwargs.get("out"), result]))
@@ -267,7 +269,7 @@ def _of_fsdp(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: 
 
 
 def _of_c10d(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    name = func._schema.name
+    name = schema_name(func)
     if "reduce_scatter" in name or "send" in name or "recv" in name or "alltoall" in name:
         tracker.mark_new("communication", tensors_in(list(args)), ("temporary", "activations"))
 

@@ -19,6 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmm.torch_private.operators import (
+    call_backend,
+    end_library,
+    keys_below_backend_select,
+    operators_of,
+    schema_arguments,
+    schema_name,
+)
+
 STEPS, CALLS = "steps", "communication"  # names of tracks
 OPERATIONS = {  # of operators whose name differs from that of torch.distributed
     "allreduce": "all_reduce",
@@ -94,15 +103,14 @@ class CallRecorder:
         with ExitStack() as stack:  # undone where it fails
             libraries = {name: torch.library.Library(name, "IMPL") for name in ("c10d", WAIT.partition("::")[0])}
             for library in libraries.values():
-                stack.callback(library._destroy)
-            for name in torch._C._dispatch_get_all_op_names():
-                namespace, _, full = name.partition("::")
-                if namespace != "c10d" and name != WAIT:
+                stack.callback(end_library, library)
+            for operator in operators_of(*libraries):
+                if operator.namespace != "c10d" and operator.name() != WAIT:
                     continue
-                operator, _, overload = full.partition(".")
-                found = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
-                if name == WAIT or any(argument.name == "process_group" for argument in found._schema.arguments):
-                    libraries[namespace].impl(full, self._noting(found), "BackendSelect", with_keyset=True)
+                arguments = {argument.name for argument in schema_arguments(operator)}
+                if operator.name() == WAIT or "process_group" in arguments:
+                    name = operator.name().partition("::")[2]
+                    libraries[operator.namespace].impl(name, self._noting(operator), "BackendSelect", with_keyset=True)
             plain = dist.Work.wait
 
             def wait(work: Any, *given: Any) -> Any:
@@ -122,12 +130,12 @@ class CallRecorder:
         self._pending.clear()
 
     def _noting(self, operator: Any) -> Any:
-        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-        names = [argument.name for argument in operator._schema.arguments]
+        below = keys_below_backend_select()
+        names = [argument.name for argument in schema_arguments(operator)]
 
         def call(keys: Any, *args: Any, **named: Any) -> Any:
             begin = time_ns()
-            result = _below(operator, keys & below, *args, **named)
+            result = call_backend(operator, keys & below, *args, **named)
             if "process_group" not in names:
                 self._waited(begin)
             else:
@@ -146,7 +154,7 @@ class CallRecorder:
         self.slices.append(Slice(_track(), "wait", name, begin, end, key, ranks))
 
     def _called(self, operator: Any, given: Mapping[str, Any], begin: int, end: int, result: Any) -> None:
-        plain = operator._schema.name.partition("::")[2].strip("_")
+        plain = schema_name(operator).partition("::")[2].strip("_")
         operation = OPERATIONS.get(plain, plain)
         group = dist.ProcessGroup.unbox(given["process_group"])
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -172,15 +180,6 @@ class CallRecorder:
     def _number(self, *of: Any) -> int:
         self._numbers[of] += 1
         return self._numbers[of]
-
-
-def _below(operator: Any, keys: Any, *args: Any, **named: Any) -> Any:
-    """Go on to the backend. Not by `redispatch` where there is another way: it keeps the GIL, which gloo's threads need
-    before what is waited for can end."""
-    for key in (keys.highestPriorityTypeId(), torch._C.DispatchKey.CompositeExplicitAutograd):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
-            return operator._op_dk(key, *args, **named)
-    return operator.redispatch(keys, *args, **named)
 
 
 def _track() -> str:

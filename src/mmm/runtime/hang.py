@@ -30,22 +30,22 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from mmm.contract import CONSEQUENCES, report
 from mmm.errors import HangError
 from mmm.runtime.agreement import name_hosts, name_ranks
 from mmm.runtime.clock import StepClock
 from mmm.runtime.ranks import Rank
+from mmm.torch_private.groups import default_store, flight_recorders, group_names
+from mmm.torch_private.module import MODULE_CALL
 
 STILL = 5.0  # s without a mark of the clock, from which on a rank asks the store whether somebody has timed out
 ANSWERS = 5.0  # s that the first rank waits for the others' answers
 LINGER = 1.0  # s in which the message is read, and the rank that says it is ahead
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
-RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL; of the others
 PARTS = {  # function → part of the step
     "all_batches": "data",
-    "_call_impl": "forward",
+    MODULE_CALL: "forward",
     "forward_one_chunk": "forward",
     "backward": "backward",
     "backward_one_chunk": "backward",
@@ -83,7 +83,7 @@ class HangWatch:
 
     def __enter__(self) -> None:  # may be entered again inside: then the inner block's error is the one that is said
         if self.rank.world_size > 1 and not self._thread.is_alive():
-            self._default: Any = dist.distributed_c10d._get_default_store()
+            self._default: Any = default_store()
             often = self._default.add(f"mmm/hang/of/{self.rank.rank}", 1)  # torchrun's own store outlives a run
             self._key = f"mmm/hang/{often}"
             self._default.set(f"{self._key}/host/{self.rank.rank}", socket.gethostname())
@@ -230,9 +230,8 @@ def message(first: int, answers: dict[int, dict[str, Any]], limit: float) -> str
 def oldest_collective() -> dict[str, Any] | None:
     """The flight recorder's entry of the oldest collective that has begun here and not ended, if it has one."""
     entries: list[dict[str, Any]] = []
-    for name in RECORDERS:
-        if (dump := getattr(_distributed_c10d, name, None)) is not None:
-            entries += json.loads(dump(True, True)).get("entries", [])
+    for dump in flight_recorders():
+        entries += json.loads(dump(True, True)).get("entries", [])
     left = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
     return min(left, key=lambda entry: entry["time_created_ns"], default=None)
 
@@ -240,8 +239,7 @@ def oldest_collective() -> dict[str, Any] | None:
 def in_words(entry: dict[str, Any]) -> str:
     """``all_reduce (number 12 of dp_shard, ranks 0-3, (4, 3) Float)``: of the flight recorder's entry."""
     name, description = entry["process_group"]
-    names = dist.distributed_c10d._world.pg_names
-    ranks = next((dist.get_process_group_ranks(group) for group, own in names.items() if own == name), [])
+    ranks = next((dist.get_process_group_ranks(group) for group, own in group_names().items() if own == name), [])
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     axis = "the world" if description == "default_pg" else description.removeprefix("mesh_") or name
     tensors = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)

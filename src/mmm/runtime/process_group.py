@@ -24,6 +24,7 @@ from mmm.errors import LaunchError
 from mmm.runtime.agreement import check_devices, find_hosts, find_meeting, next_place
 from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import DRY_RUN, Rank
+from mmm.torch_private.groups import can_split, default_group, default_timeout, group_names
 
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
@@ -102,7 +103,7 @@ def _group(
         dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
     with default_timeout(limit), bound_if_it_splits():
         yield
-    _ended.extend(dist.distributed_c10d._world.pg_map)
+    _ended.extend(group_names())
     dist.destroy_process_group()
 
 
@@ -211,23 +212,6 @@ def _listen_here(rank: Rank, limit: timedelta) -> dist.Store:
 
 
 @contextlib.contextmanager
-def default_timeout(limit: timedelta) -> Iterator[None]:
-    """Inside, a process group that is made without a timeout gets this one, whatever its backend.
-
-    The groups of a `DeviceMesh` are made without one, and do not take over the default group's. Afterwards PyTorch can
-    change it for gloo and nccl alone: those of xccl would wait half an hour. Options by axis (``backend_override``) are
-    of another class for each backend.
-    """
-    c10d = dist.distributed_c10d
-    default = c10d._get_default_timeout
-    c10d._get_default_timeout = lambda backend: limit
-    try:
-        yield
-    finally:
-        c10d._get_default_timeout = default
-
-
-@contextlib.contextmanager
 def bound_if_it_splits() -> Iterator[None]:
     """Inside, the default group is bound to its device only if its backend can split groups.
 
@@ -235,9 +219,9 @@ def bound_if_it_splits() -> Iterator[None]:
     Groups of a backend that can are made faster so, and FSDP2 has been seen to hang without. Besides splitting, the
     binding only says which device a barrier uses; without it, that is the current one.
     """
-    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    group = default_group() if dist.is_initialized() else None
     device = getattr(group, "bound_device_id", None)
-    if group is None or device is None or group._get_backend(device).supports_splitting:
+    if group is None or device is None or can_split(group, device):
         yield
         return
     group.bound_device_id = None

@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
 from mmm.runtime.clock import StepClock
-
-WAITING: tuple[tuple[Any, str], ...] = ((Work, "wait"), (_functional_collectives, "wait_tensor"))
+from mmm.torch_private.groups import functional_collectives
 
 
 @contextmanager
@@ -54,7 +52,11 @@ def timed_waits(clock: StepClock) -> Iterator[None]:
 
         return marking
 
-    changes = [(owner, name, timing) for owner, name in WAITING] + [(DistributedDataParallel, "__init__", untimed)]
+    changes: list[tuple[Any, str, Callable[..., Any]]] = [
+        (Work, "wait", timing),
+        (functional_collectives(), "wait_tensor", timing),
+        (DistributedDataParallel, "__init__", untimed),
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, change in changes:

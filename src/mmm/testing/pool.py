@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
+import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
-from torch.distributed.tensor import _redistribute, debug
 
 from mmm.launch.job.hosts import free_port
 from mmm.runtime.process_group import free_ended_groups, process_group
 from mmm.runtime.ranks import Rank
 from mmm.testing.processes import Children
 from mmm.testing.ranks import RanksFailed, answer, collect, dumps, fork_ranks
+from mmm.torch_private.groups import clear_redistribute_cache, clear_sharding_cache
 
 TIMEOUT = 300.0  # s that a call may take: on a busy machine, each thread of gloo waits long for a core
 LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
@@ -121,15 +122,6 @@ def _call_in_group(rank: Rank, timeout: float, job: bytes, caches: list[Any]) ->
     return result
 
 
-def clear_sharding_cache() -> None:
-    """Have DTensor forget how it has sharded operators. Newer versions of PyTorch have one function for its two caches;
-    2.10 has one for each."""
-    both = getattr(debug, "_clear_sharding_prop_cache", None)
-    each = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
-    for clear in [both] if both else [getattr(debug, name) for name in each]:
-        clear()
-
-
 def _caches() -> list[Any]:
     """PyTorch's caches in Python of what ranks compute."""
     # By its type: `isinstance` asks the object, and a proxy of one that is gone raises.
@@ -146,7 +138,7 @@ def _release_groups(caches: list[Any]) -> None:
     Args:
         caches: those from before the fork, which the collector does not look at here.
     """
-    _redistribute.clear_redistribute_planner_cache()
+    clear_redistribute_cache()
     for cache in (*caches, *_caches()):
         cache.cache_clear()
     gc.collect()

@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.layout import Layout
 from mmm.parallel.mesh import Mesh
+from mmm.torch_private.groups import group_of_name
+from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, schema_name
 from mmm.traffic.collective_bytes import Call
 
 
@@ -166,7 +167,7 @@ class _Count(TorchDispatchMode):
         read = READERS.get(_name(func))
         if read is None:
             raise RuntimeError(f"{func} on a process group: mmm.traffic.count does not know what it sends")
-        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+        given = {**dict(zip((a.name for a in schema_arguments(func)), args, strict=False)), **kwargs}
         group = process_group_of(given)
         on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(given.values())))
         for call in read(given, group.size(), group.rank()):
@@ -185,14 +186,14 @@ class _Count(TorchDispatchMode):
 
 def _name(func: Any) -> str:
     """``allreduce`` of ``c10d::allreduce_``; a functional operator's has its own underscores."""
-    return func._schema.name.split("::")[1].strip("_").removesuffix("_out")
+    return schema_name(func).split("::")[1].strip("_").removesuffix("_out")
 
 
 def process_group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
     """The group in the arguments of an operator, by name."""
     handle = given["process_group"] if "process_group" in given else given["group_name"]
     if isinstance(handle, str):
-        return dist.distributed_c10d._resolve_process_group(handle)  # type: ignore[arg-type]
+        return group_of_name(handle)
     return handle if isinstance(handle, dist.ProcessGroup) else dist.ProcessGroup.unbox(handle)
 
 

@@ -19,7 +19,6 @@ for LLM training", 2025 (the scale).
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -31,6 +30,7 @@ from mmm.models.weights import canonical_name
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
+from mmm.torch_private.groups import ignore_gathers_in_turns
 from mmm.trainer.optimizer import LocalAdamW, fused, groups_of
 
 MOMENTUM, STEPS, COEFFICIENTS, EPS = 0.95, 5, (3.4445, -4.7750, 2.0315), 1e-7
@@ -113,7 +113,7 @@ def make_muon(
 ) -> Muon:
     """Muon for the `hidden_matrices` of a model, and AdamW for the rest; arguments as of `make_optimizer`."""
     # PyTorch warns that a matrix sharded twice is gathered in two turns: that is fine here.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    ignore_gathers_in_turns()
     matrices = hidden_matrices(model, plan)
     own = {id(parameter) for parameter in matrices}
     rest = groups_of((p for p in model.parameters() if id(p) not in own), weight_decay, decayed)

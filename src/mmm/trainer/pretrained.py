@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from mmm.checkpoint.weights import Origins, Weights, open_weights
+from mmm.checkpoint.open_weights import open_weights
+from mmm.checkpoint.weights import Origins, Weights
 from mmm.data.text.tokenizer import Tokenizer, tokenizer_of
 from mmm.errors import CheckpointError, ConfigError
 from mmm.layout import Layout, Techniques

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.ties import find_ties
+from mmm.torch_private.groups import ignore_gathers_in_turns
 from mmm.trainer.run.core import Run
 
 
@@ -31,7 +31,7 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     at = run.layout.coordinates(run.rank.rank)
     keeper = not any(place for axis, place in at.items() if axis != "pp")
     # PyTorch warns that a tensor sharded twice is gathered in two turns: that is fine here.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    ignore_gathers_in_turns()
     state = {name: tensor.cpu() for name, tensor in full_tensors(modules) if keeper}
     state |= {name: state[first] for name, first in second_names(modules).items() if keeper}
     if run.layout.pp > 1 and keeper:

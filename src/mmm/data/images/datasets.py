@@ -55,17 +55,8 @@ def load_images(
     Raises:
         DataError: no such data set; `data_dir` lacks the data; a file is broken.
     """
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, 1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise DataError(f"--dataset {name}: no such data set{meant}; there are {', '.join(NAMES)}")
-    if image_size is not None and image_size < 1:
-        raise DataError(f"an image size of {image_size} pixels: it needs at least 1")
     folder = None if data_dir is None else Path(data_dir).expanduser()
-    if folder is not None and name in ("digits", "fake"):
-        raise DataError(f"--dataset {name} reads no files, so --data_dir {folder} has no use: leave one of them out")
-    if folder is not None and not folder.is_dir():
-        raise DataError(f"--data_dir {folder}: there is no such folder")
+    _check(name, folder, image_size)
     if name == "digits":
         train, test = digits.load(image_size or 28, channels or 1)
         return ImageData(train, test, name, name, digits.SOURCE)
@@ -83,6 +74,20 @@ def load_images(
             raise DataError("--dataset folder needs --data_dir DIR with a subfolder of images for each class")
         return ImageData(*files.load(folder, image_size or 224, channels or 3), name, name, str(folder))
     return _load_published(_PUBLISHED[name], folder, image_size, channels, ranks)
+
+
+def _check(name: str, folder: Path | None, image_size: int | None) -> None:
+    """Raises DataError: what was asked for cannot be."""
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise DataError(f"--dataset {name}: no such data set{meant}; there are {', '.join(NAMES)}")
+    if image_size is not None and image_size < 1:
+        raise DataError(f"an image size of {image_size} pixels: it needs at least 1")
+    if folder is not None and name in ("digits", "fake"):
+        raise DataError(f"--dataset {name} reads no files, so --data_dir {folder} has no use: leave one of them out")
+    if folder is not None and not folder.is_dir():
+        raise DataError(f"--data_dir {folder}: there is no such folder")
 
 
 # --- published sets -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 
 from mmm.errors import DataError
+from mmm.torch_private.operators import has_kernel
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("nms", "qnms")  # torchvision's import registers fake and autocast versions of these
@@ -61,6 +62,6 @@ def _declare_missing_operators() -> torch.library.Library | None:
                 continue
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in _OPERATORS:
-        if not torch._C._dispatch_has_kernel(f"torchvision::{name}"):
+        if not has_kernel(f"torchvision::{name}"):
             library.define(name + _SCHEMA)
     return library

@@ -39,10 +39,8 @@ from mmm.launch.host.threads import renew_thread_pools
 from mmm.launch.job import binding
 from mmm.launch.job.preloads import OURS, preloads
 from mmm.launch.job.target import Target
+from mmm.torch_private.startup import TORCH_LATER, TORCH_LATER_FOR, is_in_bad_fork
 
-# What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
-TORCH_LATER = ("torch._dynamo",)
-TORCH_LATER_FOR = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
 READING = ("xarray", "h5netcdf")  # what rank 0 of ours imports to go on with a record, in every attempt but the first
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = (
@@ -154,7 +152,7 @@ def _fork_is_bad() -> bool:
     """Whether torch says, in a forked rank, that a device was touched before the fork: on ROCm counting them does it,
     where AMD's library for that is not installed."""
     torch = sys.modules.get("torch")
-    return any(getattr(getattr(torch, kind, None), "_is_in_bad_fork", bool)() for kind in ("cuda", "xpu"))
+    return any(is_in_bad_fork(getattr(torch, kind, None)) for kind in ("cuda", "xpu"))
 
 
 def _shadowed(first: str | None) -> list[str]:

@@ -13,7 +13,6 @@ In this order, each stated in `ClusterPlan.why`:
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,22 +21,19 @@ from mmm.errors import LaunchError
 from mmm.launch.job import (
     accelerators,
     binding,
-    elastic,
     hosts,
     local,
-    mpi,
     placement,
     scheduler,
     sites,
-    slurm,
     variables,
 )
 from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.backend import Backend, agent, choose_backend, each_host, request_of
 from mmm.launch.job.counts import is_filled
 from mmm.launch.job.elastic import Elastic
-from mmm.launch.job.mpi import Request
+from mmm.launch.job.job import Job
 from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 from mmm.launch.job.staging import Stage
 from mmm.launch.job.target import Target
@@ -125,52 +121,24 @@ def plan(
     if not listed:
         return None
     site, why["machine"] = sites.find(environ, options.site)
-    alone = options.mpiexec is None and all(map(hosts.is_here, [*listed, *options.spare]))
-    if alone and options.elastic is not None:
-        launcher, mpiexec, why["launcher"] = "direct", "", "launch itself: all ranks are on this host"
-    else:
-        launcher, mpiexec, why["launcher"] = _launcher(options, job, site, environ, version)
-    is_listed = any(hosts.is_here(name) for name in listed)
-    found = (found or accelerators.find(environ=environ, build=build)) if is_listed else None
+    backend, why["launcher"] = choose_backend(options, job, site, listed, environ, version)
+    found = (found or accelerators.find(environ=environ, build=build)) if any(map(hosts.is_here, listed)) else None
     device, why[DEVICE_VARIABLE] = _device(options, site, environ, found)
     devices, why["accelerators"] = _devices(device, site, job, found)
     placed = placement.place(options, job, listed, None if device == "cpu" else devices, why["accelerators"])
     used, counts, why["ranks"] = placed.hosts, placed.counts, placed.why
-    notes = [*job.notes, *placed.notes]
-    if launcher == "pals" and options.by == "rank" and not is_filled(counts):
-        options = replace(options, by="host")
-        notes.append("pals puts as many ranks on each host: here it starts one process a host, which forks its ranks")
-    bind, words, binding_words, why["cpu binding"] = _binding(options, site, launcher, max(counts))
+    options, by_notes = _started_by(options, backend, counts)
+    bind, words, binding_words, why["cpu binding"] = _binding(options, site, backend.kind, max(counts))
+    order = _device_order(site, options, backend, device)
     settings = variables.of_site(site, options, environ, why)
-    ordered = site.shows_devices(options.by, launcher, device) and site.device_variable not in options.env
-    order = site.device_order if ordered else []
-    shared = variables.of_cluster(options, site, job, used, sum(counts), device, environ, build, why) | settings
-    if site.name:
-        shared[SITE_VARIABLE] = json.dumps({"name": site.name, "set": settings, "device_order": order})
+    shared = variables.of_cluster(options, site, job, used, sum(counts), device, environ, build, why)
+    shared |= settings | _site_for_ranks(site, settings, order)
     threads, why["OMP_NUM_THREADS"] = variables.threads(options, job, environ)
-
-    all_of_job, by_host = used == job.hosts, options.by == "host"
-    all_listed = len(used) == len(listed) and not any(listed.values())
-    request = Request(
-        counts=(1,) * len(used) if by_host else counts,
-        hosts=used,
-        hostfile=(options.hostfile if all_listed else None) or (job.hostfile if all_of_job else None),
-        subset=not all_of_job,
-        bind=words,
-        env=options.env,
-        environ=environ,
-        more=options.launcher_args,
-    )
-    each = {}
-    if options.elastic is not None:
-        elastic.check_hosts(options.spare, used, job.hosts)
-        one = replace(request, counts=(1,), hostfile=None, subset=True)
-        for host in (*used, *options.spare):
-            each[host] = [*_line(launcher, mpiexec, replace(one, hosts=[host]), site, True), *_agent(target)]
+    request = request_of(options, job, placed, listed, words, environ)
     return ClusterPlan(
         target=target,
-        launcher=launcher,
-        command=[*_line(launcher, mpiexec, request, site, by_host), *_agent(target)],
+        launcher=backend.kind,
+        command=[*backend.line(request, options.by == "host"), *agent(target)],
         job=job,
         site=site,
         hosts=used,
@@ -188,9 +156,9 @@ def plan(
         prefork=options.prefork,
         stage=options.stage,
         why=why,
-        notes=tuple(notes),
+        notes=(*job.notes, *placed.notes, *by_notes),
         elastic=options.elastic,
-        each=each,
+        each=each_host(target, options, backend, request, job) if options.elastic is not None else {},
     )
 
 
@@ -219,24 +187,26 @@ def _hosts(options: LaunchOptions, environ: Mapping[str, str], why: dict[str, st
     return job, listed
 
 
-def _launcher(
-    options: LaunchOptions, job: Job, site: Site, environ: Mapping[str, str], version: str | None
-) -> tuple[str, str, str]:
-    """The launcher backend: its kind, its program, and why."""
-    if job.scheduler == "slurm" and options.mpiexec is None:
-        return "srun", "srun", "inside a Slurm job"
-    mpiexec = "mpiexec" if version is not None and not options.mpiexec else mpi.find(options.mpiexec, environ)
-    if options.mpi is not None:
-        return options.mpi, mpiexec, "--mpi"
-    kind, words = mpi.flavour(mpiexec) if version is None else mpi.read_version(version)
-    if kind is not None:
-        return kind, mpiexec, f"{mpiexec} --version: {words}"
-    if site.mpi is not None:
-        return site.mpi, mpiexec, f"{site.name}'s; {mpiexec} --version does not say ({words})"
-    raise LaunchError(
-        f"{mpiexec} --version prints {words!r}, which is no MPI that launch knows.\n"
-        f"  Say what it is like: --mpi {'|'.join(mpi.FLAVOURS)}"
-    )
+def _started_by(
+    options: LaunchOptions, backend: Backend, counts: tuple[int, ...]
+) -> tuple[LaunchOptions, tuple[str, ...]]:
+    """The options, with a process a host where the backend cannot start these ranks; and what is to be said."""
+    if backend.kind != "pals" or options.by != "rank" or is_filled(counts):
+        return options, ()
+    note = "pals puts as many ranks on each host: here it starts one process a host, which forks its ranks"
+    return replace(options, by="host"), (note,)
+
+
+def _device_order(site: Site, options: LaunchOptions, backend: Backend, device: str | None) -> list[int]:
+    """The site's devices for local rank 0, 1, …; none where each rank sees all of them, or its own alone."""
+    shown = site.shows_devices(options.by, backend.kind, device) and site.device_variable not in options.env
+    return site.device_order if shown else []
+
+
+def _site_for_ranks(site: Site, settings: dict[str, str], order: list[int]) -> dict[str, str]:
+    """The variable by which ranks know the site; none where it is not known."""
+    told = {"name": site.name, "set": settings, "device_order": order}
+    return {SITE_VARIABLE: json.dumps(told)} if site.name else {}
 
 
 def _device(
@@ -295,21 +265,3 @@ def _binding(
     if launcher == "srun" and site.srun:
         return None, [], f"by srun: {' '.join(site.fill(site.srun, per_host))}", site.name
     return None, [], f"left to {launcher}", "not asked for"
-
-
-def _line(launcher: str, mpiexec: str, request: Request, site: Site, by_host: bool) -> list[str]:
-    if launcher == "direct":
-        return []
-    if launcher != "srun":
-        return mpi.line(launcher, mpiexec, request)
-    if words := site.srun_by_host if by_host else site.srun:
-        return slurm.line(request, site.fill(words, max(request.counts)))
-    cpus = slurm.cpus_of_a_node(request.environ) if by_host else request.environ.get("SLURM_CPUS_PER_TASK")
-    words = [f"--ntasks-per-node={max(request.counts)}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
-    return slurm.line(request, words)
-
-
-def _agent(target: Target) -> list[str]:
-    """What the launcher backend starts: the agent, and python's words for the target, or `--exec` and a program."""
-    words = [*target.flags, *target.tail()] if target.is_python else ["--exec", *target.command]
-    return [sys.executable, "-m", "mmm.launch.host.agent", *words]

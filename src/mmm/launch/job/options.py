@@ -76,6 +76,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_run(made)
+    _add_cluster(made)
+    return made
+
+
+def _add_run(made: argparse.ArgumentParser) -> None:
+    """What a run takes on one host, too."""
     made.add_argument(
         "-n", "--nproc", metavar="N", help="ranks to start (default: one per accelerator; without any, 4 on the CPU)"
     )
@@ -117,6 +124,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--dry-run", action="store_true", help="print what would be started and why, and start nothing")
     made.add_argument("--explain", action="store_true", help="as --dry-run, and where every detected value came from")
+
+
+def _add_cluster(made: argparse.ArgumentParser) -> None:
     many = made.add_argument_group("on a cluster")
     many.add_argument("-ppn", "--ppn", metavar="N", help="ranks on each host")
     many.add_argument("-N", "--nhosts", metavar="N", help="use the first N hosts")
@@ -137,7 +147,6 @@ def parser() -> argparse.ArgumentParser:
         help="rank: mpiexec or srun starts each; host: one process a host, which imports once and forks",
     )
     many.add_argument("--start-timeout", metavar="S", default="300", help="seconds until all ranks have to be there")
-    return made
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

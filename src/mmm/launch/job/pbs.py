@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from mmm.errors import LaunchError
 from mmm.launch.job import hosts
-from mmm.launch.job.scheduler import Job
+from mmm.launch.job.job import Job
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:

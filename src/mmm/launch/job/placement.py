@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from mmm.errors import LaunchError
 from mmm.launch.job import hosts
 from mmm.launch.job.counts import spread
+from mmm.launch.job.job import Job
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions
-from mmm.launch.job.scheduler import Job
 
 NO_REASON = "nothing says more"
 

@@ -10,36 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from mmm.errors import LaunchError
+from mmm.launch.job import pbs, slurm
+from mmm.launch.job.job import Job
 
 SCHEDULERS = ("slurm", "pbs")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a scheduler says of the job this process is in; `scheduler` "none" where there is none.
-
-    Attributes:
-        hosts: in the scheduler's order, each once.
-        why: for each value that was found, the variable it came from.
-        tasks: what the job asked for on each of `hosts`; empty where it did not say.
-        gpus_per_host: None where the scheduler does not say.
-        end_time: seconds since 1970 at which the scheduler ends the job.
-        hostfile: the scheduler's own file with each host once, if it wrote one.
-        notes: what was also found, and not used.
-    """
-
-    scheduler: str = "none"
-    job_id: str = ""
-    hosts: tuple[str, ...] = ()
-    why: dict[str, str] = field(default_factory=dict)
-    tasks: tuple[int, ...] = ()
-    gpus_per_host: int | None = None
-    end_time: float | None = None
-    hostfile: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None) -> Job:
@@ -48,8 +25,6 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
     Raises:
         LaunchError: `scheduler` was asked for and has left no job here, or its variables or files cannot be read.
     """
-    from mmm.launch.job import pbs, slurm  # here, because they import this file
-
     if scheduler == "none":
         return Job(why={"scheduler": "--scheduler none"})
     if scheduler is not None:

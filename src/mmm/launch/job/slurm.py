@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from mmm.errors import LaunchError
 from mmm.launch.job import hosts
 from mmm.launch.job.counts import is_even, spread
+from mmm.launch.job.job import Job
 from mmm.launch.job.mpi import Request, joined
-from mmm.launch.job.scheduler import Job
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:

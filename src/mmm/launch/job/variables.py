@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from mmm.contract import DEVICE_VARIABLE, port_of
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts
+from mmm.launch.job.job import Job
 from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.scheduler import Job
 from mmm.launch.job.sites import Site
 
 OR_FREE = "; or a free one, where its host says that it is taken"

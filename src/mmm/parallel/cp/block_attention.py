@@ -28,8 +28,13 @@ import torch
 from torch import Tensor
 
 from mmm.models.transformer import cuda_has_flash
+from mmm.torch_private.operators import (
+    cpu_attention,
+    cpu_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 
-aten = torch.ops.aten
 TILE = 512  # tokens
 
 
@@ -50,9 +55,9 @@ def block_forward(
     if first_key is not None:
         return tiled_forward(q, k, v, causal, first_key)
     if _has_cpu_kernel(q):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return cpu_attention(q, k, v, 0.0, causal)
     if _has_flash(q):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+        return flash_attention(q, k, v, 0.0, causal)[:2]
     return tiled_forward(q, k, v, causal)
 
 
@@ -74,14 +79,12 @@ def block_backward(
     if first_key is not None:
         return tiled_backward(gradient, q, k, v, out, lse, causal, first_key)
     if _has_cpu_kernel(q):
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(gradient, q, k, v, out, lse, 0.0, causal)
+        return cpu_attention_backward(gradient, q, k, v, out, lse, 0.0, causal)
     if _has_flash(q):
         # The state of dropout, which is off.
         state, offset = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
         lengths = (None, None, q.shape[2], k.shape[2])
-        backward = aten._scaled_dot_product_flash_attention_backward
-        return backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, state, offset)
+        return flash_attention_backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, state, offset)
     return tiled_backward(gradient, q, k, v, out, lse, causal)
 
 

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
+from mmm.torch_private.autograd import in_backward
+from mmm.torch_private.module import BatchNorm, check_input_dim
 
 AXES = ("dp_replicate", "dp_shard", "cp")  # whose ranks have different samples, or different places of them
 
@@ -41,9 +42,9 @@ class _Sum(torch.autograd.Function):
         return _Sum.apply(gradient, ctx.groups), None
 
 
-def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+def batch_norms(model: nn.Module) -> list[tuple[str, BatchNorm]]:
     """The modules that normalize by the statistics of the batch, now."""
-    named = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm))
     return [(name, module) for name, module in named if module.training or module.running_mean is None]
 
 
@@ -63,7 +64,7 @@ def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -
                 f"(GroupNorm, LayerNorm), or call eval() on it, which takes the statistics that it has",
                 fields=("pp",) if layout.pp > 1 else ("microbatches",),
             )
-        own = type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        own = type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward)
         if own and any(getattr(layout, axis) > 1 for axis in AXES):
             raise ConfigError(
                 f"{name} is a {type(module).__name__}, whose forward is its own: its statistics would be those of each "
@@ -78,14 +79,14 @@ def apply_batch_norm(model: nn.Module, mesh: Mesh, techniques: Techniques, mixed
     if not (groups or mixed) and techniques.checkpointing == "none":
         return
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             module.forward = _Forward(module, groups)  # type: ignore[method-assign, assignment]
 
 
 class _Forward:
     """The forward of a BatchNorm."""
 
-    def __init__(self, module: _BatchNorm, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, module: BatchNorm, groups: Sequence[dist.ProcessGroup]) -> None:
         self.module, self.groups = module, groups
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,11 +94,11 @@ class _Forward:
         if isinstance(x, DTensor):
             local = x.to_local()
         if not isinstance(module, nn.SyncBatchNorm):
-            module._check_input_dim(local)
+            check_input_dim(module, local)
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         if module.training or module.running_mean is None:
             mean, variance, count = self._statistics(wide)
-            if module.training and module.running_mean is not None and torch._C._current_graph_task_id() == -1:
+            if module.training and module.running_mean is not None and not in_backward():
                 self._keep(mean.detach(), variance.detach() * count / (count - 1))
         else:
             assert module.running_var is not None

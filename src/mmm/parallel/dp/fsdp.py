@@ -24,16 +24,20 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import Shard
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.dp.outputs import tensors_in
 from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
 from mmm.parallel.dp.wrapped import all_groups
+from mmm.parallel.ep.expert_parallel import experts_of
+from mmm.parallel.local import to_local
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
+from mmm.torch_private.fsdp import pre_backward, reshards_after_forward, unsharded_of
+from mmm.torch_private.operators import tree_leaves
 
 
 def mixed_precision(precision: Precision, root: bool) -> MixedPrecisionPolicy:
@@ -84,6 +88,33 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
             module.set_reshard_after_forward(False, recurse=False)
 
 
+def apply_expert_fsdp(
+    model: nn.Module, experts: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False
+) -> None:
+    """``fully_shard`` each layer's experts over expert_dp, as FSDP units of their own, in place.
+
+    Args:
+        experts: of `Mesh`. offload: keep the shards on the host.
+    """
+    ranks = experts["expert_dp"].size()
+    over = experts[tuple(axis for axis in experts.mesh_dim_names or () if axis in ("dp_replicate", "expert_dp"))]
+    for module in experts_of(model, plan):
+        fully_shard(
+            module,
+            mesh=over,
+            mp_policy=mixed_precision(precision, False),
+            offload_policy=offload_policy(over, offload),
+            shard_placement_fn=lambda parameter: Shard(_fsdp_dim(parameter, ranks)),
+        )
+
+
+def _fsdp_dim(parameter: Tensor, ranks: int) -> int:
+    """The dim that FSDP shards a rank's experts along: 0, experts, where they divide over the ranks; else 1, the rows
+    of each, where those divide; else 0 all the same (some ranks then have one expert less)."""
+    experts, rows = to_local(parameter).shape[:2]
+    return 1 if experts % ranks and rows % ranks == 0 else 0
+
+
 def refuse_double_backward(model: nn.Module) -> None:
     """Have a backward with ``create_graph`` end in a ConfigError: FSDP frees the parameters that the second needs."""
 
@@ -111,7 +142,7 @@ def gather_for_backward(module: FSDPModule, inputs: tuple[Any, ...], output: Any
     seen = {id(leaf) for leaf in tree_leaves(output)}
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None and id(tensor) not in seen:
-            tensor.register_hook(module._get_fsdp_state()._pre_backward)
+            tensor.register_hook(pre_backward(module))
 
 
 def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
@@ -142,7 +173,7 @@ def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
 
 def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:
     """The shards that FSDP gathers for forward and once more for backward; after the first forward."""
-    return (p.sharded_param for group in all_groups(model) if group._reshard_after_forward for p in group.fsdp_params)
+    return (p.sharded_param for group in all_groups(model) if reshards_after_forward(group) for p in group.fsdp_params)
 
 
 def reshard(model: nn.Module) -> None:
@@ -159,7 +190,7 @@ def widen_gradients(module: nn.Module) -> None:
     of some weights come later, in the dtype of compute, and PyTorch 2.13 then refuses the unit.
     """
     for parameter in (parameter for group in all_groups(module) for parameter in group.fsdp_params):
-        if not hasattr(parameter, "_unsharded_param"):
+        if unsharded_of(parameter) is None:
             continue  # never gathered
         parameter.accumulate_unsharded_grad_if_needed()
         if parameter.unsharded_accumulated_grad is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+
+from mmm.torch_private.autograd import will_run
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -39,7 +40,7 @@ def adds_to_leaves(node: Node) -> bool:
         seen.add(node)
         if hasattr(node, "variable"):
             try:
-                return torch._C._will_engine_execute_node(node)
+                return will_run(node)
             except RuntimeError:  # the gradient of this leaf is what autograd.grad was asked for
                 return False
         nodes += [below for below, _ in node.next_functions if below is not None]

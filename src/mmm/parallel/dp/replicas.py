@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
@@ -27,6 +26,7 @@ from mmm.errors import ConfigError
 from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
 from mmm.parallel.dp.wrapped import Wrapper
 from mmm.runtime.device import Precision
+from mmm.torch_private.autograd import at_end_of_backward, in_backward
 
 
 class Part(ABC):
@@ -88,7 +88,7 @@ class Replicas(Wrapper):
                     f"parameter {name} needs a gradient now, and did not when the model was built: its gradients would "
                     f"not be summed over the ranks; build the model with requires_grad, and set it to False afterwards"
                 )
-        if torch._C._current_graph_task_id() == -1:  # not within a backward: one that has failed leaves its state
+        if not in_backward():  # not within a backward: one that has failed leaves its state
             self._reducing = False
             self._begun.clear()
 
@@ -111,7 +111,7 @@ class Replicas(Wrapper):
         if self._reducing or not any(missing):
             return
         self._reducing, self._missing, self._next = True, missing, 0
-        Variable._execution_engine.queue_callback(self._finish)
+        at_end_of_backward(self._finish)
 
     def _arrived(self, number: int, parameter: nn.Parameter) -> None:
         self._parts[number].arrived(parameter)

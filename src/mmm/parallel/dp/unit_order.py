@@ -24,15 +24,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import LayoutError
 from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
-from mmm.parallel.dp.wrapped import groups_of
 from mmm.parallel.local import sendable
 from mmm.runtime.log import get_logger
+from mmm.torch_private.autograd import at_end_of_backward, in_backward
+from mmm.torch_private.fsdp import (
+    end_backward,
+    groups_of,
+    reshards_after_forward,
+    shards_version,
+    state_of,
+    unsharded_of,
+)
 
 
 class UnitOrder:
@@ -56,7 +63,7 @@ class UnitOrder:
         for name, module in model.named_modules():
             if not isinstance(module, FSDPModule) or module is model:
                 continue
-            number = numbers.setdefault(module._get_fsdp_state(), len(self.units))
+            number = numbers.setdefault(state_of(module), len(self.units))
             if number == len(self.units):
                 self.units.append(module)
                 self.names.append(name)
@@ -79,7 +86,7 @@ class UnitOrder:
 
     def _reach(self, number: int) -> None:
         """Before a unit is called, and FSDP gathers it."""
-        if not self._inside or torch._C._current_graph_task_id() != -1:  # what is recomputed in backward is gathered
+        if not self._inside or in_backward():  # what is recomputed in backward is gathered
             return
         again = number in self.calls and not all(group.is_unsharded for group in groups_of(self.units[number]))
         self.calls.append(number)
@@ -101,7 +108,7 @@ class UnitOrder:
         self._inside = False
         self._gather(len(self.order))
         for unit in (self.units[number] for number in self.order if number in self._passed):
-            if any(group._reshard_after_forward for group in groups_of(unit)):
+            if any(reshards_after_forward(group) for group in groups_of(unit)):
                 unit.reshard()
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not self._communicates():
@@ -117,7 +124,7 @@ class UnitOrder:
     def _communicates(self) -> bool:
         """Whether backward does: in a pipeline it does not, nor alone."""
         groups = [group for unit in (self.model, *self.units) for group in groups_of(unit)]
-        return self.mesh.size() > 1 and any(group.reduce_grads or group._reshard_after_forward for group in groups)
+        return self.mesh.size() > 1 and any(group.reduce_grads or reshards_after_forward(group) for group in groups)
 
     def _alike(self, again: int | None = None) -> bool:
         """Whether all ranks have called the same units in the same order. A collective.
@@ -189,7 +196,7 @@ class UnitOrder:
         """A backward has reached an output of the model; FSDP's own hook has been called before."""
         if self._deferred and not self._queued and adds_to_leaves(node):
             self._queued = True
-            Variable._execution_engine.queue_callback(self._finish)
+            at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
         """At the end of a backward: reduce as it would have done, in one order, and free the units."""
@@ -204,7 +211,7 @@ class UnitOrder:
         for unit in units:
             for group in groups_of(unit):
                 group.post_backward()
-        self.model._get_fsdp_state()._root_post_backward_final_callback()
+        end_backward(self.model)
 
 
 def reduce_unused(group: Any) -> None:
@@ -226,13 +233,13 @@ def reduce_unused(group: Any) -> None:
         nonlocal reduced
         if group.reduce_grads and not reduced:
             reduced = True
-            used = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
-            several = any(
-                p.unsharded_accumulated_grad is not None for p in used
-            )  # in the dtype that they are summed in
-            for p in used:
-                if p._unsharded_param.grad is None and p.unsharded_accumulated_grad is None:
-                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+            used = [(p, unsharded_of(p)) for p in group.fsdp_params if p.sharded_param.requires_grad]
+            gathered = [(p, unsharded) for p, unsharded in used if unsharded is not None]
+            # In the dtype that they are summed in.
+            several = any(p.unsharded_accumulated_grad is not None for p, _ in gathered)
+            for p, unsharded in gathered:
+                if unsharded.grad is None and p.unsharded_accumulated_grad is None:
+                    unsharded.grad = torch.zeros_like(unsharded)
                 if several and p.unsharded_accumulated_grad is None:
                     p.to_accumulated_grad_if_needed()
         reduce(*unused)
@@ -252,20 +259,16 @@ def follow_shards(model: FSDPModule) -> None:
 
     def before(*_: Any) -> None:
         for unit, group in each():
-            if group.is_unsharded and gathered.get(group) not in (None, _version(group)):
+            if group.is_unsharded and gathered.get(group) not in (None, shards_version(group)):
                 unit.reshard()
             for p in group.fsdp_params:
-                if hasattr(p, "_unsharded_param"):
-                    p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
+                unsharded = unsharded_of(p)
+                if unsharded is not None:
+                    unsharded.requires_grad_(p.sharded_param.requires_grad)
 
     def after(*_: Any) -> None:
         gathered.clear()
-        gathered.update((group, _version(group)) for _, group in each() if group.is_unsharded)
+        gathered.update((group, shards_version(group)) for _, group in each() if group.is_unsharded)
 
     model.register_forward_pre_hook(before, prepend=True)
     model.register_forward_hook(after)
-
-
-def _version(group: Any) -> int:
-    """Of a unit's shards: higher after each change."""
-    return sum(p.sharded_param._version + p.sharded_param._local_tensor._version for p in group.fsdp_params)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from mmm.torch_private.fsdp import groups_of, state_of
+
 
 class Wrapper(nn.Module, ABC):
     """A module around a model on the meta device. ``parallel.materialize`` gives that memory and weights, and then
@@ -41,12 +43,5 @@ def is_offloaded(model: nn.Module) -> bool:
 def all_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP's own records of the parameters that it gathers together in `module`."""
     units = (inner for inner in module.modules() if isinstance(inner, FSDPModule))
-    for unit in {unit._get_fsdp_state(): unit for unit in units}.values():  # modules of one unit share theirs
+    for unit in {state_of(unit): unit for unit in units}.values():  # modules of one unit share theirs
         yield from groups_of(unit)
-
-
-def groups_of(unit: FSDPModule) -> list[Any]:
-    """FSDP's own records of the parameters that it gathers together for `unit`; PyTorch has no public way to them."""
-    state = unit._get_fsdp_state()
-    one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
-    return list(getattr(state, "_fsdp_param_groups", [one] if one else []))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmm.errors import ConfigError
 from mmm.models.weights import canonical_name
 from mmm.parallel.local import to_local
+from mmm.torch_private.module import BatchNorm, unsaved_buffers, version_of
 
 
 class WrittenBuffers:
@@ -44,15 +44,15 @@ class WrittenBuffers:
         return {
             f"{path}.{name}" if path else name: buffer
             for path, module in self.model.named_modules()
-            if not isinstance(module, _BatchNorm)
+            if not isinstance(module, BatchNorm)
             for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
+            if name not in unsaved_buffers(module)
         }
 
     def _start(self) -> None:
         self._before = {}
         if self.model.training:
-            self._before = {name: (buffer, buffer._version) for name, buffer in self._buffers().items()}
+            self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._buffers().items()}
 
     def _end(self) -> None:
         if not self.model.training:
@@ -81,7 +81,7 @@ class WrittenBuffers:
 
 
 def _unchanged(before: tuple[Tensor, int] | None, buffer: Tensor) -> bool:
-    return before is not None and before[0] is buffer and before[1] == buffer._version
+    return before is not None and before[0] is buffer and before[1] == version_of(buffer)
 
 
 def _digest(buffer: Tensor) -> tuple[Any, ...]:

@@ -34,16 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmm.errors import LayoutError
 from mmm.models.experts import Experts, expert_forward, to_host_list
-from mmm.parallel.dp.fsdp import mixed_precision, offload_policy
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
-from mmm.runtime.device import Precision
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
@@ -53,7 +50,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         LayoutError: the mesh has ep and the plan names no experts; or it has tp, the model has experts, and the mesh
             was built without a mesh for them.
     """
-    layout, modules = mesh.layout, _experts_of(model, plan)
+    layout, modules = mesh.layout, experts_of(model, plan)
     if modules and layout.tp > 1 and mesh.experts is None:
         raise LayoutError(
             f"tp {layout.tp}: a mesh for a model with experts is built by build_mesh(…, experts=True)",
@@ -70,36 +67,10 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         module.expert_forward = ExpertParallel(axis)
 
 
-def _experts_of(model: nn.Module, plan: Plan) -> list[Experts]:
+def experts_of(model: nn.Module, plan: Plan) -> list[Experts]:
+    """The experts of the layers that the plan names."""
     layers = [layer for pattern in plan.experts for layer in find(model, pattern)]
     return [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
-
-
-def apply_expert_fsdp(
-    model: nn.Module, experts: DeviceMesh, plan: Plan, precision: Precision, offload: bool = False
-) -> None:
-    """``fully_shard`` each layer's experts over expert_dp, as FSDP units of their own, in place.
-
-    Args:
-        experts: of `Mesh`. offload: keep the shards on the host.
-    """
-    ranks = experts["expert_dp"].size()
-    over = experts[tuple(axis for axis in experts.mesh_dim_names or () if axis in ("dp_replicate", "expert_dp"))]
-    for module in _experts_of(model, plan):
-        fully_shard(
-            module,
-            mesh=over,
-            mp_policy=mixed_precision(precision, False),
-            offload_policy=offload_policy(over, offload),
-            shard_placement_fn=lambda parameter: Shard(_fsdp_dim(parameter, ranks)),
-        )
-
-
-def _fsdp_dim(parameter: Tensor, ranks: int) -> int:
-    """The dim that FSDP shards a rank's experts along: 0, experts, where they divide over the ranks; else 1, the rows
-    of each, where those divide; else 0 all the same (some ranks then have one expert less)."""
-    experts, rows = to_local(parameter).shape[:2]
-    return 1 if experts % ranks and rows % ranks == 0 else 0
 
 
 class ExpertParallel:

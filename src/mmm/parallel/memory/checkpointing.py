@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from mmm.errors import ConfigError
 from mmm.parallel.plan import Plan, find
+from mmm.torch_private.operators import ATTENTION_KERNELS, profiler_marks
 
 MODES = ("none", "full", "selective")
 
@@ -29,10 +30,7 @@ KEPT = [
     aten.mm.default,
     aten.addmm.default,
     aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+    *ATTENTION_KERNELS,
 ]
 
 
@@ -67,11 +65,7 @@ def _ignore_profiler_marks() -> None:
     Where an FSDP unit lies inside a checkpointed module (experts), recomputation has another number of them. The list
     is read until the last backward, so that they stay on it.
     """
-    profiler = torch.ops.profiler
-    torch_checkpoint.SAC_IGNORED_OPS |= {
-        profiler._record_function_enter_new.default,
-        profiler._record_function_exit._RecordFunction,
-    }
+    torch_checkpoint.SAC_IGNORED_OPS |= profiler_marks()
 
 
 # torch.compile accepts `checkpoint` only when it is called with its arguments written out, as here: it would silently

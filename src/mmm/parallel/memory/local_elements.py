@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import to_local
+from mmm.torch_private.module import storage_id
 
 
 def local_elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -33,5 +34,5 @@ def _elements(tensors: Iterable[Tensor]) -> int:
     elements = {}
     for local in map(to_local, tensors):
         storage = local.untyped_storage()
-        elements[storage._cdata] = storage.nbytes() // local.element_size()
+        elements[storage_id(storage)] = storage.nbytes() // local.element_size()
     return sum(elements.values())

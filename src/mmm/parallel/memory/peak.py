@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from mmm.torch_private.fake import memory_tracker
+
 
 class Peak:
     """The most bytes that work on a model has had at once, beyond what was there before it.
@@ -33,9 +35,7 @@ class Peak:
             self.allocator.reset_peak_memory_stats()
             self.before = self.allocator.memory_allocated()
             return self
-        from torch.distributed._tools.mem_tracker import MemTracker
-
-        self.tracker = MemTracker()
+        self.tracker = memory_tracker()
         self.tracker.track_external(self.model)
         self.tracker.__enter__()
         self.before = self._tracked("current")

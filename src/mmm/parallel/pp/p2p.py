@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
+
+from mmm.torch_private.pipelining import batching
 
 
 class P2PStage(PipelineStage):
@@ -55,12 +57,8 @@ def batched_by_group() -> Iterator[None]:
     1F1B sends to a rank and receives from it in one batch, which may not have two groups. What only sends, or only
     receives, PyTorch 2.13 issues without a batch, on which XCCL hangs (torch-xpu-ops 3071).
     """
-    batch = schedules._batch_p2p
-    schedules._batch_p2p = _batch_by_group
-    try:
+    with batching(_batch_by_group):
         yield
-    finally:
-        schedules._batch_p2p = batch
 
 
 def _batch_by_group(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:

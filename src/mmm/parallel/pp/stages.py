@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, matches
+from mmm.torch_private.module import own_modules
 
 TORCH = str(Path(torch.__file__).parent)
 Part = tuple[str, ...]  # names of modules that go into the same stage
@@ -116,7 +117,7 @@ def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> n
         parent, _, child = name.rpartition(".")
         owner = stage.get_submodule(parent)
         if isinstance(owner, nn.ModuleDict | nn.ModuleList | nn.Sequential):
-            del owner._modules[child]  # `del owner[…]` of a list would give those behind it other names
+            del own_modules(owner)[child]  # `del owner[…]` of a list would give those behind it other names
         else:
             setattr(owner, child, None)
     return stage
@@ -158,7 +159,7 @@ def _why(error: Exception, model: nn.Module, stage: nn.Module, number: int, name
         text = linecache.getline(file, line).strip()
         where = f" ({file}:{line}: {text})"
         path = next((name for name, each in stage.named_modules() if each is module), "")
-        calls = [call for call in re.findall(r"self\.(\w+)", text) if module._modules.get(call, module) is None]
+        calls = [call for call in re.findall(r"self\.(\w+)", text) if own_modules(module).get(call, module) is None]
         if calls:
             name = f"{path}.{calls[0]}".lstrip(".")
             return (

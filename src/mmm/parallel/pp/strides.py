@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from mmm.torch_private.module import is_view
+from mmm.torch_private.operators import tree_map_only
 
 
 def to_contiguous(tensor: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ def contiguous_between_stages(stage: nn.Module, first: bool, last: bool) -> None
 
     def copy(x: Tensor) -> Tensor:
         # A backward that is split detaches a stage's output in place, which PyTorch cannot do to a view.
-        return x.clone(memory_format=torch.contiguous_format) if x._is_view() else to_contiguous(x)
+        return x.clone(memory_format=torch.contiguous_format) if is_view(x) else to_contiguous(x)
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(tree_map_only(Tensor, wrap, list(given)))

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import LayoutError
 from mmm.parallel.local import to_local
+from mmm.torch_private.fake import is_fake
+from mmm.torch_private.module import own_parameters
 
 
 class Replicated(ParallelStyle):
@@ -56,23 +57,23 @@ class PartialGradient(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own: list[tuple[nn.Module, str]] = []  # those of modules inside that have another style are that style's
         for each in module.modules():
-            for name, parameter in each._parameters.items():
+            for name, parameter in own_parameters(each).items():
                 if parameter is not None and not isinstance(parameter, DTensor):
                     full = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
-                    each._parameters[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                    own_parameters(each)[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     own.append((each, name))
         replaced: list[tuple[nn.Module, str, Any]] = []
 
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             for each, name in own:
-                parameter: Any = each._parameters[name]
+                parameter: Any = own_parameters(each)[name]
                 replaced.append((each, name, parameter))
-                each._parameters[name] = parameter.to_local(grad_placements=[Partial()])
+                own_parameters(each)[name] = parameter.to_local(grad_placements=[Partial()])
 
         def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             while replaced:
                 each, name, parameter = replaced.pop()
-                each._parameters[name] = parameter
+                own_parameters(each)[name] = parameter
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)
@@ -104,7 +105,7 @@ class _SameGradients:
         ):
             return  # a partial sum is added up
         local = to_local(gradient)
-        if isinstance(local, FakeTensor):
+        if is_fake(local):
             return
         group, first = self.mesh.get_group(), local.detach().contiguous().clone()
         dist.broadcast(first, group=group, group_src=0)

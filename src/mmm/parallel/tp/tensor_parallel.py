@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.errors import LayoutError
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
+from mmm.torch_private.groups import leave_generators_alone
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
@@ -54,5 +54,4 @@ def _leave_generators_alone(mesh: DeviceMesh) -> None:
     all: ranks of a tp group have the same already, other data-parallel coordinates another (`mmm.runtime.seed`)."""
     if mesh.device_type not in ("cuda", "xpu") or not getattr(torch, mesh.device_type).is_available():
         return  # no generator would be given away, and the tracker asks for a device
-    if dtensor_random._rng_tracker is None:
-        dtensor_random._rng_tracker = dtensor_random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    leave_generators_alone(mesh)

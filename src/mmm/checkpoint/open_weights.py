@@ -1,0 +1,35 @@
+"""The one function that knows every kind of weights on disk (`mmm.checkpoint.weights`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmm.checkpoint.manifest import MANIFEST, steps_of
+from mmm.checkpoint.weights import Weights
+from mmm.errors import CheckpointError
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights at a path: a GGUF file, a folder of safetensors and config.json, a checkpoint or a run's folder.
+
+    Raises:
+        CheckpointError: there are none, or they are of another kind of model.
+    """
+    # Here: a format takes a part of torch to import that the others do not need.
+    from mmm.checkpoint.gguf_file import GGUFWeights
+    from mmm.checkpoint.hugging_face import HuggingFace
+    from mmm.checkpoint.own import OwnWeights
+
+    if path.is_file():
+        return GGUFWeights(path)
+    for folder in (path, *steps_of(path)[:1], *steps_of(path / "checkpoints")[:1]):
+        if (folder / MANIFEST).exists():
+            return OwnWeights(folder)
+    if not path.exists():
+        raise CheckpointError(f"{path}: No such file or directory")
+    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        return HuggingFace(path)
+    raise CheckpointError(
+        f"{path}: no weights are there; give a checkpoint or a run's folder (where --checkpoint_every leaves them; "
+        "model.pt is for plain PyTorch), a folder with config.json and *.safetensors, or a GGUF file"
+    )

@@ -1,0 +1,69 @@
+"""Private names of FSDP: its records of units, of the parameters that a unit gathers together, and of each of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mmm.torch_private.module import version_of
+
+
+def state_of(unit: Any) -> Any:
+    """FSDP's record of a unit, which its modules share if it has several.
+
+    Private: FSDPModule._get_fsdp_state, seen in 2.10 to 2.14; instead: nothing."""
+    return unit._get_fsdp_state()
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """FSDP's own records of the parameters that it gathers together for `unit`.
+
+    Private: FSDPState._fsdp_param_groups, seen in 2.12 to 2.14, before that _fsdp_param_group; instead: nothing."""
+    state = state_of(unit)
+    one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
+    return list(getattr(state, "_fsdp_param_groups", [one] if one else []))
+
+
+def reshards_after_forward(group: Any) -> bool:
+    """Whether a group is freed after forward.
+
+    Private: FSDPParamGroup._reshard_after_forward, seen in 2.10 to 2.14; instead: nothing."""
+    return group._reshard_after_forward
+
+
+def unsharded_of(parameter: Any) -> Tensor | None:
+    """Of FSDP's record of a parameter, the parameter that it gathers; None before it has been.
+
+    Private: FSDPParam._unsharded_param, seen in 2.10 to 2.14; instead: nothing."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def shards_version(group: Any) -> int:
+    """Of a group's shards: higher after each change.
+
+    Private: DTensor._local_tensor, seen in 2.10 to 2.14; instead: to_local, which makes a view."""
+    return sum(version_of(p.sharded_param) + version_of(p.sharded_param._local_tensor) for p in group.fsdp_params)
+
+
+def pre_backward(unit: Any) -> Any:
+    """The hook of a tensor by which FSDP gathers a unit for backward.
+
+    Private: FSDPState._pre_backward, seen in 2.10 to 2.14; instead: nothing."""
+    return state_of(unit)._pre_backward
+
+
+def end_backward(root: Any) -> None:
+    """What FSDP does at the end of a backward of its root.
+
+    Private: FSDPState._root_post_backward_final_callback, seen in 2.10 to 2.14; instead: nothing."""
+    state_of(root)._root_post_backward_final_callback()
+
+
+def collectives_module() -> Any:
+    """The module with ``foreach_all_gather`` and ``foreach_reduce``, which FSDP calls on streams of its own.
+
+    Private: torch.distributed.fsdp._fully_shard._fsdp_param_group, seen in 2.10 to 2.14; instead: nothing."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    return _fsdp_param_group

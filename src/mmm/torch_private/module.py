@@ -1,0 +1,113 @@
+"""Private names of modules, tensors and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Private: nn.modules.batchnorm._BatchNorm, seen in 2.10 to 2.14; instead: the public classes, one by one.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+# Private: nn.modules.batchnorm._NormBase, seen in 2.10 to 2.14; instead: BatchNorm, SyncBatchNorm, InstanceNorm.
+NormBase = nn.modules.batchnorm._NormBase
+# Private: nn.modules.conv._ConvNd, seen in 2.10 to 2.14; instead: the public classes, one by one.
+Convolution = nn.modules.conv._ConvNd
+# Private: MultiheadAttention and Transformer have the second, seen in 2.10 to 2.14; instead: the first, there too.
+RESETS = ("reset_parameters", "_reset_parameters")
+# Private: how compile, checkpointing and FSDP1 name what they wrap, seen in 2.10 to 2.14; instead: nothing.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+# Private: Module._call_impl, the function that a stack has for a forward, seen in 2.10 to 2.14; instead: nothing.
+MODULE_CALL = "_call_impl"
+
+# Private: torch._foreach_*, one kernel for many tensors, seen in 2.10 to 2.14; instead: nothing.
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
+# Private: of torch.amp.GradScaler, seen in 2.10 to 2.14; instead: nothing.
+unscale_and_check_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, in which one may be replaced, also by a plain tensor for the length of a forward.
+
+    Private: Module._parameters, seen in 2.10 to 2.14; instead: register_parameter, for parameters alone."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, in which one may be replaced: it stays persistent, or not, as it was.
+
+    Private: Module._buffers, seen in 2.10 to 2.14; instead: named_buffers(recurse=False) and setattr."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules directly in `module`, those that are None too.
+
+    Private: Module._modules, seen in 2.10 to 2.14; instead: named_children, without those that are None."""
+    return module._modules
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state dict does not have.
+
+    Private: Module._non_persistent_buffers_set, seen in 2.10 to 2.14; instead: nothing."""
+    return module._non_persistent_buffers_set
+
+
+def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by what `function` makes of it, in place.
+
+    Private: Module._apply, seen in 2.10 to 2.14; instead: nothing."""
+    module._apply(function)
+
+
+def check_input_dim(norm: Any, x: Tensor) -> None:
+    """Raises ValueError where a batch norm's input has not the dims of its class.
+
+    Private: _BatchNorm._check_input_dim, seen in 2.10 to 2.14; instead: nothing."""
+    norm._check_input_dim(x)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory has been written.
+
+    Private: Tensor._version, seen in 2.10 to 2.14; instead: nothing."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd has a tensor as a view of another.
+
+    Private: Tensor._is_view, seen in 2.10 to 2.14; instead: nothing."""
+    return tensor._is_view()
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that a view is one of; of others the tensor itself.
+
+    Private: Tensor._base, seen in 2.10 to 2.14; instead: nothing."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that no other live storage has, also one without memory, whose data_ptr is 0.
+
+    Private: UntypedStorage._cdata, seen in 2.10 to 2.14; instead: nothing."""
+    return storage._cdata
+
+
+def steps_unless_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's kernel itself reads whether to skip a step.
+
+    Private: Optimizer._step_supports_amp_scaling, seen in 2.10 to 2.14; instead: nothing."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def found_inf_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    """What a scaler has found in an optimizer's gradients: 1.0 or 0.0 by device.
+
+    Private: GradScaler._per_optimizer_states, seen in 2.10 to 2.14; instead: nothing."""
+    return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
