@@ -35,6 +35,8 @@ FOR_PEOPLE = {
     ("plan/script.py", "mmm.trainer.lm"),
     ("plan/spec.py", "mmm.trainer.lm"),
 }
+# The command that a program becomes where its line asks for what the command does: executed, and not imported.
+BECOMES = {("trainer/dry_run.py", "mmm.cli.main")}
 # The modules that launch starts as processes of their own. They are named, and not imported.
 PROCESSES = {"mmm.launch.host.agent", "mmm.launch.host.forkserver", "mmm.launch.host.child"}
 NAME = re.compile(r"\bmmm(?:\.\w+)+")
@@ -72,7 +74,7 @@ def wrong(path, rooms, depth):
 
 def test_rooms_name_only_what_is_below_them():
     found = {each for path in SOURCE.rglob("*.py") for each in wrong(path, ROOMS, 1)}
-    assert found - STILL == FOR_PEOPLE
+    assert found - STILL == FOR_PEOPLE | BECOMES
     assert not STILL - found, "these have been put right: take them out of STILL"
 
 

@@ -28,6 +28,7 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.device import choose_precision
 from mmm.runtime.log import get_logger
 from mmm.testing import free_port
+from mmm.trainer.dry_run import for_a_few_steps
 from mmm.trainer.mistakes import OneDevice
 from mmm.trainer.run import Run
 from support.clock import PATIENCE
@@ -348,5 +349,5 @@ def test_a_mistake_there_is_not():
         fsdp_tp.train(fsdp_tp.Config(break_="norm"))
     with pytest.raises(ValueError, match="--break averaged: it is one of no_all_reduce, same_samples"):
         ddp.train(ddp.Config(break_="averaged"))
-    with pytest.raises(ValueError, match="--dry_run with --break: no loss is computed"):
-        fsdp_tp.Config(dry_run=4, break_="norms").check()
+    with pytest.raises(ValueError, match="--break in a dry run: no loss is computed"):
+        for_a_few_steps(fsdp_tp.Config(break_="norms"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmm import contract, streams
-from mmm.contract import NUMBERINGS, USER_ERROR_EXIT, VERDICT_VARIABLE, report
+from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS, USER_ERROR_EXIT, VERDICT_VARIABLE, report
 from mmm.errors import UserError
 from mmm.outside import printable_lines
 from mmm.runtime import startup
@@ -74,7 +74,7 @@ def first_failure() -> str | None:
 def run_main(fn: Callable[[], object]) -> NoReturn:
     """Run a program's main function and exit: 0, or 2 for a `UserError`, which is said once and without a traceback.
 
-    Any other exception propagates. What `fn` returns is not used.
+    Any other exception propagates, and in a dry run all do: there the dry run says it. What `fn` returns is not used.
     """
     startup.imported()
     streams.never_fail()
@@ -82,6 +82,8 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
         contract.check_folder()
         fn()
     except UserError as error:
+        if DRY_RUN_VARIABLE in os.environ:
+            raise
         report_user_error(error)
         sys.exit(USER_ERROR_EXIT)
     sys.exit(0)
