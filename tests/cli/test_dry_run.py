@@ -110,7 +110,7 @@ PROGRAMS = {
         2,
         "mmm: error: dry run: the program makes its process group itself, by torch.distributed.init_process_group",
     ),
-    "print(1)": (2, "mmm: error: dry run: the program has started no run, which is by mmm.trainer.start_run"),
+    "print(1)": (2, "mmm: error: dry run: the program has started no run, which is by `start_run`"),
     "raise SystemExit('no shard is left')": (1, "no shard is left\n"),
     "raise SystemExit(5)": (5, ""),
     "raise KeyError('no shard')": (1, "KeyError: 'no shard'"),
@@ -129,7 +129,7 @@ def test_a_program_that_starts_no_run(dry_run, program):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero", "this program trains several models, one after the other, in one run; try one with mmm.trainer.lm"),
+        ("zero", "this program trains several models, one after the other, in one run; try one of them alone"),
         ("tiling", "this program trains several models, one after the other, in one run"),
         ("checkpoint", "the program saves a checkpoint by torch.distributed.checkpoint"),
         ("collectives", "the program makes no model"),

@@ -134,6 +134,7 @@ def _child(program: Callable[[], object], world_size: int, rank: int, end: Conne
     """One rank: send its report, or why there is none."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     began = time.perf_counter()
+    result: RankReport | UserError | ProgramExited | str
     try:
         with rehearsing(rank, world_size) as rehearsal:
             try:
@@ -141,11 +142,13 @@ def _child(program: Callable[[], object], world_size: int, rank: int, end: Conne
             except SystemExit as stop:
                 if rehearsal.memory is None and (code := _exit_code(stop)):
                     raise ProgramExited(code) from None
-        end.send(_report(rehearsal, time.perf_counter() - began))
+        result = _report(rehearsal, time.perf_counter() - began)
     except (UserError, ProgramExited) as error:
-        end.send(error)
+        result = error
     except BaseException:  # whatever it is, the process ends with it
-        end.send(traceback.format_exc())
+        result = traceback.format_exc()
+    sys.stderr.flush()  # nobody waits for this process once it has answered
+    end.send(result)
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -160,8 +163,7 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
     layout, device, traffic = rehearsal.layout, rehearsal.device, rehearsal.traffic
     if layout is None or device is None or traffic is None:
         raise ConfigError(
-            "dry run: the program has started no run, which is by mmm.trainer.start_run: leave out what makes it do "
-            "something else"
+            "dry run: the program has started no run, which is by `start_run`: leave out what has it do something else"
         )
     if not rehearsal.peaks():
         raise ConfigError("dry run: the program makes no model, and nothing else is counted: there is nothing to show")

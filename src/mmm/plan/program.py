@@ -150,7 +150,7 @@ def _no_other_group() -> Iterator[None]:
         if backend != "fake":
             raise ConfigError(
                 "dry run: the program makes its process group itself, by torch.distributed.init_process_group: only a "
-                "program that starts its run by mmm.trainer.start_run can be tried"
+                "program that starts its run by `start_run` can be tried"
             )
         init(backend, *given, **named)
 
@@ -206,15 +206,14 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
         another = memory.phase() != "start" and any(parameter.is_meta for parameter in module.parameters())
         if another and memory.counts():
             raise ConfigError(
-                "dry run: this program trains several models, one after the other, in one run; try one with "
-                "mmm.trainer.lm"
+                "dry run: this program trains several models, one after the other, in one run; try one of them alone"
             )
         return apply(module, *given, **named)
 
     def save(*_: Any, **__: Any) -> None:
         raise ConfigError(
-            "dry run: the program saves a checkpoint by torch.distributed.checkpoint, and its tensors have no elements: "
-            "leave that out"
+            "dry run: the program saves a checkpoint by torch.distributed.checkpoint, and its tensors have no "
+            "elements: leave that out"
         )
 
     def numpy(tensor: torch.Tensor, **_: Any) -> np.ndarray:
