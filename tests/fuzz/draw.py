@@ -81,10 +81,7 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "profile_ranks": ("1", "2", "0"),
     "classes": ("2", "10", "3", "0"),
 }
-GIVEN = names(
-    "outdir data_dir text model resume "
-    "dry_run dry_run_rank dry_run_memory dry_run_json dry_run_trace dry_run_trace_all dry_run_machine"
-)  # paths, which the fuzzer sets itself; a model that is the only one; what trains nothing
+GIVEN = names("outdir data_dir text model resume")  # paths, which the fuzzer sets itself; a model that is the only one
 NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # other machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "

@@ -15,7 +15,7 @@ import torch
 from mmm.layout import Layout, Techniques
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel.memory.footprint import footprint_of
+from mmm.parallel.footprint import footprint_of
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model

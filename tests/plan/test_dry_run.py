@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mmm.errors import LayoutError
-from mmm.plan.dry_run import dry_run
+from mmm.plan.dry_run import ProgramExited, dry_run
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
-LM = [sys.executable, "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
+LM = ["-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
 SHORT = ["llama ddp", "llama pp 1f1b", "vit fsdp·tp", "cnn zero1"]
 # Of those that the benchmark has, which tries all: a kind each.
 FOUR = [
@@ -34,8 +34,10 @@ def compare(tmp_path, names):
     return json.loads(rows.read_text())
 
 
-def run(*words, cwd=None):
-    return subprocess.run([*LM, *words], capture_output=True, text=True, check=False, cwd=cwd)
+def run(asked, *flags, cwd=None):
+    """``mmm dry-run`` of the trainer."""
+    line = [sys.executable, "-m", "mmm.cli.main", "dry-run", *asked, "--", "python3", *LM, *flags]
+    return subprocess.run(line, capture_output=True, text=True, check=False, cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,8 @@ def test_memory_and_every_collective_are_those_of_real_ranks(tmp_path, names):
 def test_a_world_that_is_not_there(tmp_path):
     """Its parts add up; nothing but the report is written; what does not fit is exit code 1."""
     report = tmp_path / "report.json"
-    words = ["--dry_run", "12288", "--tp", "2", "--pp", "2", "--batch_size", "2", "--n_layers", "2"]
-    done = run(*words, "--dry_run_memory", "100KiB", "--dry_run_json", str(report), cwd=tmp_path)
+    asked = ["12288", "--memory", "100KiB", "--json", str(report)]
+    done = run(asked, "--tp", "2", "--pp", "2", "--batch_size", "2", "--n_layers", "2", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "does not fit: rank" in done.stdout.splitlines()[-1]
     assert "more than 0.10 MiB" in done.stdout.splitlines()[-1]
@@ -78,34 +80,28 @@ def test_a_world_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("flags", "message"),
     [
-        pytest.param(
-            ["--dry_run", "12288", "--tp", "5"],
-            "tp 5 needs a multiple of 5 ranks, and there are 12288: give --dry_run 12290, or change the layout",
-            marks=pytest.mark.long,
+        (
+            ["--tp", "5"],
+            "mmm: error: tp 5 needs a multiple of 5 ranks, and there are 12288: try that many, `mmm dry-run 12290 -- "
+            "python3 -m mmm.trainer.lm --device cpu --preset debug --dataset random --tp 5`, or change the layout",
         ),
-        pytest.param(["--dry_run", "0"], "--dry_run 0: it must be at least 1", marks=pytest.mark.long),
-        pytest.param(
-            ["--dry_run", "8", "--dry_run_rank", "8"],
-            "--dry_run_rank 8: it is not between 0 and 7",
-            marks=pytest.mark.long,
-        ),
-        (["--dry_run", "8", "--dry_run_memory", "64 apples"], "--dry_run_memory 64 apples: the unit is none of"),
-        pytest.param(["--dry_run_memory", "64GiB"], "--dry_run_memory without --dry_run", marks=pytest.mark.long),
+        pytest.param(["--no_such", "5"], "--no_such", marks=pytest.mark.long),
+        pytest.param(["--summary"], "dry run: the program has started no run", marks=pytest.mark.long),
     ],
 )
-def test_what_the_real_run_would_refuse(words, said):
-    done = run(*words)
+def test_what_the_real_run_would_refuse(flags, message):
+    done = run(["12288"], *flags)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert said in done.stderr
+    assert done.stderr.count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr
 
 
 def error_of(done):
     """The message, without the rank and host that a real run says."""
     last = done.stderr.strip().splitlines()[-1]
-    return re.sub(r"^error: (\[rank \d+ on [^]]*\] )?", "", last)
+    return re.sub(r"^(?:mmm: )?error: (\[rank \d+ on [^]]*\] )?", "", last)
 
 
 @pytest.mark.long
@@ -123,12 +119,16 @@ def test_what_fails_on_12288_ranks_fails_here_with_the_same_error(words):
     numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(LAST + 1), "LOCAL_WORLD_SIZE": "1"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     real = subprocess.run(
-        [*LM, *words], capture_output=True, text=True, check=False, env={**os.environ, **numbers, **meeting}
+        [sys.executable, *LM, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **numbers, **meeting},
     )
-    dry = run("--dry_run", str(LAST + 1), *words)
+    dry = run([str(LAST + 1)], *words)
     assert real.returncode == dry.returncode == 2, real.stderr + dry.stderr
-    # But for what to do about it: start so many ranks, or give another --dry_run.
-    assert error_of(dry).partition(": give --dry_run ")[0] == error_of(real).partition(": start that many, ")[0]
+    # But for what to do about it: start so many ranks, or try so many.
+    assert error_of(dry).partition(": try that many, ")[0] == error_of(real).partition(": start that many, ")[0]
 
 
 def on_the_last_rank(error):
@@ -143,5 +143,5 @@ def test_what_fails_on_the_last_rank_alone():
         dry_run(partial(on_the_last_rank, LayoutError("no shard is left for rank 12287")), LAST + 1, LAST)
     with pytest.raises(RuntimeError, match=r"(?s)rank 12287 of 12288 failed:.*KeyError: 'no such shard'"):
         dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1, LAST)
-    with pytest.raises(RuntimeError, match="rank 0 of 12288 failed"):
+    with pytest.raises(ProgramExited, match=r"^3$"):
         dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1)

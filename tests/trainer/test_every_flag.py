@@ -8,7 +8,6 @@ import pytest
 
 from mmm.examples import moe
 from mmm.examples.__main__ import runnable_modules
-from mmm.trainer import dry_run
 from support.flags import flags, reads
 
 SAME = {"mmm.examples.vit": "mmm.trainer.vit"}  # one program under two names
@@ -28,16 +27,10 @@ FIXED = {
 }
 
 
-def reads_with_dry_run(program):
-    """What a program reads, and what is read before it: it does not know of a dry run."""
-    before = SimpleNamespace(Config=program.Config, train=dry_run.answer)
-    return reads(program) | (reads(before) if "dry_run" in flags(program.Config) else set())
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_read_can_be_given_and_what_can_be_given_is_read(name):
     program = importlib.import_module(name)
-    given, read = flags(program.Config), reads_with_dry_run(program)
+    given, read = flags(program.Config), reads(program)
     assert len(read) > 5
     assert read - given - DEFAULTS == FIXED.get(name, set()), "read, and no flag"
     assert given - read == set(), "flags without effect"
@@ -51,4 +44,4 @@ def test_a_flag_without_effect_is_found():
         def check(self) -> None:
             assert self.wave == 1
 
-    assert flags(Config) - reads_with_dry_run(SimpleNamespace(Config=Config, train=moe.train)) == {"wave"}
+    assert flags(Config) - reads(SimpleNamespace(Config=Config, train=moe.train)) == {"wave"}

@@ -15,6 +15,7 @@ from mmm.outside import printable_lines
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
+    "dry-run": ("mmm.cli.dry_run", "what a rank of so many would hold and send: any program, without its devices"),
     "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
     "export": ("mmm.cli.export", "write a language model's weights as transformers loads them"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),

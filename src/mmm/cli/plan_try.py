@@ -86,7 +86,7 @@ def _flags(search: Search, candidate: Candidate) -> list[str]:
 
 
 def dry_run(search: Search, candidate: Candidate, args: argparse.Namespace) -> int:
-    """The table of a trainer's --dry_run. Returns 0 if it fits, else 1."""
+    """The tables of ``mmm dry-run``. Returns 0 if it fits, else 1."""
     from mmm.cli.plan_program import train
     from mmm.plan import dry_run_report
     from mmm.plan.dry_run import dry_run as run
@@ -95,9 +95,9 @@ def dry_run(search: Search, candidate: Candidate, args: argparse.Namespace) -> i
     found = run(partial(train, search.spec.program, flags), search.machine.ranks)
     budget = int(search.machine.budget)
     print(dry_run_report.text_of(found, budget))
-    command = ["python3", "-m", search.spec.program, *flags, "--dry_run", str(search.machine.ranks)]
+    command = ["mmm", "dry-run", str(search.machine.ranks), "--", "python3", "-m", search.spec.program, *flags]
     print(f"\n{shlex.join(command)}")
-    _write(args.json, dry_run_report.json_of(found, budget, command))
+    write_json(args.json, dry_run_report.json_of(found, budget, command))
     return 0 if dry_run_report.verdict(found, budget)[0] else 1
 
 
@@ -122,7 +122,7 @@ def check(search: Search, candidate: Candidate, args: argparse.Namespace) -> int
     line = launch_line(candidate, search.spec, search.machine, search.global_batch, search.dtype)
     checked = Checked(dry, memory, seconds, search.machine.name, line)
     print(text_of(checked))
-    _write(args.json, json_of(checked))
+    write_json(args.json, json_of(checked))
     return 0 if checked.right else CHECK_FAILED
 
 
@@ -151,7 +151,8 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def _write(path: Path | None, content: Any) -> None:
+def write_json(path: Path | None, content: Any) -> None:
+    """Write what ``--json`` asks for, if it does. Raises ConfigError."""
     if path is None:
         return
     try:

@@ -45,7 +45,6 @@ SHOWN = "output.weight"  # whose rows the log follows
 class Config(example.TextProgramOptions):
     """A small Transformer, saved in the middle, which goes on there and on another mesh."""
 
-    SEVERAL_MODELS = True
     preset: Literal["debug", "small", "medium"] = "debug"
     dtype: Literal["auto", "fp32", "fp64"] = "auto"
     compile: example.Unused[bool] = False

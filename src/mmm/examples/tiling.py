@@ -46,7 +46,6 @@ class Config(example.TensorParallelOptions, example.TextProgramOptions, example.
     """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
     given) by each way."""
 
-    SEVERAL_MODELS = True
     loss_chunks: int = 8
     tile: int = 8
     offload: example.Unused[bool] = False

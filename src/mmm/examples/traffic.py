@@ -26,7 +26,7 @@ from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import build_mesh
-from mmm.parallel.memory.footprint import Footprint, footprint_of
+from mmm.parallel.footprint import Footprint, footprint_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan

@@ -42,7 +42,6 @@ from mmm.parallel import cross_entropy, materialize
 class Config(example.TextProgramOptions, example.BreakOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
-    SEVERAL_MODELS = True
     BREAKS: ClassVar = {
         "no_gather": "Stages 1 and 2 leave out the all-gather after the optimizer's step. Each rank has updated its "
         "own slices alone: the rest of its parameters stays as it was, and from the second step on no two ranks agree."

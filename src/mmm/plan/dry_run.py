@@ -11,16 +11,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from mmm.errors import ConfigError, UserError
-from mmm.layout import Layout
 from mmm.plan.program import Rehearsal, rehearsing
 from mmm.plan.sent_calls import SentCall
-from mmm.plan.step_graph import Node
 from mmm.plan.tracker import MemoryPeak
 from mmm.testing.processes import Child, Children, ended
 
@@ -36,7 +34,6 @@ class RankReport:
         peaks: the most bytes at once in each phase of the run (`StepClock.phase`), in their order.
         calls: to process groups in the last step, in their order.
         seconds: that the dry run took. notes: of what was chosen where no flag says.
-        experts: whether the model has any. nodes: of the last step, where a trace is asked for.
     """
 
     rank: int
@@ -49,9 +46,6 @@ class RankReport:
     calls: list[SentCall]
     seconds: float
     notes: tuple[str, ...] = ()
-    sizes: Layout = field(default_factory=Layout)
-    experts: bool = False
-    nodes: list[Node] = field(default_factory=list)
 
     @property
     def peak(self) -> MemoryPeak:
@@ -77,49 +71,37 @@ class DryRun:
         return max(self.ranks, key=lambda report: report.peak.bytes)
 
 
-def dry_run(
-    program: Callable[[], object],
-    world_size: int,
-    rank: int | None = None,
-    traced: bool = False,
-    every: bool = False,
-) -> DryRun:
+class ProgramExited(Exception):
+    """The program of a dry run has ended with an exit code other than 0, its only argument, and started no run. It has
+    said why."""
+
+
+def dry_run(program: Callable[[], object], world_size: int, rank: int | None = None) -> DryRun:
     """Run a program as rank after rank of `world_size`, on nothing.
 
     Args:
         program: starts one run (`mmm.trainer.run.core.start_run`), and ends by itself after a few steps.
         rank: the only one; None for the distinct ones.
-        traced: keep the nodes of the last step. every: the first rank of each stage and, under cp, of each part of the
-            sequence, which attends to others.
 
     Raises:
         UserError: whatever the program itself refuses, on the rank that it would be raised on.
+        ProgramExited: the program has ended with another exit code than 0, and started no run.
         RuntimeError: the program failed otherwise; with its traceback.
     """
-    child = partial(_child, program, world_size, traced)
+    child = partial(_child, program, world_size)
     first, *_ = _in_processes(child, world_size, [rank or 0])
-    others = [] if rank is not None else _others(first, world_size, every)
+    others = [] if rank is not None else _others(first, world_size)
     return DryRun(world_size, [first, *_in_processes(child, world_size, others)])
 
 
-def _others(first: RankReport, world_size: int, every: bool) -> list[int]:
+def _others(first: RankReport, world_size: int) -> list[int]:
     """The distinct ranks besides rank 0."""
-    if every:
-        firsts: dict[tuple[int, int], int] = {}
-        for rank in range(world_size):
-            firsts.setdefault(stands_for(first.sizes.coordinates(rank)), rank)
-        return [rank for rank in firsts.values() if rank != first.rank]
     pp = len(first.stages)
     if pp < 2:
         return []
     between = range(1, pp - 1)
     stages = [*([max(between, key=lambda at: first.stages[at])] if between else []), pp - 1]
     return [at * world_size // pp for at in stages]
-
-
-def stands_for(coordinates: Mapping[str, int]) -> tuple[int, int]:
-    """Ranks for which this is equal do the same in a step, each in its own groups."""
-    return coordinates["pp"], coordinates["cp"]
 
 
 def _in_processes(
@@ -140,7 +122,7 @@ def _in_processes(
                     result = end.recv()
                 except (EOFError, OSError):
                     raise RuntimeError(f"dry run of rank {rank}: its process {ended(child.stop(1.0))}") from None
-                if isinstance(result, UserError):
+                if isinstance(result, (UserError, ProgramExited)):
                     raise result
                 if isinstance(result, str):
                     raise RuntimeError(f"dry run of rank {rank} of {world_size} failed:\n{result}")
@@ -148,28 +130,43 @@ def _in_processes(
     return [found[rank] for rank in ranks]
 
 
-def _child(program: Callable[[], object], world_size: int, traced: bool, rank: int, end: Connection) -> None:
+def _child(program: Callable[[], object], world_size: int, rank: int, end: Connection) -> None:
     """One rank: send its report, or why there is none."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     began = time.perf_counter()
+    result: RankReport | UserError | ProgramExited | str
     try:
-        with rehearsing(rank, world_size, traced) as rehearsal:
+        with rehearsing(rank, world_size) as rehearsal:
             try:
                 program()
             except SystemExit as stop:
-                if stop.code not in (None, 0) and rehearsal.memory is None:
-                    raise
-        end.send(_report(rehearsal, time.perf_counter() - began))
-    except UserError as error:
-        end.send(error)
+                if rehearsal.memory is None and (code := _exit_code(stop)):
+                    raise ProgramExited(code) from None
+        result = _report(rehearsal, time.perf_counter() - began)
+    except (UserError, ProgramExited) as error:
+        result = error
     except BaseException:  # whatever it is, the process ends with it
-        end.send(traceback.format_exc())
+        result = traceback.format_exc()
+    sys.stderr.flush()  # nobody waits for this process once it has answered
+    end.send(result)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """What the interpreter would make of it: a text is printed."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
 
 
 def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
     layout, device, traffic = rehearsal.layout, rehearsal.device, rehearsal.traffic
     if layout is None or device is None or traffic is None:
-        raise ConfigError("--dry_run: the program has started no run: leave out what makes it do something else")
+        raise ConfigError(
+            "dry run: the program has started no run, which is by `start_run`: leave out what has it do something else"
+        )
+    if not rehearsal.peaks():
+        raise ConfigError("dry run: the program makes no model, and nothing else is counted: there is nothing to show")
     last = max(
         (sent.phase for sent in traffic.calls if _is_step(sent.phase)), default="", key=lambda p: int(p.split()[1])
     )
@@ -184,9 +181,6 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
         [sent for sent in traffic.calls if sent.phase == last],
         seconds,
         rehearsal.notes,
-        layout,
-        rehearsal.has_experts,
-        [] if rehearsal.graph is None else rehearsal.graph.nodes,
     )
 
 

@@ -65,7 +65,7 @@ def verdict(found: DryRun, budget: int | None) -> tuple[bool, str]:
     peak = worst.peak
     needs = f"{_name(worst)} needs {_size(peak.bytes)} at its peak"
     if budget is None:
-        return True, f"{needs}; give --dry_run_memory to compare it with what a device has"
+        return True, f"{needs}; give --memory to compare it with what a device has"
     if peak.bytes <= budget:
         return True, f"fits: {needs}, of {_size(budget)}"
     (most, size), *_ = sorted(peak.parts.items(), key=lambda item: -item[1])

@@ -25,17 +25,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
+from mmm.errors import ConfigError
 from mmm.layout import Layout
 from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
-from mmm.plan.step_graph import StepGraph
 from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
@@ -57,12 +58,11 @@ class Rehearsal(Observer):
     Attributes:
         layout, device, precision: of the run, once it has started. stages: of a pipeline, by coordinate on pp, the
             elements of the parameters of its ranks; empty without.
-        traced: whether to keep the graph of a step. memory, traffic, graph: once it has started.
+        memory, traffic: once it has started.
     """
 
     rank: int
     world_size: int
-    traced: bool = False
     layout: Layout | None = None
     device: torch.device | None = None
     precision: str = ""
@@ -71,7 +71,6 @@ class Rehearsal(Observer):
     notes: tuple[str, ...] = ()
     memory: MemoryTracker | None = None
     traffic: SentInOrder | None = None
-    graph: StepGraph | None = None
 
     @contextmanager
     def group(
@@ -87,7 +86,6 @@ class Rehearsal(Observer):
         self.stages = footprint.parameters if footprint is not None and layout.pp > 1 else ()
         self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
         self.traffic = SentInOrder(lambda: clock.phase)
-        self.graph = StepGraph(self.memory, self.traffic, lambda: clock.phase) if self.traced else None
         fake.register_fake_group()
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
         with ExitStack() as stack:
@@ -108,8 +106,6 @@ class Rehearsal(Observer):
         enter(self.memory.tracking())
         enter(count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts)))
         enter(_Answers())  # the mode entered last is the first to see an operator
-        if self.graph is not None:
-            enter(self.graph.recording())
 
     def peaks(self) -> dict[str, MemoryPeak]:
         assert self.memory is not None, "no run has started"
@@ -117,7 +113,7 @@ class Rehearsal(Observer):
 
 
 @contextmanager
-def rehearsing(rank: int, world_size: int, traced: bool = False) -> Iterator[Rehearsal]:
+def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
     """Inside, this process is rank `rank` of `world_size` by its environment, and a run that it starts is a dry one."""
     before = dict(os.environ)
     for numbering in NUMBERINGS.values():
@@ -133,13 +129,33 @@ def rehearsing(rank: int, world_size: int, traced: bool = False) -> Iterator[Reh
         "MASTER_ADDR": "127.0.0.1",  # which nobody asks
         "MASTER_PORT": "1",
     }
-    rehearsal = Rehearsal(rank, world_size, traced)
+    rehearsal = Rehearsal(rank, world_size)
     try:
-        with observing(rehearsal):
+        with observing(rehearsal), _no_other_group():
             yield rehearsal
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _no_other_group() -> Iterator[None]:
+    """Inside, the program makes no process group itself: it would wait for ranks that are not there."""
+    init = dist.init_process_group
+
+    def only_fake(backend: str | None = None, *given: Any, **named: Any) -> None:
+        if backend != "fake":
+            raise ConfigError(
+                "dry run: the program makes its process group itself, by torch.distributed.init_process_group: only a "
+                "program that starts its run by `start_run` can be tried"
+            )
+        init(backend, *given, **named)
+
+    dist.init_process_group = only_fake
+    try:
+        yield
+    finally:
+        dist.init_process_group = init
 
 
 class _Answers(TorchDispatchMode):
@@ -199,12 +215,30 @@ def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
     def drawn(model: torch.nn.Module, *_: Any, **__: Any) -> None:
         memory.mark("parameters", [*model.parameters(), *model.buffers()])
 
+    def one_model(module: torch.nn.Module, *given: Any, **named: Any) -> torch.nn.Module:
+        another = memory.phase() != "start" and any(parameter.is_meta for parameter in module.parameters())
+        if another and memory.counts():
+            raise ConfigError(
+                "dry run: this program trains several models, one after the other, in one run; try one of them alone"
+            )
+        return apply(module, *given, **named)
+
+    def save(*_: Any, **__: Any) -> None:
+        raise ConfigError(
+            "dry run: the program saves a checkpoint by torch.distributed.checkpoint, and its tensors have no "
+            "elements: leave that out"
+        )
+
     def numpy(tensor: torch.Tensor, **_: Any) -> np.ndarray:
         return np.zeros(tuple(tensor.shape))
 
     def tolist(tensor: torch.Tensor) -> Any:
         return np.zeros(tuple(tensor.shape)).tolist()
 
+    owner, name = fake.module_apply()
+    apply = getattr(owner, name)
+    yield (owner, name), one_model
+    yield (dcp, "save"), save
     yield (weights, "initialize"), drawn
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), tolist

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from mmm import contract, streams
-from mmm.contract import NUMBERINGS, USER_ERROR_EXIT, report
+from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS, USER_ERROR_EXIT, report
 from mmm.contract import first_failure as first_failure  # docs/launch.md names it here
 from mmm.errors import UserError
 from mmm.outside import printable_lines
@@ -60,7 +60,7 @@ def report_user_error(error: UserError) -> None:
 def run_main(fn: Callable[[], object]) -> NoReturn:
     """Run a program's main function and exit: 0, or 2 for a `UserError`, which is said once and without a traceback.
 
-    Any other exception propagates. What `fn` returns is not used.
+    Any other exception propagates, and in a dry run all do: there the dry run says it. What `fn` returns is not used.
     """
     startup.imported()
     streams.never_fail()
@@ -68,6 +68,8 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
         contract.check_folder()
         fn()
     except UserError as error:
+        if DRY_RUN_VARIABLE in os.environ:
+            raise
         report_user_error(error)
         sys.exit(USER_ERROR_EXIT)
     sys.exit(0)

@@ -44,6 +44,13 @@ def ddp_checks() -> list[Place]:
     return [(distributed, "_verify_param_shape_across_processes"), (distributed, "_sync_module_states")]
 
 
+def module_apply() -> Place:
+    """What moves a module's tensors, as ``to`` and ``to_empty`` do.
+
+    Private: torch.nn.Module._apply, seen in 2.10 to 2.14; instead: nothing."""
+    return torch.nn.Module, "_apply"
+
+
 def ddp_before_forward() -> Place:
     """What DDP does before each forward.
 

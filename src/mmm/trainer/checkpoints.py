@@ -18,8 +18,8 @@ from mmm.checkpoint.weights import Origins
 from mmm.contract import SAVED_EXIT
 from mmm.history.record import versions
 from mmm.models.weights import accum_dtype
+from mmm.parallel.footprint import STATE
 from mmm.parallel.grad_scaler import GradScaler
-from mmm.parallel.memory.footprint import STATE
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats

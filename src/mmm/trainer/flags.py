@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from mmm.errors import UserError
 from mmm.runtime import failure
-from mmm.runtime.ranks import command_line
-from mmm.trainer.dry_run import DryRunAsked, answer
+from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 
 # Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
 FLAGS = {
@@ -21,19 +19,16 @@ FLAGS = {
 }
 
 
-def with_flags(error: UserError, dry: bool = False) -> str:
+def with_flags(error: UserError) -> str:
     """The message of an error, its `fields` written as flags, ``microbatches 3: …`` as ``--microbatches 3: …``, and its
-    `ranks` as the user's own line.
-
-    Args:
-        dry: whether it is a dry run's.
-    """
+    `ranks` as the user's own line."""
     text = str(error)
     for field in error.fields:
         text = re.sub(rf"(?<![\w-]){re.escape(field)}(?![\w-])", f"--{FLAGS.get(field, field)}", text)
     if error.ranks is not None:
-        line = f"start that many, `launch -n {error.ranks} --device cpu {shlex.join(command_line())}`"
-        line = f"give --dry_run {error.ranks}" if dry else line
+        dry = whoami().source == DRY_RUN
+        start = f"mmm dry-run {error.ranks} --" if dry else f"launch -n {error.ranks} --device cpu"
+        line = f"{'try' if dry else 'start'} that many, `{start} {shlex.join(command_line())}`"
         text = text.replace(f"start {error.ranks} ranks", line)
     return text
 
@@ -42,15 +37,10 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
     """`mmm.runtime.failure.run_main`, for a program whose flags are made by `mmm.trainer.options.parse`."""
 
     def main() -> None:
-        dry = False
         try:
-            try:
-                fn()
-            except DryRunAsked as asked:
-                dry = True
-                sys.exit(answer(fn, asked.options))
+            fn()
         except UserError as error:
-            error.args = (with_flags(error, dry), *error.args[1:])
+            error.args = (with_flags(error), *error.args[1:])
             error.fields, error.ranks = (), None
             raise
 

@@ -20,7 +20,7 @@ from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import DRY_RUN, LONGEST, command_line, whoami
-from mmm.trainer.dry_run import DryRunAsked, DryRunOptions, for_a_few_steps
+from mmm.trainer.dry_run import follow_alias, for_a_few_steps
 from mmm.trainer.flags import FLAGS
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class BatchOptions(BaseOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(DryRunOptions, BatchOptions):
+class RunOptions(BatchOptions):
     """Flags that every example and trainer that trains has."""
 
     default_max_iters: ClassVar[int] = 50
@@ -163,7 +163,6 @@ class RunOptions(DryRunOptions, BatchOptions):
 
     def check(self) -> None:
         super().check()
-        self.check_dry_run()
         for name in ("max_iters", "epochs", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -224,8 +223,10 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
     """The command line as a `config`, checked. ``--help`` prints and leaves; so does a wrong flag, with the near miss
     and exit code 2. Either is printed once for the run.
 
+    In a dry run the options are those of a few steps. With ``--dry_run`` this does not return: ``mmm dry-run`` runs
+    instead.
+
     Raises:
-        DryRunAsked: for `mmm.trainer.flags.run_main`, which then calls the program as each rank of the dry run.
         ConfigError: of `check`; or a flag whose value is empty, as of a shell's variable that is not set: a path would
             be the current folder.
     """
@@ -233,6 +234,8 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
         flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
         if flag.startswith("--") and value in ("", f"{flag}="):
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
+    if not hasattr(config, "dry_run"):
+        follow_alias()
     if breaks := getattr(config, "BREAKS", {}):
         doc = f"{doc}\n--break NAME makes a mistake:\n\n" + "\n".join(
             f"  {name}: {why}" for name, why in breaks.items()
@@ -244,8 +247,4 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
     with said_once():
         options = tyro.cli(config, **given)
     options.check()
-    if getattr(options, "dry_run", None) is None:
-        return options
-    if whoami().source != DRY_RUN:
-        raise DryRunAsked(options)
-    return for_a_few_steps(options)
+    return for_a_few_steps(options) if whoami().source == DRY_RUN else options

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
-from mmm.parallel.memory.footprint import Footprint, footprint_of
+from mmm.parallel.footprint import Footprint, footprint_of
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.plans.transformer import transformer_plan

@@ -74,7 +74,7 @@ def run(target: Target) -> int:
     """
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # held back since the rank began
-        _run(target)
+        run_as_main(target)
         code = 0
     except BaseException as error:
         caught = time.monotonic()
@@ -84,7 +84,8 @@ def run(target: Target) -> int:
     return code
 
 
-def _run(target: Target) -> None:
+def run_as_main(target: Target) -> None:
+    """Run `target` as python would. Raises whatever it raises."""
     sys.argv = ["-c" if target.kind == "code" else target.name, *target.args]
     first = target.first_path()
     if first is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmm.parallel.memory.footprint import check_fits
+from mmm.parallel.footprint import check_fits
 from mmm.trainer.run.core import Hook, Run
 
 
