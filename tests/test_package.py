@@ -24,6 +24,7 @@ IN_STRINGS = {
     ("models/weights.py", "mmm.parallel.meta_parameters"),
     ("parity/models.py", "mmm.parallel.plans"),  # below it: the plan of a model is found by its name
     ("plan/models.py", "mmm.trainer.fsdp"),
+    ("trainer/run/plots.py", "mmm.history.draw"),  # which it runs
     ("plan/models.py", "mmm.trainer.lm"),
     ("plan/models.py", "mmm.trainer.vit"),
     ("plan/script.py", "mmm.trainer.lm"),

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.torch_private.fake import is_fake
+from mmm.torch_private.module import is_fake
 
 ExpertForward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Private: torch._guards, seen in 2.10 to 2.14; instead: nothing.
 from torch._guards import active_fake_mode as active_fake_mode
@@ -19,11 +18,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Place = tuple[Any, str]  # a function of PyTorch's: its owner, and its name there
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no elements."""
-    return isinstance(tensor, FakeTensor)
 
 
 def register_fake_group() -> None:

@@ -111,3 +111,12 @@ def found_inf_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 
     Private: GradScaler._per_optimizer_states, seen in 2.10 to 2.14; instead: nothing."""
     return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no elements.
+
+    Private: torch._subclasses.fake_tensor.FakeTensor, seen in 2.10 to 2.14; instead: nothing."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from mmm.runtime.ranks import whoami as whoami
     from mmm.trainer.build import build_model as build_model
     from mmm.trainer.flags import run_main as run_main
+    from mmm.trainer.loader_steps import evaluate as evaluate
+    from mmm.trainer.loader_steps import train_steps as train_steps
     from mmm.trainer.optimizer import make_optimizer as make_optimizer
     from mmm.trainer.options import BaseOptions as BaseOptions
     from mmm.trainer.options import BatchOptions as BatchOptions
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from mmm.trainer.run.core import Run as Run
     from mmm.trainer.run.standard import start_run as start_run
     from mmm.trainer.save import save_model as save_model
-    from mmm.trainer.steps import evaluate as evaluate
-    from mmm.trainer.steps import train_steps as train_steps
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -34,6 +34,6 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.run.core": "Run",
         "mmm.trainer.save": "save_model",
         "mmm.trainer.run.standard": "start_run",
-        "mmm.trainer.steps": "evaluate train_steps",
+        "mmm.trainer.loader_steps": "evaluate train_steps",
     },
 )

@@ -9,7 +9,8 @@ import torch
 
 from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.weights import Origins, Weights
-from mmm.data.text.tokenizer import Tokenizer, tokenizer_of
+from mmm.data.text.byte_tokenizer import Tokenizer
+from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError
 from mmm.layout import Layout, Techniques
 from mmm.models.experts import has_experts

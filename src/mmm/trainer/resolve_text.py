@@ -18,7 +18,7 @@ from mmm.trainer.resolve import Resolved
 from mmm.trainer.run.core import Run
 
 if TYPE_CHECKING:
-    from mmm.data.text.tokenizer import Tokenizer
+    from mmm.data.text.byte_tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

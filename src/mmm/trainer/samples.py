@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmm.data.text.tokenizer import Tokenizer
+from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import ConfigError, DataError
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.options import BaseOptions, Need

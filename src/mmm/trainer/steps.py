@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.data.workers import read
 from mmm.errors import ConfigError, DataError
 from mmm.parallel.local import detached
 from mmm.runtime.seed import seed_step
@@ -70,9 +69,9 @@ class Step:
         self._losses.append(detached(loss))
 
 
-def train_steps(
+def steps_over(
     run: Run,
-    batches: Iterable[Any],
+    source: Iterator[Any],
     optimizer: torch.optim.Optimizer,
     steps: int,
     *,
@@ -86,18 +85,20 @@ def train_steps(
     seeded: what is drawn in it is a function of seed, step and data-parallel coordinate (`mmm.runtime.seed`).
 
     Args:
-        batches: this rank's, one a step; `Step.batch` is one `on_device`.
-        samples, tokens: in the global batch. at: what a row says besides its step, such as ``{"stage": 1}``.
+        source: this rank's batches, one a step; `Step.batch` is one `on_device`.
+        samples: in the global batch.
+        tokens: likewise.
+        at: what a row says besides its step, such as ``{"stage": 1}``.
         before_row: called between the body and the row.
         depth: as of `Run.row`.
 
     Raises:
         ConfigError: the body has not called `Step.log`.
-        DataError: there are fewer batches than steps, or a data loader's worker fails.
+        DataError: there are fewer batches than steps.
         DivergedError: a loss that is not finite, on every rank.
     """
     rates = laps_updates(run, optimizer)
-    source, coordinate = read(batches, run.options.timeout, run.note), run.layout.dp_coordinate(run.rank.rank)
+    coordinate = run.layout.dp_coordinate(run.rank.rank)
     for number in range(steps):
         run.clock.start()
         run.clock.step = number
@@ -134,7 +135,7 @@ def laps_updates(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, float]
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches: Iterable[Any], local_loss: Callable[[Any], Tensor]) -> float:
+def mean_loss(run: Run, batches: Iterable[Any], local_loss: Callable[[Any], Tensor]) -> float:
     """The mean over global batches of the loss. A collective.
 
     Args:
@@ -143,8 +144,7 @@ def evaluate(run: Run, batches: Iterable[Any], local_loss: Callable[[Any], Tenso
     Raises:
         DataError: there is none.
     """
-    read_ahead = read(batches, run.options.timeout, run.note)
-    losses = [detached(local_loss(on_device(run, batch))) for batch in read_ahead]
+    losses = [detached(local_loss(on_device(run, batch))) for batch in batches]
     if not losses:
         raise DataError(
             "there is no batch to evaluate on: the data held out are fewer than a batch, or the iterator over them has "

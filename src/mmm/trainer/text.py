@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mmm.data import RandomTokens
+from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.sources import Sources, open_sources
-from mmm.data.text.tokenizer import Tokenizer
 from mmm.errors import ConfigError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mmm.data import FileTokens
+from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.sources import open_sources
 from mmm.data.text.token_file import TokenFile, open_tokens
-from mmm.data.text.tokenizer import ByteTokenizer
 from mmm.errors import DataError
 
 TOKENS = np.arange(1000, 2000)

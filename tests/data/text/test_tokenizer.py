@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from mmm.data.text.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
+from mmm.data.text.byte_tokenizer import ByteTokenizer
+from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
 
 TEXT = "Größe: to be, or not to be — that is the question 😀\n" * 20

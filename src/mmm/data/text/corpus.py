@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mmm.data.text.byte_tokenizer import BYTES, ByteTokenizer, Tokenizer
 from mmm.data.text.formats import check_is_file, check_text, check_text_file, check_utf8
-from mmm.data.text.token_array import TokenArray
-from mmm.data.text.tokenizer import BYTES, ByteTokenizer, Tokenizer
+from mmm.data.text.tokens import TokenArray
 from mmm.errors import DataError
 
 __all__ = ["BYTES", "Corpus", "TokenArray", "encoded", "read_text_files", "standard_library"]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from mmm.data.text.pieces import Piece, read_documents
-from mmm.data.text.tokenizer import ByteTokenizer, Tokenizer
 from mmm.errors import DataError
 
 

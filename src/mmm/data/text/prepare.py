@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.encode import Encoding, encode, pool_of
 from mmm.data.text.formats import check_is_file, check_text_file
 from mmm.data.text.pieces import Piece, TextFile, read_documents, split
 from mmm.data.text.progress import NOTHING, Progress, Row
 from mmm.data.text.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
-from mmm.data.text.tokenizer import CharTokenizer, Tokenizer, characters, load_tokenizer, train_bpe
+from mmm.data.text.tokenizer import CharTokenizer, characters, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
 from mmm.history.alive import Lock, lock
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from mmm.data.text.corpus import Corpus, encoded, read_text_files, standard_library
 from mmm.data.text.documents import DocumentTokens, PackedTokens
 from mmm.data.text.file_tokens import FileTokens
 from mmm.data.text.mixture import Mixture
-from mmm.data.text.token_array import TokenArray
 from mmm.data.text.token_file import TokenFile, open_tokens
-from mmm.data.text.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
-from mmm.data.text.tokens import TextTokens, Tokens
+from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer
+from mmm.data.text.tokens import TextTokens, TokenArray, Tokens
 from mmm.errors import ConfigError, DataError
 
 

@@ -1,82 +1,18 @@
-"""Text to tokens and back: bytes, characters, Hugging Face ``tokenizers`` files, SentencePiece models."""
+"""Text to tokens and back: characters, Hugging Face ``tokenizers`` files, SentencePiece models."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mmm.data.text.byte_tokenizer import BYTES, ByteTokenizer, Tokenizer
 from mmm.errors import ConfigError, DataError
 from mmm.outside import parse_json, read_file
-
-BYTES = 256  # the vocabulary: one token a byte
-
-
-class Tokenizer(ABC):
-    """Tokens 0 … vocab_size - 1.
-
-    Attributes:
-        kind: bytes, chars, tokenizers or sentencepiece. vocab_size: tokens.
-        content, file: what to keep beside tokens to decode them again, and its name; both empty for bytes.
-        splittable: a text may be split between any two characters and encodes to the same tokens.
-    """
-
-    kind: str
-    vocab_size: int
-    content = b""
-    file = ""
-    splittable = False
-
-    @abstractmethod
-    def encode(self, text: bytes) -> np.ndarray:
-        """The tokens of a UTF-8 text, (tokens,), of an unsigned type; no special tokens are added.
-
-        Raises:
-            DataError: the text is no UTF-8, or has a character that the vocabulary lacks.
-        """
-
-    @abstractmethod
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; a byte that is no UTF-8 becomes U+FFFD."""
-
-    def token(self, name: str) -> int:
-        """The number of a special token, such as ``<|endoftext|>``.
-
-        Raises:
-            ConfigError: the vocabulary has no such token.
-        """
-        raise ConfigError(f"the tokenizer {self.kind} has no token {name!r}")
-
-    @property
-    def sha256(self) -> str:
-        """Of what decides the tokens: equal for equal tokenizers."""
-        return hashlib.sha256(self.kind.encode() + b"\0" + self.content).hexdigest()
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest type that every token fits in."""
-        return np.min_scalar_type(self.vocab_size - 1).newbyteorder("<")
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.vocab_size} tokens"
-
-
-class ByteTokenizer(Tokenizer):
-    """A byte is a token: every text can be encoded."""
-
-    kind, vocab_size, splittable = "bytes", BYTES, True
-
-    def encode(self, text: bytes) -> np.ndarray:
-        return np.frombuffer(text, np.uint8)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode("utf-8", "replace")
 
 
 class CharTokenizer(Tokenizer):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from mmm.data.order import epoch_order, stream
 from mmm.data.text.batch import Batch
-from mmm.data.text.token_array import TokenArray
 from mmm.errors import DataError
+
+
+class TokenArray(Protocol):
+    """A NumPy array of integers, or a file of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 class Tokens(ABC):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmm.data.text.byte_tokenizer import BYTES
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
-from mmm.data.text.tokenizer import BYTES
 from mmm.data.text.tokens import TextTokens
 from mmm.errors import ConfigError
 from mmm.trainer.options import BreakOptions, RunOptions, TensorParallelOptions, Unused

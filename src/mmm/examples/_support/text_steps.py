@@ -14,7 +14,7 @@ from mmm.models.transformer import Transformer
 from mmm.trainer.resolve import Resolved
 from mmm.trainer.resolve_text import ValidationOptions, validation_batches
 from mmm.trainer.run.core import Run
-from mmm.trainer.steps import Step, evaluate, train_steps
+from mmm.trainer.steps import Step, mean_loss, steps_over
 
 
 def text_steps(
@@ -58,14 +58,14 @@ def text_steps(
         if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(step.number, steps):
             with loss_parallel():
                 batches = validation_batches(run, resolved, options.eval_batches)
-                step.row["val_loss"] = evaluate(run, batches, local_loss)
+                step.row["val_loss"] = mean_loss(run, batches, local_loss)
             step.due = True
         if one_device is not None:
             one_device.loss(run.global_sum(step.local_loss))
 
     if not at:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
-    yield from train_steps(
+    yield from steps_over(
         run,
         (resolved.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
         optimizer,

@@ -28,8 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import LayoutError
 from mmm.parallel.local import to_local
-from mmm.torch_private.fake import is_fake
-from mmm.torch_private.module import own_parameters
+from mmm.torch_private.module import is_fake, own_parameters
 
 
 class Replicated(ParallelStyle):

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -18,12 +18,14 @@ from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import ConfigError, RecordError
 from mmm.history.attempts import make_room, this_attempt
 from mmm.history.ending import RUNNING, Ending
-from mmm.history.resume import Resume
 from mmm.runtime.agreement import agree
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
 from mmm.trainer.run.core import Hook, Row, Run
 from mmm.trainer.run.tables import rank_table
+
+if TYPE_CHECKING:
+    from mmm.history.resume import Resume
 
 
 class Record(Hook):

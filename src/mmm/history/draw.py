@@ -1,0 +1,33 @@
+"""``python -m mmm.history.draw OUTDIR``: pictures of a run's rows, and its loss in the terminal.
+
+A run draws them by a process of its own when it is over: what the pictures need, and what may go wrong with them, is
+then no part of the run.
+"""
+
+import sys
+from pathlib import Path
+
+from mmm.errors import RecordError
+from mmm.history.plots import plot_all
+from mmm.history.reader import load
+from mmm.history.terminal import terminal_plot
+
+
+def main(argv: list[str]) -> int:
+    """Draw. Returns 0; 1 where there is no curve: a table of measurements, or a single row."""
+    outdir = Path(argv[0])
+    try:
+        data = load(outdir)
+    except RecordError as error:
+        print(f"no pictures: {error}", file=sys.stderr)
+        return 1
+    loss = next((name for name in ("loss", "train_loss") if name in data), None)
+    if loss is None or data.sizes["draw"] < 2:
+        return 1
+    plot_all(data, outdir)
+    print(terminal_plot(data, loss))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
