@@ -6,9 +6,8 @@ import torch
 from mmm.errors import LayoutError
 from mmm.examples import context_parallel, ddp, fsdp, fsdp_tp, hsdp, moe, parallel_4d, pipeline, tiling, traffic, zero
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, footprint, materialize
 from mmm.parallel.footprint import Footprint
-from mmm.parallel.memory import footprint
 from mmm.parallel.memory.local_elements import local_elements
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision

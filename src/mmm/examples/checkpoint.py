@@ -84,7 +84,7 @@ def train(config: Config) -> None:
         example.print_once(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("checkpoint", config, resolved, hooks) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:

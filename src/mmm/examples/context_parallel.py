@@ -120,8 +120,8 @@ def train(config: Config) -> None:
         example.print_once(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
-    with example.start_run("context_parallel", config, resolved, hooks) as run:
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("context_parallel", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         ring, world = partial(ring_attention, group=dist.group.WORLD), run.rank.world_size  # type: ignore[arg-type]
         by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world, 8 * world))
         mesh = example.parallelize(run, resolved)

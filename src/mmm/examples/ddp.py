@@ -74,8 +74,8 @@ def train(config: Config) -> None:
         example.print_once(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
-    with example.start_run("ddp", config, resolved, hooks) as run:
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("ddp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         model = resolved.model.to(run.precision.storage)
         materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)

@@ -110,8 +110,8 @@ def train(config: Config) -> None:
         example.print_once(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
-    with example.start_run("fsdp_tp", config, resolved, hooks) as run:
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("fsdp_tp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)

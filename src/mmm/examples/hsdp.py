@@ -87,8 +87,8 @@ def train(config: Config) -> None:
         example.print_once(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
-    with example.start_run("hsdp", config, resolved, hooks) as run:
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("hsdp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
         rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis

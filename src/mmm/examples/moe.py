@@ -121,8 +121,8 @@ def train(config: Config) -> None:
     if config.summary:
         example.print_once(resolved.summary())
         return
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
-    with example.start_run("moe", config, resolved, hooks) as run:
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("moe", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         compare(run)
         mesh = example.parallelize(run, resolved)  # training takes the package's layer
         for module in model.modules():

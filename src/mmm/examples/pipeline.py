@@ -91,8 +91,8 @@ def train(config: Config) -> None:
         return
 
     names = partition.names()  # of the modules of each stage
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
-    with example.start_run("pipeline", config, resolved, hooks) as run:
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("pipeline", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
         mesh = build_mesh(layout, run.device.type, config.timeout)

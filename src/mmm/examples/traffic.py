@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import build_mesh
-from mmm.parallel.footprint import Footprint, footprint_of
+from mmm.parallel.footprint import footprint_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
@@ -35,7 +36,6 @@ from mmm.traffic.formulas import expected_traffic
 from mmm.traffic.step_table import Sent, apart, count_step, table
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse
-from mmm.trainer.resolve_text import TextData
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.standard import start_run
 from mmm.trainer.text import TextOptions
@@ -86,41 +86,16 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
         return Transformer(sizes)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What the measurements on all layouts have in common: what the run checks and records."""
-
-    layout: Layout
-    data: TextData
-    footprint: Footprint
-
-
-def measure(
-    run: Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, data: TextData, size: int
-) -> list[Sent]:
-    """The third step on a layout, by rank. A collective.
-
-    Args:
-        size: samples of the global batch.
-    """
+def measure(run: Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, size: int) -> list[Sent]:
+    """The third step on a layout, by rank. A collective. size: samples of the global batch."""
     layout, plan, seed = case.layout, transformer_plan(sizes), run.options.seed
     mesh, model = build_mesh(layout, run.device.type, run.options.timeout), on_meta(sizes)
     trained = ParallelModel(
         on_meta(sizes), plan, mesh, run.precision, case.techniques, partition, device=run.device, seed=seed
     )
-    tokens = data.train
-    local = size // layout.dp
-    formula = expected_traffic(
-        model,
-        plan,
-        layout,
-        case.techniques,
-        partition,
-        trained.modules,
-        batch=local,
-        seq_length=tokens.seq_length,
-        precision=run.precision,
-    )
+    tokens, local = run.resolved.data.train, size // layout.dp
+    of_batch: dict[str, Any] = {"batch": local, "seq_length": tokens.seq_length, "precision": run.precision}
+    formula = expected_traffic(model, plan, layout, case.techniques, partition, trained.modules, **of_batch)
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
     batch = tokens.batch(0, size, layout.dp_coordinate(run.rank.rank) * local, local).to(run.device)
 
@@ -154,12 +129,12 @@ def train(config: Config) -> bool:
             why_not[case] = error
     if not partitions:
         raise next(iter(why_not.values()))
-    subject = Subject(Layout().fit(ranks), data, footprint_of(model, "sgd"))
-    with start_run("traffic", config, subject) as run:
+    resolved = SimpleNamespace(layout=Layout().fit(ranks), data=data, footprint=footprint_of(model, "sgd"))
+    with start_run("traffic", config, resolved) as run:
         run.describe(model=sizes, global_batch_size=size)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
-        found = {case: measure(run, case, partition, sizes, data, size) for case, partition in partitions.items()}
+        found = {case: measure(run, case, partition, sizes, size) for case, partition in partitions.items()}
         worst = {case: max(map(apart, by_rank)) for case, by_rank in found.items()}
         text = table({(case.name, str(case.layout)): by_rank for case, by_rank in found.items()})
         head = f"bytes of a step, on the rank that sends most; {size} samples of {config.seq_length} tokens in all"

@@ -131,8 +131,8 @@ def train(config: Config) -> bool:
         example.print_once(resolved.summary())
         return True
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots(), example.MistakeOnPurpose()]
-    with example.start_run("zero", config, resolved, hooks) as run:
+    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    with example.start_run("zero", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
         return report_stages(run, [train_stage(run, mesh, resolved, stage) for stage in range(4)], resolved.model)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmm.data import Batch, Tokens
 from mmm.layout import Layout
+from mmm.parallel.footprint import Footprint, footprint_of
 from mmm.trainer.options import RunOptions
 from mmm.trainer.run.tables import model_summary
 
@@ -43,6 +44,11 @@ class Resolved:
     def global_batch_size(self) -> int:
         """Samples of a step, of all data-parallel coordinates."""
         return len(self.sample) * self.layout.dp
+
+    @property
+    def footprint(self) -> Footprint:
+        """What the ranks will hold."""
+        return footprint_of(self.model, self.options.optimizer, self.options.techniques())
 
     def summary(self) -> str:
         """The full model, before it is sharded."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mmm.trainer.run.agreement import Agreement as Agreement
     from mmm.trainer.run.core import Run as Run
     from mmm.trainer.run.core import start_run as start_run
+    from mmm.trainer.run.memory_check import MemoryCheck as MemoryCheck
     from mmm.trainer.run.plots import Plots as Plots
     from mmm.trainer.run.record import Record as Record
     from mmm.trainer.run.startup import StartUp as StartUp
@@ -55,6 +56,7 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.resolve_text": "check_own_kv_heads resolve_own",
         "mmm.trainer.run.agreement": "Agreement",
         "mmm.trainer.run.core": "Run start_run",
+        "mmm.trainer.run.memory_check": "MemoryCheck",
         "mmm.trainer.run.plots": "Plots",
         "mmm.trainer.run.record": "Record",
         "mmm.trainer.run.startup": "StartUp",
