@@ -93,7 +93,7 @@ def shaped(ready, inputs):
     """In place of `TimedStage`: rank 0's stage, with the shapes that ranks tell each other in the first step."""
     tokens = inputs[: len(inputs) // ready.partition.microbatches]
     with torch.device("meta"):
-        module = take_stage(ready.model.source.parity_model(), ready.partition.parts, ready.partition.stages[0])
+        module = take_stage(ready.parity.model(), ready.partition.parts, ready.partition.stages[0])
     hidden = module.to("meta")(tokens.to("meta"))
 
     def make(module, number, count, device, group):
@@ -127,16 +127,16 @@ def counted(kind, words):
     techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
     optimizer, skip = fields.pop("optimizer", "adamw"), fields.pop("skip", False)
     case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
-    model, device = models.find(case.model), torch.device(kind, 0)
+    parity, device = models.find(case.model), torch.device(kind, 0)
     training = Training(dtype="fp32")
-    ready = prepare(model, case, training)
+    ready = prepare(parity, case, training)
     rank = Rank(0, case.ranks, 0, 1, "test")
-    inputs, targets = batch(model.source, training, 0)
+    inputs, targets = batch(parity, training, 0)
     local = training.global_batch // ready.layout.dp
     with process_group(case.ranks):
         mesh = build_mesh(ready.layout, kind, experts=ready.experts)
         with meta_parameters():
-            module = model.source.parity_model()
+            module = parity.model()
         clock = StepClock(device, PARTS if ready.layout.pp == 1 else PIPELINE_PARTS)
         stage = shaped(ready, inputs[:local]) if ready.layout.pp > 1 else TimedStage
         with contextlib.ExitStack() as stack:
@@ -151,7 +151,7 @@ def counted(kind, words):
                 )
             parallel = ParallelModel(
                 module,
-                model.plan(),
+                parity.plan(),
                 mesh,
                 BF16,
                 replace(ready.techniques, **techniques),

@@ -62,11 +62,11 @@ def test_every_field_that_names_modules_is_looked_at():
     assert {field.name for field in fields(Plan)} == {*NAMING, *other}  # a new field is one or the other
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", models.NAMES)
 def test_the_packages_own_plans_name_nothing_in_vain(name):
-    model = models.find(name)
+    parity = models.find(name)
     with meta_parameters():
-        assert unmatched(model.plan(), model.source.parity_model()) == []
+        assert unmatched(parity.plan(), parity.model()) == []
 
 
 def test_what_is_optional_is_still_looked_at_elsewhere():

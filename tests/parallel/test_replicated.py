@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh, materialize
 from mmm.parallel.tp.tensor_parallel import _leave_generators_alone
-from mmm.parity.fixtures.head_norm import HeadNorm, parity_batch
+from mmm.parity.fixtures.head_norm import HeadNorm, make_batch
 from mmm.parity.fixtures.plans.head_norm import head_norm_plan
 from mmm.runtime.device import Precision
 from mmm.testing import RanksFailed
@@ -28,7 +28,7 @@ def gradients(rank, layout, fields):
     model = HeadNorm()
     plain = HeadNorm().double()
     plain.load_state_dict(model.state_dict())
-    x, _ = parity_batch(8, torch.Generator().manual_seed(1))
+    x, _ = make_batch(8, torch.Generator().manual_seed(1))
     plain(x).square().sum().backward()
     model = apply(model, build_mesh(layout, "cpu"), head_norm_plan(), PRECISIONS["fp64"], **fields)
     materialize(model, CPU, 0)

@@ -102,7 +102,7 @@ def test_nothing_is_left_gathered_by_an_evaluation(run_on_ranks):
 
 def test_a_unit_of_tied_weights_is_the_last():
     with meta_parameters():
-        model = gpt.parity_model()
+        model = gpt.small_model()
     assert fsdp_units_of(model, gpt_plan())[-1] == [model.tokens, model.norm, model.head]
 
 

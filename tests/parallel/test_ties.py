@@ -40,7 +40,7 @@ STEPS, RATE, MAX_NORM = 2, 0.3, 0.05
 
 
 @lru_cache
-def plain(make=gpt.parity_model):
+def plain(make=gpt.small_model):
     """Losses, gradients of the first step, norms before clipping, and the state at the end, by plain PyTorch."""
     model = make().double()
     weights.initialize(model, 0)
@@ -59,7 +59,7 @@ def plain(make=gpt.parity_model):
     return losses, first, norms, model.state_dict()
 
 
-def train(rank, layout, techniques, gradients, tied=TIE, make=gpt.parity_model, make_plan=gpt_plan):
+def train(rank, layout, techniques, gradients, tied=TIE, make=gpt.small_model, make_plan=gpt_plan):
     with meta_parameters():
         model = make()
     plan, techniques = make_plan(), Techniques(**techniques)
@@ -293,7 +293,7 @@ def test_a_tie_whose_stages_have_other_shards_is_refused(run_on_ranks):
 
 def unlike(rank, styles):
     with meta_parameters():
-        model = gpt.parity_model()
+        model = gpt.small_model()
     plan = gpt_plan()
     tensor = {name: style for name, style in plan.tensor.items() if name != "head"} | styles
     mesh = build_mesh(TP2, "cpu")

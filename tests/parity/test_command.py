@@ -258,7 +258,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(code)
-    flags = ("--model", "mine.mlp", "--steps", 3, "--no_plots")
+    flags = ("--model", "mine/parallel/plans/mlp.py", "--steps", 3, "--no_plots")
     done = parity(*flags, "--layout", "dp2.tp2", "--layout", "pp2.dp2", "--json", "rows.json", cwd=tmp_path)
     assert done.code == 0, done.out + done.err
     assert [row["layout"] for row in rows_of(tmp_path / "rows.json")] == ["dp2·tp2", "pp2·dp2"]
@@ -270,7 +270,10 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "gpt", "--layout", "1", "--data", "digits"), "mmm.parity.fixtures.gpt takes no square images"),
+        (
+            ("--model", "gpt", "--layout", "1", "--data", "digits"),
+            "--data digits: the model takes no square images",
+        ),
         (("--model", "cnn", "--layout", "dp3"), "use --global_batch_size 15 or 18, or a dp that divides 16"),
         (("--global_batch_size", "0"), "--global_batch_size 0: it must be at least 1"),
         (("--model", "gpt", "--layout", "dp2.ep2"), "the GPT has no experts"),
@@ -286,7 +289,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
         (("--model", "cnn", "--layout", "dp2", "--schedule", "GPipe"), "--schedule GPipe, and no --layout has pp"),
         (("--schedule", "GPipe"), "--schedule goes with --layout"),
         (("--layout", "dp2", "--ranks", "4"), "--ranks 4: the layouts asked for have 2 ranks"),
-        (("--model", "resnet"), "there is no mmm/parity/fixtures/resnet.py"),
+        (("--model", "resnet"), "--model resnet: there is no such file or module"),
         (("--steps", "0"), "--steps 0: it must be at least 1"),
         pytest.param(
             ("--model", "cnn", "--layout", "dp2", "--device", "cuda"),

@@ -11,6 +11,7 @@ from mmm.parallel import mesh
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity import layouts, models
 from mmm.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, sizes_of
+from mmm.parity.registry import REGISTRY
 
 SOURCE = Path(layouts.__file__).parent.parent
 MODELS = ("transformer", "llama", "moe", "gpt", "head_norm", "regression", "branches", "batch_norm", "vit", "cnn")
@@ -101,20 +102,25 @@ def test_techniques_in_words():
     assert str(ParityCase(model="vit", layout="1")) == "vit 1"
 
 
-def test_models_are_found_by_their_files():
-    assert set(MODELS) <= set(models.names())
-    assert "plans" not in models.names()
-    with pytest.raises(ConfigError, match=r"there is no mmm/parity/fixtures/resnet\.py; the models here are .*, cnn, "):
-        models.find("resnet")
-    with pytest.raises(ConfigError, match=r"there is no nowhere/models/mlp\.py"):
-        models.find("nowhere.mlp")
-    with pytest.raises(ConfigError, match=r"weights\.py has no parity_model and no parity_batch"):
-        models.find("mmm.weights")
+def test_models_of_the_registry_and_of_files(tmp_path):
+    assert set(MODELS) == set(models.NAMES) == set(REGISTRY)
+    assert models.find("gpt") is REGISTRY["gpt"]
+    for name in ("resnet", "nowhere.mlp", "nowhere/mlp.py"):
+        with pytest.raises(ConfigError, match=rf"{name}: there is no such file or module; the models here are .*, cnn"):
+            models.find(name)
+    with pytest.raises(ConfigError, match=r"weights\.py has no PARITY = ParityModel"):
+        models.find("mmm.models.weights")
+    for folder in ("a", "b"):  # two files of one name
+        (tmp_path / folder).mkdir()
+        text = f"from beside_{folder} import MODEL\nfrom mmm.parity.parity_model import ParityModel\n"
+        (tmp_path / folder / f"beside_{folder}.py").write_text(f"MODEL = {folder!r}.upper")
+        (tmp_path / folder / "mlp.py").write_text(f"{text}PARITY = ParityModel(model=MODEL, plan=MODEL, batch=MODEL)")
+    assert [models.find(str(tmp_path / folder / "mlp.py")).model() for folder in "aba"] == ["A", "B", "A"]
 
 
 def test_the_reference_knows_no_mesh():
     """Neither the reference nor anything of mmm that it imports, at whatever depth, imports parallel/."""
-    todo, seen = {"mmm.parity.reference", *(f"mmm.parity.fixtures.{name}" for name in models.names())}, set()
+    todo, seen = {"mmm.parity.reference", *(f"mmm.parity.fixtures.{name}" for name in models.NAMES)}, set()
     while todo:
         name = todo.pop()
         seen.add(name)

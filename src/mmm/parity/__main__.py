@@ -118,8 +118,8 @@ class Options:
         Raises:
             UserError: no such layout or model, or nothing is left.
         """
-        named = list(dict.fromkeys(self.model or models.names()))
-        if unknown := [name for name in named if "." not in name and name not in models.names()]:
+        named = list(dict.fromkeys(self.model or sorted(models.NAMES)))
+        if unknown := [name for name in named if "." not in name and name not in models.NAMES]:
             models.find(unknown[0])  # raises
         if self.layout:
             layouts = dict.fromkeys(map(canonical, self.layout))

@@ -1,77 +1,69 @@
-"""Which models there are: found by the names of two files, so that one more needs no other file changed.
-
-::
-
-    models/NAME.py           parity_model(), a small one; parity_batch(samples, numbers), made-up samples; and if there
-                             is more to a step than the optimizer's, parity_after_step(model), on one device
-    parallel/plans/NAME.py   NAME_plan(), how it is sharded
-
-``package.NAME`` means ``package/models/NAME.py`` and ``package/parallel/plans/NAME.py``. A plain ``NAME`` means mmm's
-own ``parity/fixtures/NAME.py``, and its plan in ``parallel/plans``, or in ``parity/fixtures/plans`` where the proof
-alone needs it. docs/models.md is the recipe.
-"""
+"""Which models there are: those of the registry, and a user's own, which a module or a file has as ``PARITY``."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
 
-FIXTURES = Path(__file__).parent / "fixtures"
+if TYPE_CHECKING:
+    from mmm.parity.parity_model import ParityModel
+
+# Of the registry, which imports torch: the command answers without.
+NAMES = ("transformer", "llama", "moe", "gpt", "head_norm", "regression", "branches", "batch_norm", "vit", "cnn")
 
 
-@dataclass(frozen=True)
-class Model:
-    """Attributes:
-    source: the model's own module, which knows nothing of meshes.
-    plan: how it is sharded: without arguments → `mmm.parallel.plan.Plan`.
-    """
-
-    source: ModuleType
-    plan: Callable
-
-
-def names() -> list[str]:
-    """The models of mmm itself."""
-    return sorted(path.stem for path in FIXTURES.glob("*.py") if path.stem != "__init__")
-
-
-def find(name: str) -> Model:
-    """The model called `name`.
+def find(name: str) -> ParityModel:
+    """The model called `name`: one of `NAMES`; or ``PARITY`` of a file, ``mine/mlp_plan.py``, or of a module,
+    ``mine.mlp_plan``.
 
     Raises:
-        ConfigError: one of its two files is not there, or lacks what it has to have.
+        ConfigError: there is no such file or module, or it has no ``PARITY``.
     """
-    package, _, short = name.rpartition(".")
-    source, plans = f"{package}.models.{short}", f"{package}.parallel.plans.{short}"
-    if not package:
-        source = f"mmm.parity.fixtures.{short}"
-        own = (FIXTURES / "plans" / f"{short}.py").exists()
-        plans = f"mmm.parity.fixtures.plans.{short}" if own else f"mmm.parallel.plans.{short}"
-    found = _load(source, name, ("parity_model", "parity_batch"))
-    return Model(found, getattr(_load(plans, name, (f"{short}_plan",)), f"{short}_plan"))
+    if name in NAMES:
+        from mmm.parity.registry import REGISTRY
+
+        return REGISTRY[name]
+    from mmm.parity.parity_model import ParityModel
+
+    module = _from_file(Path(name)) if name.endswith(".py") else _from_module(name)
+    if module is None:
+        raise ConfigError(
+            f"--model {name}: there is no such file or module; the models here are {', '.join(NAMES)}, and "
+            f"docs/models.md says how to add one"
+        )
+    model = getattr(module, "PARITY", None)
+    if not isinstance(model, ParityModel):
+        raise ConfigError(f"--model {name}: {module.__file__} has no PARITY = ParityModel(…); see docs/models.md")
+    return model
 
 
-def _load(module: str, name: str, wanted: tuple[str, ...]) -> ModuleType:
+def _from_module(name: str) -> ModuleType | None:
     try:
-        found = importlib.util.find_spec(module) is not None
+        found = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # something that a package imports
+        if not f"{name}.".startswith(f"{error.name}."):  # something that a package imports
             raise
         found = False
-    if not found:
-        raise ConfigError(
-            f"--model {name}: there is no {module.replace('.', '/')}.py; the models here are "
-            f"{', '.join(names())}, and docs/models.md says how to add one"
-        )
-    loaded = importlib.import_module(module)
-    if lacks := [function for function in wanted if not hasattr(loaded, function)]:
-        raise ConfigError(
-            f"--model {name}: {loaded.__file__} has no {' and no '.join(lacks)}; docs/models.md says what it is for"
-        )
-    return loaded
+    return importlib.import_module(name) if found else None
+
+
+def _from_file(path: Path) -> ModuleType | None:
+    """A file as a module, made once; what lies beside it can be imported, as for a script."""
+    if not path.is_file():
+        return None
+    name = str(path.resolve())
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.resolve().parent))
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

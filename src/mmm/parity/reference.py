@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.data.images import digits
@@ -17,6 +15,7 @@ from mmm.errors import ConfigError
 from mmm.layout import PADDING
 from mmm.models import weights
 from mmm.models.dropout import has_dropout, sample_keys
+from mmm.parity.parity_model import ParityModel
 
 GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
 RATES = {"sgd": 0.3, "adamw": 1e-2}
@@ -47,7 +46,7 @@ class Reference:
     gradients: dict[str, Tensor]
 
 
-def batch(source: ModuleType, training: Training, step: int) -> tuple[Tensor, ...]:
+def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, ...]:
     """Inputs and targets of a step's global batch, which depends on seed and step alone; if packed, also
     ``document_starts``, which the model's forward takes.
 
@@ -56,14 +55,14 @@ def batch(source: ModuleType, training: Training, step: int) -> tuple[Tensor, ..
     """
     numbers = torch.Generator().manual_seed(1_000_003 * training.seed + step)
     if training.data == "packed":
-        if not hasattr(source, "parity_documents"):
-            raise ConfigError(f"--data packed: {source.__name__} has no parity_documents; leave it out")
-        return source.parity_documents(training.global_batch, numbers)
-    inputs, targets = source.parity_batch(training.global_batch, numbers)
+        if parity.documents is None:
+            raise ConfigError("--data packed: the model takes no documents (ParityModel.documents); leave it out")
+        return parity.documents(training.global_batch, numbers)
+    inputs, targets = parity.batch(training.global_batch, numbers)
     if training.data == "digits":
         if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
             raise ConfigError(
-                f"--data digits: {source.__name__} takes no square images, but inputs of shape "
+                f"--data digits: the model takes no square images, but inputs of shape "
                 f"{tuple(inputs.shape[1:])}; leave it out"
             )
         images = _digits(inputs.shape[-1], inputs.shape[1])
@@ -79,38 +78,30 @@ def _digits(size: int, channels: int) -> ImagesInMemory:
     return digits.load(size, channels)[0]
 
 
-def mean_loss(source: ModuleType, output: Tensor, targets: Tensor, count: int) -> Tensor:
-    """The sum of ``parity_loss`` of the module, or of cross-entropy, over the `count` targets of a global batch."""
-    if hasattr(source, "parity_loss"):
-        return source.parity_loss(output, targets) / count
-    return F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum") / count
-
-
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD without momentum, or AdamW as PyTorch has it."""
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
     return kind(parameters, lr=RATES[name])
 
 
-def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
-    """Train the model of a module.
+def train(parity: ParityModel, training: Training, optimizer: str) -> Reference:
+    """Train the model.
 
     Args:
-        source: a module with ``parity_model``, ``parity_batch``, where the loss is not cross-entropy ``parity_loss``,
-            and where a step changes more than an optimizer does ``parity_after_step``. optimizer: ``sgd`` or ``adamw``.
+        optimizer: ``sgd`` or ``adamw``.
     """
-    model: nn.Module = source.parity_model()  # its buffers are what its constructor makes them
+    model = parity.model()  # its buffers are what its constructor makes them
     weights.convert(model, DTYPES[training.dtype])
     weights.initialize(model, training.seed)
     update = make_optimizer(optimizer, model.parameters())
     losses, gradients = [], {}
     for step in range(training.steps):
-        inputs, targets, *documents = batch(source, training, step)
+        inputs, targets, *documents = batch(parity, training, step)
         named = {"document_starts": documents[0]} if documents else {}
         if has_dropout(model):
             named["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
         count = int((targets != PADDING).sum()) if documents else targets.numel()
-        loss = mean_loss(source, model(inputs, **named), targets, count)
+        loss = parity.mean_loss(model(inputs, **named), targets, count)
         loss.backward()
         for parameter in model.parameters():  # what no sample of the batch has used
             if parameter.grad is None and parameter.requires_grad:
@@ -119,7 +110,7 @@ def train(source: ModuleType, training: Training, optimizer: str) -> Reference:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         update.step()
         update.zero_grad()
-        if hasattr(source, "parity_after_step"):
-            source.parity_after_step(model)
+        if parity.after_step is not None:
+            parity.after_step(model)
         losses.append(loss.item())
     return Reference(losses, gradients)

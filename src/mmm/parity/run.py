@@ -32,14 +32,14 @@ def prepare_cases(
     refused: list[tuple[ParityCase, str]] = []
     for case in cases:
         try:
-            model = models.find(case.model)
-            good.append(prepare(model, case, replace(training, data=case.data)))
+            parity = models.find(case.model)
+            good.append(prepare(parity, case, replace(training, data=case.data)))
         except UserError as error:
             refused.append((case, str(error)))
             continue
         if case.model not in said:
             said.add(case.model)
-            for text in plan_problems(model):
+            for text in plan_problems(parity):
                 print(f"--model {case.model}: {text}", flush=True)
     return good, refused
 
@@ -112,7 +112,7 @@ def _compare_one(
 
 def _reference(each: PreparedCase, optimizer: str, timeout: float) -> Reference | RanksFailed:
     def alone(rank: Rank) -> Reference:
-        return reference.train(each.model.source, each.training, optimizer)
+        return reference.train(each.parity, each.training, optimizer)
 
     try:
         return fork_ranks(alone, 1, timeout=timeout)[0]

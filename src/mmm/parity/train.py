@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import unmatched
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity.layouts import ParityCase
-from mmm.parity.models import Model
-from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer, mean_loss
+from mmm.parity.parity_model import ParityModel
+from mmm.parity.reference import DTYPES, Reference, Training, batch, make_optimizer
 from mmm.runtime.device import Precision, choose_device
 from mmm.runtime.log import get_logger, ignore_views
 from mmm.runtime.process_group import gather_floats, process_group
@@ -39,14 +38,13 @@ from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 
 ROUNDING = 16  # a gradient at most that many roundings of the model's largest one is 0
-LEAST_MICROBATCHES = 2  # so that a loss which is wrong by their number shows
 
 
 @dataclass(frozen=True)
 class PreparedCase:
     """A case that has been checked, before any rank is started. experts: whether the model has any."""
 
-    model: Model
+    parity: ParityModel
     case: ParityCase
     training: Training
     layout: Layout
@@ -73,7 +71,7 @@ class Curve:
     expected: float | None
 
 
-def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
+def prepare(parity: ParityModel, case: ParityCase, training: Training) -> PreparedCase:
     """Check that a model goes onto a layout; needs no process group.
 
     Raises:
@@ -89,10 +87,9 @@ def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
         )
     microbatches = case.microbatches
     if microbatches is None and layout.pp == 1:
-        least = getattr(model.source, "PARITY_MICROBATCHES", LEAST_MICROBATCHES)
-        microbatches = min(least, training.global_batch // layout.dp)
+        microbatches = min(parity.least_microbatches, training.global_batch // layout.dp)
     elif microbatches is None and case.schedule in SCHEDULES:
-        microbatches = max(LEAST_MICROBATCHES, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
+        microbatches = max(parity.least_microbatches, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
     techniques = Techniques(
         data_parallel=case.data_parallel,
         cp_style=case.cp_style,
@@ -101,18 +98,18 @@ def prepare(model: Model, case: ParityCase, training: Training) -> PreparedCase:
         stages_per_rank=case.stages_per_rank,
         checkpointing=case.checkpointing,
     )
-    inputs = batch(model.source, training, 0)[0][: training.global_batch // layout.dp]
+    inputs = batch(parity, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters(keep_values=False):
-        module = model.source.parity_model()
-    partition = partition_model(module, model.plan(), layout, techniques, meta)
-    return PreparedCase(model, case, training, layout, techniques, partition, has_experts(module))
+        module = parity.model()
+    partition = partition_model(module, parity.plan(), layout, techniques, meta)
+    return PreparedCase(parity, case, training, layout, techniques, partition, has_experts(module))
 
 
-def plan_problems(model: Model) -> list[str]:
+def plan_problems(parity: ParityModel) -> list[str]:
     """What the plan of a model names in vain."""
     with meta_parameters(keep_values=False):
-        return unmatched(model.plan(), model.source.parity_model())
+        return unmatched(parity.plan(), parity.model())
 
 
 def train(
@@ -131,15 +128,15 @@ def _train(
     rank: Rank, ready: PreparedCase, mesh: Mesh, device: torch.device, optimizer: str, reference: Reference
 ) -> Curve:
     began = time.perf_counter()
-    model, training, layout = ready.model, ready.training, ready.layout
+    parity, training, layout = ready.parity, ready.training, ready.layout
     dtype = DTYPES[training.dtype]
     with meta_parameters(keep_values=False):
-        module = model.source.parity_model()
+        module = parity.model()
     precision = Precision(training.dtype, dtype, dtype)
-    own_loss = partial(mean_loss, model.source) if hasattr(model.source, "parity_loss") else None
+    own_loss = parity.mean_loss if parity.loss is not None else None
     parallel_model = ParallelModel(
         module,
-        model.plan(),
+        parity.plan(),
         mesh,
         precision,
         ready.techniques,
@@ -157,7 +154,7 @@ def _train(
     losses: list[float] = []
     differences: dict[str, float] = {}
     for step in range(training.steps):
-        inputs, targets, *documents = batch(model.source, training, step)
+        inputs, targets, *documents = batch(parity, training, step)
         count = None if documents else targets.numel()
         named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
         if parallel_model.draws:
@@ -184,12 +181,12 @@ def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision:
     if ready.experts or ready.techniques.checkpointing != "none":
         return None
     with meta_parameters(keep_values=False):
-        module = ready.model.source.parity_model()
-    inputs, *_ = batch(ready.model.source, ready.training, 0)
+        module = ready.parity.model()
+    inputs, *_ = batch(ready.parity, ready.training, 0)
     try:
         by_axis = expected_traffic(
             module,
-            ready.model.plan(),
+            ready.parity.plan(),
             ready.layout,
             ready.techniques,
             ready.partition,
