@@ -55,7 +55,6 @@ class Config(example.TextExampleOptions):
     preset: example.Preset = "debug"
     seq_length: int = 512
     """Tokens a sample: a multiple of 2 · cp · tp."""
-
     default_batch_size = 1
 
     def axes(self, ranks: int) -> dict[str, int]:

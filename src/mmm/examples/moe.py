@@ -142,8 +142,7 @@ def train(config: Config) -> None:
             optimizer.step()
             optimizer.zero_grad()
             load = balance_experts(model, mesh, rate)  # (layers, experts): tokens of all ranks
-            if step.due:
-                step.row["imbalance"] = imbalance(load)
+            step.row["imbalance"] = imbalance(load)
         run.log.info("tokens of the last step, by layer and expert: %s", load.tolist())
 
 
