@@ -11,14 +11,19 @@ from types import ModuleType
 
 import pytest
 
+from support import closure as closures
 from support.clock import PATIENCE, children_cpu
+from support.closure import closure, lines_of
 
 SOURCE = Path(__file__).parent.parent / "src" / "mmm"
 NAME = re.compile(r"\bmmm(?:\.\w+)+")
 # The modules of other rooms that a string names (`lint-imports` sees no strings): most in help texts, messages and
 # printed lines, which people read and no code does.
 IN_STRINGS = {
-    ("cli/startup_cost.py", "mmm.launch"),  # which it runs
+    ("examples/_startup_cost.py", "mmm.launch"),  # which it runs
+    ("examples/_support/four_axes.py", "mmm.trainer.fsdp"),
+    ("examples/_support/four_axes.py", "mmm.trainer.vit"),
+    ("trainer/dry_run.py", "mmm.cli.main"),  # which the program becomes
     ("launch/main.py", "mmm.examples.fsdp_tp"),
     ("launch/job/options.py", "mmm.examples.fsdp_tp"),
     ("models/weights.py", "mmm.parallel.meta_parameters"),
@@ -67,7 +72,7 @@ def test_a_module_in_a_string_is_seen(text, tmp_path):
 
 LONGEST = 60  # lines of a function
 # Those that are longer still: (file, function). It only gets shorter.
-STILL_LONGER = {("trainer/loop.py", "_fit"), ("trainer/start.py", "start_run"), ("trainer/steps.py", "text_steps")}
+STILL_LONGER: set[tuple[str, str]] = set()
 
 
 def longer(path: Path) -> set[str]:
@@ -158,3 +163,45 @@ def test_list_of_examples():
 def test_unknown_subcommand():
     done = subprocess.run([sys.executable, "-m", "mmm.cli.main", "histroy"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "mmm: error: no subcommand 'histroy': did you mean history?\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "files", "lines"),
+    [("mmm.examples.fsdp_tp", 86, 9_800), ("mmm.parallel.loss", 6, 450), ("mmm.trainer.lm", 217, 26_600)],
+)
+def test_what_a_program_stands_on(module, files, lines):
+    """What a reader may have to open: the bounds only get lower."""
+    found = closure(module)
+    assert len(found) <= files, sorted(found)
+    assert lines_of(found) <= lines
+
+
+def test_every_kind_of_import_counts(tmp_path, monkeypatch):
+    """Inside functions, of a package that loads lazily by name and by attribute; not those for type checkers."""
+    monkeypatch.setattr(closures, "SOURCE", tmp_path)
+    for cached in (closures.tree_of, closures.lazy_names, closures.imported):
+        cached.cache_clear()
+    room = tmp_path / "mmm" / "room"
+    room.mkdir(parents=True)
+    for name in ("__init__", "lazy"):
+        (tmp_path / "mmm" / f"{name}.py").touch()
+    lazily = (
+        "from mmm.lazy import lazy\nif TYPE_CHECKING:\n    from mmm.room.a import A\n    from mmm.room.b import B\n"
+    )
+    (room / "__init__.py").write_text(lazily)
+    for name in "abcd":
+        (room / f"{name}.py").touch()
+    texts = (
+        ("from mmm.room import A", {"a"}),
+        ("from mmm import room\nroom.B", {"b"}),
+        ("def f():\n    from mmm.room.c import C", {"c"}),
+        ("if TYPE_CHECKING:\n    from mmm.room.d import D", set()),
+    )
+    for text, expected in texts:
+        (tmp_path / "mmm" / "x.py").write_text(text)
+        closures.tree_of.cache_clear()
+        closures.imported.cache_clear()
+        found = {name.rpartition(".")[2] for name in closure("mmm.x")} - {"mmm", "lazy", "room", "x"}
+        assert found == expected, text
+    for cached in (closures.tree_of, closures.lazy_names, closures.imported):
+        cached.cache_clear()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import mmm.history
+import mmm.trainer
 from mmm.errors import ConfigError, DataError
 from support.clock import PATIENCE
 from support.pool import program_on
@@ -159,8 +160,6 @@ def test_the_names_that_the_page_promises():
     assert promised.keys() == {"mmm.parallel", "mmm.trainer", "mmm.errors", "mmm.history"}
     for room, names in re.findall(r"^from (mmm\.\w+) import (.*)$", PAGE, re.MULTILINE):
         assert set(names.split(", ")) <= set(promised[room]), room
-    import mmm.trainer
-
     assert promised["mmm.trainer"]
     assert set(promised["mmm.trainer"]) == set(dir(mmm.trainer))
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
@@ -171,3 +170,28 @@ def test_asking_for_a_name_imports_what_it_needs_and_no_more():
     light = "assert 'torch' not in sys.modules"
     code = f"import sys, mmm.trainer; {light}; mmm.trainer.whoami; {light}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_hook_of_the_page(tmp_path, script):
+    """Its code, as it stands there, in a run of the page's script."""
+    (code,) = re.findall(r"```python\n(# gradients\.py\n.*?)```", PAGE, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 20
+    names = {}
+    exec(code, names)
+    histogram, denoise = names["GradientHistogram"](), load(script)
+    started, steps = denoise.start_run, denoise.train_steps
+
+    def start(*given):
+        return started(*given, [histogram, *mmm.trainer.script_hooks()])
+
+    def watched(run, batches, optimizer, *given, **named):
+        histogram.watch(optimizer)
+        return steps(run, batches, optimizer, *given, **named)
+
+    with patch.object(denoise, "start_run", start), patch.object(denoise, "train_steps", watched):
+        denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path))
+    data = mmm.history.load(tmp_path)
+    parts = np.stack([data[f"grad_le_{bound:g}"] for bound in histogram.BOUNDS])  # (bounds, steps)
+    assert parts.shape == (3, FLAGS["steps"])
+    assert (np.diff(parts, axis=0) >= 0).all()
+    assert 0 < parts[-1].min() <= 1

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mmm.trainer.options import BatchOptions as BatchOptions
     from mmm.trainer.options import RunOptions as RunOptions
     from mmm.trainer.options import parse as parse
+    from mmm.trainer.run.core import Hook as Hook
     from mmm.trainer.run.core import Run as Run
+    from mmm.trainer.run.standard import script_hooks as script_hooks
     from mmm.trainer.run.standard import start_run as start_run
     from mmm.trainer.save import save_model as save_model
 
@@ -31,9 +33,9 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.flags": "run_main",
         "mmm.trainer.optimizer": "make_optimizer",
         "mmm.trainer.options": "BaseOptions BatchOptions RunOptions parse",
-        "mmm.trainer.run.core": "Run",
+        "mmm.trainer.run.core": "Hook Run",
         "mmm.trainer.save": "save_model",
-        "mmm.trainer.run.standard": "start_run",
+        "mmm.trainer.run.standard": "script_hooks start_run",
         "mmm.trainer.loader_steps": "evaluate train_steps",
     },
 )

@@ -43,16 +43,7 @@ def text_steps(
     one_device = None
     if options.break_ is not None:
         steps = min(steps, STEPS)
-        with torch.device("meta"):
-            full = Transformer(resolved.sizes)
-        modules = [model] if isinstance(model, nn.Module) else model
-        one_device = OneDevice(
-            run,
-            full,
-            modules,
-            optimizer,
-            lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
-        )
+        one_device = _on_one_device(run, resolved, [model] if isinstance(model, nn.Module) else model, optimizer)
 
     def before_row(step: Step) -> None:
         if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(step.number, steps):
@@ -78,3 +69,13 @@ def text_steps(
     )
     if one_device is not None:
         one_device.report()
+
+
+def _on_one_device(
+    run: Run, resolved: Resolved, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> OneDevice:
+    """The same steps on one device, on full global batches."""
+    tokens, size = resolved.data.train, resolved.global_batch_size
+    with torch.device("meta"):
+        full = Transformer(resolved.sizes)
+    return OneDevice(run, full, modules, optimizer, lambda step: tokens.batch(step, size, 0, size).to(run.device))

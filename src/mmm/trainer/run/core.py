@@ -65,6 +65,26 @@ class Row:
     per_rank: dict[str, np.ndarray] = field(default_factory=dict)
     line: str = ""
 
+    def fill(
+        self,
+        name: str,
+        seconds: Mapping[str, float],
+        numbers: Mapping[str, Any],
+        per_rank: dict[str, np.ndarray],
+    ) -> None:
+        """Put in what rank 0 knows.
+
+        Args:
+            name: of the loss.
+            seconds: of rank 0, dt and its parts.
+            numbers: further ones.
+            per_rank: every rank's seconds.
+        """
+        self.numbers = {**self.at, name: self.loss, **seconds, **numbers, "sps": self.samples / seconds["dt"]}
+        if self.tokens:
+            self.numbers["tps"] = self.tokens / seconds["dt"]
+        self.per_rank = {part: each for part, each in per_rank.items() if part != OWN or np.isfinite(each).all()}
+
 
 class Hook:
     """What goes on around a run. Every rank has the same hooks, in the same order, and calls all methods of each, so
@@ -229,16 +249,11 @@ class Run:
         total, not_finite, skipped = self.losses.read(summary, by_rank, loss_ranks, self.rank.rank)
         row = Row(at, total, samples, tokens)
         if table is not None:
-            columns = UnreadLosses.COLUMNS
-            numbers |= dict(zip(tensors, table[self.rank.rank].tolist()[columns:], strict=False))
-            row.numbers = {**at, name: total, **seconds, **numbers, **({} if skipped is None else {"skipped": skipped})}
-            row.numbers["sps"] = samples / seconds["dt"]
-            if tokens:
-                row.numbers["tps"] = tokens / seconds["dt"]
-            first = columns + len(tensors)
-            row.per_rank = {part: table[:, first + i] for i, part in enumerate(timed)}
-            if not np.isfinite(row.per_rank[OWN]).all():
-                del row.per_rank[OWN]
+            numbers |= dict(zip(tensors, table[self.rank.rank].tolist()[UnreadLosses.COLUMNS :], strict=False))
+            numbers |= {} if skipped is None else {"skipped": skipped}
+            row.fill(
+                name, seconds, numbers, dict(zip(timed, table.T[UnreadLosses.COLUMNS + len(tensors) :], strict=True))
+            )
         for hook in self.hooks:
             hook.row(self, row)
         if row.line:
@@ -325,16 +340,26 @@ def start_run(name: str, options: Any, resolved: Any, hooks: Sequence[Hook]) -> 
             yield run
         except BaseException as raised:
             error = raised
-        leaving: SystemExit | None = None
-        for hook in run.hooks:
-            try:
-                hook.end(run, error)
-            except BaseException as raised:
-                if error is None and isinstance(raised, SystemExit):
-                    leaving = raised  # on every rank: the group ends as it does after a run that went well
-                else:
-                    error = raised
-        if error is not None:
-            raise error
+        leaving = _end(run, error)
     if leaving is not None:
         raise leaving
+
+
+def _end(run: Run, error: BaseException | None) -> SystemExit | None:
+    """Every hook's end. Returns what a hook ends a run by that went well, on every rank: the group then ends as well.
+
+    Raises:
+        BaseException: `error`, or what a hook has put in its place.
+    """
+    leaving: SystemExit | None = None
+    for hook in run.hooks:
+        try:
+            hook.end(run, error)
+        except BaseException as raised:
+            if error is None and isinstance(raised, SystemExit):
+                leaving = raised
+            else:
+                error = raised
+    if error is not None:
+        raise error
+    return leaving

@@ -36,13 +36,17 @@ def standard_hooks(*before_record: Hook) -> list[Hook]:
     ]
 
 
+def script_hooks() -> list[Hook]:
+    """Those of a program of one's own."""
+    return [MemoryCheck(), Agreement(), Hang(), StartUp(), Record(), Plots()]
+
+
 def start_run(
     name: str, options: Any, resolved: Any, hooks: Sequence[Hook] | None = None
 ) -> AbstractContextManager[Run]:
     """`mmm.trainer.run.core.start_run`, for a program of one's own.
 
     Args:
-        hooks: None for agreement of the ranks, watch for hangs, start-up times, record and plots.
+        hooks: None for `script_hooks`.
     """
-    own = [MemoryCheck(), Agreement(), Hang(), StartUp(), Record(), Plots()]
-    return core.start_run(name, options, resolved, own if hooks is None else hooks)
+    return core.start_run(name, options, resolved, script_hooks() if hooks is None else hooks)
