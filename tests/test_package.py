@@ -27,7 +27,6 @@ IN_STRINGS = {
     ("launch/main.py", "mmm.examples.fsdp_tp"),
     ("launch/job/options.py", "mmm.examples.fsdp_tp"),
     ("models/weights.py", "mmm.parallel.meta_parameters"),
-    ("parity/models.py", "mmm.parallel.plans"),  # below it: the plan of a model is found by its name
     ("plan/models.py", "mmm.trainer.fsdp"),
     ("trainer/run/plots.py", "mmm.history.draw"),  # which it runs
     ("plan/models.py", "mmm.trainer.lm"),
