@@ -24,6 +24,7 @@ from mmm.parallel.plan import Plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
+from mmm.parity import models
 from mmm.parity.fixtures import gpt
 from mmm.parity.fixtures.plans.gpt import gpt_plan
 from mmm.parity.reference import Training, batch
@@ -35,6 +36,7 @@ from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
+GPT = models.find("gpt")
 TIE = ("tokens.weight", "head.weight")
 STEPS, RATE, MAX_NORM = 2, 0.3, 0.05
 
@@ -47,7 +49,7 @@ def plain(make=gpt.small_model):
     losses, norms, first = [], [], {}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
-        inputs, targets = batch(gpt, Training(), step)
+        inputs, targets = batch(GPT, Training(), step)
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         if step == 0:
@@ -63,7 +65,7 @@ def train(rank, layout, techniques, gradients, tied=TIE, make=gpt.small_model, m
     with meta_parameters():
         model = make()
     plan, techniques = make_plan(), Techniques(**techniques)
-    inputs, _ = batch(gpt, Training(), 0)
+    inputs, _ = batch(GPT, Training(), 0)
     partition = partition_model(model, plan, layout, techniques, inputs[: len(inputs) // layout.dp].to("meta"))
     mesh = build_mesh(layout, "cpu", experts=has_experts(model))
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
@@ -73,7 +75,7 @@ def train(rank, layout, techniques, gradients, tied=TIE, make=gpt.small_model, m
     optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
     for step in range(STEPS):
         assert not tied or find_ties(inner) == [tied]
-        inputs, targets = batch(gpt, Training(), step)
+        inputs, targets = batch(GPT, Training(), step)
         size = len(inputs) // layout.dp
         at = slice(layout.dp_coordinate(rank.rank) * size, (layout.dp_coordinate(rank.rank) + 1) * size)
         loss = made.step(inputs[at], targets[at], targets.numel())
