@@ -141,6 +141,14 @@ def test_a_run_that_cannot_be_tried(dry_run, name, message):
     assert f"mmm: error: dry run: {message}" in err
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "layout"), [("pipeline", "pp2·dp2"), ("parallel_4d", "pp2·dp2·tp2")])
+def test_an_example_that_runs_its_stages_itself(dry_run, name, layout):
+    code, out, err = dry_run(str(4 if name == "pipeline" else 8), "--", "-m", f"mmm.examples.{name}", "--device", "cpu")
+    assert code == 0, err
+    assert f"layout {layout}, cpu, fp32: 2 of them" in out
+
+
 def test_the_alias(tmp_path):
     """Of several ranks here rank 0 alone follows it."""
     program = ["python3", "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]

@@ -46,7 +46,7 @@ class StageShapes:
             precision,
             memory,
         )
-        self.batch: Tensor | None = None  # of the step that is under way, on this rank
+        self.batch: Tensor | None = None  # of the step that is under way, on this rank; None: no `Pipeline` runs it
         self._mesh: Any = None
         self._found: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -59,9 +59,12 @@ class StageShapes:
         return given
 
     def _inputs(self) -> Tensor:
-        assert self.batch is not None
+        """Of the first stage: a micro-batch."""
+        sample, cp = self.resolved.sample, self.layout.cp
+        own = sample if cp == 1 else sample[:, : sample.shape[1] // cp]  # this rank's part of each sequence
+        batch = own if self.batch is None else self.batch
         microbatches = self.resolved.partition.microbatches
-        return torch.empty_like(self.batch[: len(self.batch) // microbatches], device=self.device)
+        return torch.empty_like(batch[: len(batch) // microbatches], device=self.device)
 
     def _forward(self, number: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         resolved, layout = self.resolved, self.layout
