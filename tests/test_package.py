@@ -95,7 +95,7 @@ def test_a_long_function_is_seen(tmp_path):
     assert longer(path) == {"long"}
 
 
-@pytest.mark.parametrize("package", ["checkpoint", "data", "history", "parallel", "trainer"])
+@pytest.mark.parametrize("package", ["checkpoint", "data", "examples._support", "history", "parallel", "trainer"])
 def test_a_package_that_loads_lazily(package):
     """What type checkers and `lint-imports` see is what there is, and no module of the package has a name of those."""
     loaded = importlib.import_module(f"mmm.{package}")
@@ -109,7 +109,7 @@ def test_a_package_that_loads_lazily(package):
     }
     assert dir(loaded) == sorted(set.union(*names.values()))
     for name in dir(loaded):
-        assert not (SOURCE / package / f"{name}.py").exists(), name
+        assert not SOURCE.joinpath(*package.split("."), f"{name}.py").exists(), name
         assert not isinstance(getattr(loaded, name), ModuleType)
 
 

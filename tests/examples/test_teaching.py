@@ -17,12 +17,12 @@ import mmm.history
 from mmm.comparison import worst
 from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
+from mmm.examples._support import zero_stages
 from mmm.examples._support.by_hand import Case, replica_spread
 from mmm.models.weights import parameter_count
 from mmm.parallel import Layout
 from mmm.runtime.device import choose_precision
 from mmm.traffic.collective_bytes import factor
-from mmm.trainer import zero_stages
 from mmm.trainer.resolve_plan import resolve
 from support.clock import PATIENCE
 from support.runs import make_run

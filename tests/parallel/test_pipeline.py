@@ -264,7 +264,7 @@ def test_refusals():
     assert "stages_per_rank 1: LoopedBFS takes at least 2" in refusal("LoopedBFS", each=1)
     text = refusal("Interleaved1F1B", pp=4)
     assert "4 with 2 stages a rank is 8 stages, and the model has 6 parts" in text
-    assert "use pp 2, a model with more layers" in text
+    assert "use fewer, or a model with more layers" in text
     assert "needs at least 4; use microbatches 4 or 8 or 16" in refusal(pp=4, microbatches=2)
     assert "16 a data-parallel coordinate cannot be split into 5 equal parts" in refusal(microbatches=5)
     text = refusal("Interleaved1F1B", microbatches=3, batch=12)

@@ -9,8 +9,8 @@ import pytest
 
 from mmm.contract import ELASTIC_VARIABLE
 from mmm.errors import ConfigError
-from mmm.trainer import resume
 from mmm.trainer.lm import Config
+from mmm.trainer.run import resume
 from support.clock import PATIENCE
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "elastic.py"

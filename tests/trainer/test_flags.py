@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from mmm.errors import LayoutError, UserError
-from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, Techniques, batch_sizes
 from mmm.parallel.compile import check_compile
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
+from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import check_pipeline
+from mmm.parallel.rules import check_cp_style
 from mmm.trainer.flags import run_main, with_flags
 
 PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
@@ -40,7 +40,7 @@ PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
             "--compile with ZBVZeroBubble.* leave --compile out.*; --activation_checkpointing selective with",
         ),
         (lambda: check_compile(PLAN, Layout(tp=2)), "--compile with tp 2: .* leave --compile out"),
-        (lambda: check_transformer(TransformerConfig(), Layout(cp=3), 96, "ulysses"), "or --cp_style ring$"),
+        (lambda: check_cp_style("rings"), "--cp_style 'rings' is not one of ring, ulysses"),
     ],
 )
 def test_fields_become_flags(check, words):

@@ -8,8 +8,8 @@ import pytest
 from mmm.checkpoint import steps_of
 from mmm.contract import MEMORY_VARIABLE
 from mmm.errors import ConfigError
-from mmm.trainer import resume
 from mmm.trainer.lm import Config
+from mmm.trainer.run import resume
 from support.resuming import curve, tensors, train
 
 LM, CNN = "mmm.trainer.lm", "mmm.trainer.fsdp"

@@ -42,7 +42,7 @@ SHOWN = "output.weight"  # whose rows the log follows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextProgramOptions):
+class Config(example.PlainTextProgramOptions):
     """A small Transformer, saved in the middle, which goes on there and on another mesh."""
 
     preset: Literal["debug", "small", "medium"] = "debug"

@@ -45,7 +45,7 @@ from mmm.parallel import cross_entropy, materialize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextProgramOptions, example.BreakOptions):
+class Config(example.PlainTextProgramOptions, example.BreakOptions):
     """DDP on a small Transformer."""
 
     BREAKS: ClassVar = {

@@ -46,7 +46,7 @@ from mmm.runtime.device import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextProgramOptions, example.BreakOptions):
+class Config(example.PlainTextProgramOptions, example.BreakOptions):
     """HSDP on a small Transformer. Each replica is sharded over the ranks that --replicas leaves."""
 
     BREAKS: ClassVar = {

@@ -42,7 +42,7 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TensorParallelOptions, example.TextProgramOptions, example.MemoryOptions):
+class Config(example.TensorParallelOptions, example.PlainTextProgramOptions, example.MemoryOptions):
     """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
     given) by each way."""
 

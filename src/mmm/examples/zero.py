@@ -39,7 +39,7 @@ from mmm.parallel import cross_entropy, materialize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextProgramOptions, example.BreakOptions):
+class Config(example.PlainTextProgramOptions, example.BreakOptions):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     BREAKS: ClassVar = {

@@ -7,11 +7,11 @@ from mmm.lazy import lazy
 if TYPE_CHECKING:
     from mmm.examples._support.by_package import parallelize as parallelize
     from mmm.examples._support.four_axes import FourAxesOptions as FourAxesOptions
-    from mmm.examples._support.image_steps import image_steps as image_steps
+    from mmm.examples._support.image_loop import image_steps as image_steps
     from mmm.examples._support.mistakes import MistakeOnPurpose as MistakeOnPurpose
+    from mmm.examples._support.text_loop import text_steps as text_steps
+    from mmm.examples._support.text_options import PlainTextProgramOptions as PlainTextProgramOptions
     from mmm.examples._support.text_options import TextExampleOptions as TextExampleOptions
-    from mmm.examples._support.text_options import TextProgramOptions as TextProgramOptions
-    from mmm.examples._support.text_steps import text_steps as text_steps
     from mmm.trainer.flags import run_main as run_main
     from mmm.trainer.layout import MemoryOptions as MemoryOptions
     from mmm.trainer.optimizer import make_optimizer as make_optimizer
@@ -42,11 +42,11 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.examples._support.four_axes": "FourAxesOptions",
-        "mmm.examples._support.image_steps": "image_steps",
+        "mmm.examples._support.image_loop": "image_steps",
         "mmm.examples._support.mistakes": "MistakeOnPurpose",
         "mmm.examples._support.by_package": "parallelize",
-        "mmm.examples._support.text_options": "TextExampleOptions TextProgramOptions",
-        "mmm.examples._support.text_steps": "text_steps",
+        "mmm.examples._support.text_options": "TextExampleOptions PlainTextProgramOptions",
+        "mmm.examples._support.text_loop": "text_steps",
         "mmm.trainer.flags": "run_main",
         "mmm.trainer.layout": "MemoryOptions",
         "mmm.trainer.optimizer": "make_optimizer",

@@ -43,12 +43,12 @@ class PlainTextOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextProgramOptions(TransformerOptions, PlainTextOptions, RunOptions):
+class PlainTextProgramOptions(TransformerOptions, PlainTextOptions, RunOptions):
     """Flags of a program that trains a Transformer on text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextExampleOptions(TensorParallelOptions, TextProgramOptions, ValidationOptions, BreakOptions):
+class TextExampleOptions(TensorParallelOptions, PlainTextProgramOptions, ValidationOptions, BreakOptions):
     """Flags of an example that trains a Transformer on text: its sizes, and its run."""
 
     compile: Unused[bool] = False

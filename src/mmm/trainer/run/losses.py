@@ -58,7 +58,7 @@ class NotFinite(NamedTuple):
         return f"the loss is {self.loss} at {when}, from {places}{others}"
 
 
-class Columns(NamedTuple):
+class LossColumns(NamedTuple):
     """What each rank knows of the steps since the last row that was due: scalars of one rank, or (ranks,) of all.
 
     Attributes:
@@ -78,7 +78,7 @@ class Columns(NamedTuple):
     trailing: Tensor
 
     @classmethod
-    def of_table(cls, table: Tensor) -> Columns:
+    def of_table(cls, table: Tensor) -> LossColumns:
         """Of all ranks' tensors, (ranks, columns); there may be more columns."""
         return cls(*table[:, : len(cls._fields)].unbind(1))
 
@@ -93,7 +93,7 @@ class UnreadLosses:
         skip_noted: it has been said that a step was skipped.
     """
 
-    COLUMNS = len(Columns._fields)
+    COLUMNS = len(LossColumns._fields)
 
     def __init__(self) -> None:
         self.by_step, self.in_a_row, self.skip_noted = False, 0, False
@@ -131,7 +131,7 @@ class UnreadLosses:
             self._skips.append(skip)
 
     def columns(self, loss: Tensor) -> Tensor:
-        """This rank's `Columns` as one tensor, (6,).
+        """This rank's `LossColumns` as one tensor, (6,).
 
         Args:
             loss: of the row, this rank's.
@@ -147,7 +147,7 @@ class UnreadLosses:
             gradient = torch.where(by_loss, 0, by_gradient.int().argmax(1) + 1)
         first = wrong.int().argmax(0, keepdim=True)  # the first of several
         skips = torch.stack(self._skips) if self._skips else losses.new_zeros(1)
-        own = Columns(
+        own = LossColumns(
             loss=loss.view(1),
             first=torch.where(wrong.any(), first + 1, 0),
             loss_there=losses.gather(0, first),
@@ -172,7 +172,7 @@ class UnreadLosses:
         Returns:
             (losses + 3,), on the columns' device.
         """
-        by_rank = Columns.of_table(columns)
+        by_rank = LossColumns.of_table(columns)
         losses, skips = by_rank.loss[loss_ranks], torch.stack((by_rank.skipped[0], by_rank.trailing[0]))
         if columns.device.type == "cpu" and not by_rank.first.any():  # what nearly every row finds
             return torch.cat((losses, columns.new_zeros(1), skips))
@@ -199,7 +199,7 @@ class UnreadLosses:
         self.in_a_row = trailing if trailing < skips else self.in_a_row + trailing
         found = None
         if first:
-            found = self._found(first, at, names, Columns(*on_host(columns[:, : self.COLUMNS]).T), loss_ranks, rank)
+            found = self._found(first, at, names, LossColumns(*on_host(columns[:, : self.COLUMNS]).T), loss_ranks, rank)
         elif not math.isfinite(total):  # the sum alone is not
             found = NotFinite(at[-1], total, list(range(len(columns))[loss_ranks]))
         return total, found, skipped if skips else None
@@ -209,7 +209,7 @@ class UnreadLosses:
         first: int,
         at: Sequence[Mapping[str, int]],
         names: Sequence[Sequence[str]],
-        by_rank: Columns,
+        by_rank: LossColumns,
         loss_ranks: slice,
         rank: int,
     ) -> NotFinite:
