@@ -14,7 +14,7 @@ the weights of a token's choices add up to 1. With top_k 1 the weight is the sco
 the router no gradient.
 
 The load is balanced without a second loss: `expert_bias` changes the choice but not the weights, and
-`mmm.parallel.ep.expert_parallel.balance_experts` adjusts it after each step from the tokens that are counted here.
+`mmm.parallel.ep.balance.balance_experts` adjusts it after each step from the tokens that are counted here.
 
 This file knows nothing of meshes. Expert parallelism replaces ``Experts.expert_forward``, where tokens meet experts.
 
