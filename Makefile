@@ -35,9 +35,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_FLAGS)
 
-# The same tests with another PyTorch, in an environment of its own: make test-torch TORCH=2.10.0 (docs/install.md says with
+# The same tests with another PyTorch, in an environment of its own: make test-torch TORCH=2.12.0 (docs/install.md says with
 # which it was run). The torchvision of torch 2.N is 0.(N+15); the rest is as constraints.txt has it.
-TORCH_VENV = .venv-torch-$(or $(TORCH),$(error which PyTorch? make test-torch TORCH=2.10.0))
+TORCH_VENV = .venv-torch-$(or $(TORCH),$(error which PyTorch? make test-torch TORCH=2.12.0))
 test-torch:
 	mkdir -p $(TORCH_VENV)
 	awk -F. -v torch=$(TORCH) 'BEGIN { split(torch, part) } /^torch==/ { $$0 = "torch==" torch } \
