@@ -88,7 +88,9 @@ def test_a_world_that_is_not_there(tmp_path):
             "python3 -m mmm.trainer.lm --device cpu --preset debug --dataset random --tp 5`, or change the layout",
         ),
         pytest.param(["--no_such", "5"], "--no_such", marks=pytest.mark.long),
-        pytest.param(["--summary"], "dry run: the program has started no run", marks=pytest.mark.long),
+        pytest.param(
+            ["--summary", "--batch_size", "1"], "dry run: the program has started no run", marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_the_real_run_would_refuse(flags, message):
