@@ -19,7 +19,7 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank, whoami
 from mmm.testing.ranks import fork_ranks
-from mmm.torch_private.fake import peaks_by_phase
+from mmm.torch_private.dry_run import peaks_by_phase
 
 
 @dataclass
