@@ -33,7 +33,7 @@ from mmm.plan.models import transformer_spec
 from mmm.runtime.device import is_available
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather
-from mmm.torch_private.fake import register_fake_group
+from mmm.torch_private.dry_run import register_fake_group
 from mmm.traffic.collective_bytes import factor
 
 TRIES = 12

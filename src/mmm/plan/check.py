@@ -21,7 +21,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.memory import peak_memory, start_of_peak
 from mmm.runtime.observer import Observer
 from mmm.runtime.ranks import whoami
-from mmm.torch_private.fake import peaks_by_phase
+from mmm.torch_private.dry_run import peaks_by_phase
 
 MIB = 2**20
 ALLOWED = 0.03  # of memory: the dry run, and the real rank that it stands for

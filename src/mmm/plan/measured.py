@@ -18,7 +18,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.observer import Observer, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.testing.ranks import fork_ranks
-from mmm.torch_private.fake import peaks_by_phase
+from mmm.torch_private.dry_run import peaks_by_phase
 from mmm.traffic.count import axes_of, count_traffic
 
 

@@ -41,8 +41,9 @@ from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.observer import Observer, observing
-from mmm.torch_private import fake
-from mmm.torch_private.fake import FakeTensor, FakeTensorMode, Place, unset_fake_temporarily
+from mmm.torch_private import dry_run
+from mmm.torch_private.dry_run import Place
+from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from mmm.torch_private.operators import READ_SCALAR, TorchDispatchMode, wait_operator
 from mmm.traffic.count import axes_of, count_traffic
 
@@ -86,7 +87,7 @@ class Rehearsal(Observer):
         self.stages = footprint.parameters if footprint is not None and layout.pp > 1 else ()
         self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
         self.traffic = SentInOrder(lambda: clock.phase)
-        fake.register_fake_group()
+        dry_run.register_fake_group()
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
         with ExitStack() as stack:
             enter = stack.enter_context
@@ -235,7 +236,7 @@ def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
     def tolist(tensor: torch.Tensor) -> Any:
         return np.zeros(tuple(tensor.shape)).tolist()
 
-    owner, name = fake.module_apply()
+    owner, name = dry_run.module_apply()
     apply = getattr(owner, name)
     yield (owner, name), one_model
     yield (dcp, "save"), save
@@ -243,7 +244,7 @@ def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), tolist
     yield (ParallelModel, "check_targets"), lambda *_: None
-    for owner, name in fake.mesh_methods():
+    for owner, name in dry_run.mesh_methods():
         yield (owner, name), _outside_fake_mode(vars(owner)[name])
 
 
@@ -262,10 +263,10 @@ def _without_ranks() -> Iterator[tuple[Place, Any]]:
     yield (dist, "broadcast_object_list"), lambda *_, **__: None
     yield (dist, "barrier"), lambda *_, **__: None
     yield (dist, "batch_isend_irecv"), sent
-    for place in fake.ddp_checks():
+    for place in dry_run.ddp_checks():
         yield place, lambda *_, **__: None
     yield (DDP, "__init__"), _with_hook(DDP.__init__)
-    owner, name = fake.ddp_before_forward()
+    owner, name = dry_run.ddp_before_forward()
     yield (owner, name), _with_numbers(getattr(owner, name))
 
 
@@ -280,8 +281,8 @@ def _uncounted(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
 
         return uncounted
 
-    yield fake.fsdp_chunks(), _Chunks
-    owner, name = fake.dtensor_shapes()
+    yield dry_run.fsdp_chunks(), _Chunks
+    owner, name = dry_run.dtensor_shapes()
     yield (owner, name), paused(vars(owner)[name])
 
 

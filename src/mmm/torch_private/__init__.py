@@ -10,7 +10,8 @@ who moves to another PyTorch reads this folder, a file a subject:
     fsdp          FSDP's records of its units
     checkpoint    DCP's files
     pipelining    what stages send each other
-    fake          tensors and process groups without elements, and memory counted by PyTorch
+    fake          tensors without elements
+    dry_run       what a dry run replaces, groups without ranks, memory counted by PyTorch
     dynamo        torch.compile
     startup       for the fork server, without torch
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from mmm.torch_private.fake import memory_tracker
+from mmm.torch_private.dry_run import memory_tracker
 
 
 class Peak:
