@@ -39,12 +39,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.analysis.traffic import axes_of, count_traffic
 from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
-from mmm.errors import ConfigError
 from mmm.layout import Layout
 from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.plan.observer import Observer, observing
+from mmm.plan.refusals import no_checkpoint, no_other_group, one_model
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
 from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
@@ -134,31 +134,11 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
     }
     rehearsal = Rehearsal(rank, world_size)
     try:
-        with observing(rehearsal), _no_other_group():
+        with observing(rehearsal), no_other_group():
             yield rehearsal
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def _no_other_group() -> Iterator[None]:
-    """Inside, the program makes no process group itself: it would wait for ranks that are not there."""
-    init = dist.init_process_group
-
-    def only_fake(backend: str | None = None, *given: Any, **named: Any) -> None:
-        if backend != "fake":
-            raise ConfigError(
-                "dry run: the program makes its process group itself, by torch.distributed.init_process_group: only a "
-                "program that starts its run by `start_run` can be tried"
-            )
-        init(backend, *given, **named)
-
-    dist.init_process_group = only_fake
-    try:
-        yield
-    finally:
-        dist.init_process_group = init
 
 
 class _Answers(TorchDispatchMode):
@@ -202,20 +182,6 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
     def drawn(model: torch.nn.Module, *_: Any, **__: Any) -> None:
         memory.mark("parameters", [*model.parameters(), *model.buffers()])
 
-    def one_model(module: torch.nn.Module, *given: Any, **named: Any) -> torch.nn.Module:
-        another = memory.phase() != "start" and any(parameter.is_meta for parameter in module.parameters())
-        if another and memory.counts():
-            raise ConfigError(
-                "dry run: this program trains several models, one after the other, in one run; try one of them alone"
-            )
-        return apply(module, *given, **named)
-
-    def save(*_: Any, **__: Any) -> None:
-        raise ConfigError(
-            "dry run: the program saves a checkpoint by torch.distributed.checkpoint, and its tensors have no "
-            "elements: leave that out"
-        )
-
     def numpy(tensor: torch.Tensor, **_: Any) -> np.ndarray:
         return np.zeros(tuple(tensor.shape))
 
@@ -225,7 +191,7 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
     def all_gather_object(found: list[Any], own: Any, *_: Any, **__: Any) -> None:
         found[:] = [own] * len(found)
 
-    apply, batch = torch.nn.Module._apply, dist.batch_isend_irecv
+    batch = dist.batch_isend_irecv
 
     def sent(ops: list[dist.P2POp]) -> list[Any]:
         return [_Work(work, ops) for work in batch(ops)]
@@ -240,10 +206,10 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
 
     changes: list[tuple[Any, str, Any]] = [
         (weights, "initialize", drawn),
-        (torch.nn.Module, "_apply", one_model),
+        (torch.nn.Module, "_apply", one_model(memory)),
         (FakeTensor, "numpy", numpy),
         (FakeTensor, "tolist", tolist),
-        (dcp, "save", save),
+        (dcp, "save", no_checkpoint),
         (dist, "all_gather_object", all_gather_object),
         (dist, "broadcast_object_list", lambda *_, **__: None),
         (dist, "barrier", lambda *_, **__: None),
@@ -262,6 +228,13 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
     for name in ("__init__", "__getitem__", "_flatten", "_create_sub_mesh", "from_group", "get_local_rank", "size"):
         if name in vars(DeviceMesh):
             changes.append((DeviceMesh, name, _outside_fake_mode(vars(DeviceMesh)[name])))
+    with _replaced(changes):
+        yield
+
+
+@contextmanager
+def _replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, attributes have other values: (owner, name, value) each."""
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
