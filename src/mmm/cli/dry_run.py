@@ -16,7 +16,7 @@ from mmm.launch.job.target import Target
 from mmm.plan.machine import parse_bytes
 from mmm.runtime.ranks import whoami
 
-LINE = "mmm dry-run 1024 -- python3 -m mmm.examples.fsdp_tp --tpsize 4 --dataset random"
+LINE = "mmm dry-run 1024 -- python3 -m mmm.trainer.lm --tpsize 4 --dataset random"
 EPILOG = f"""\
 PROGRAM is what `launch` would run: python3 -m MODULE …, or python3 SCRIPT.py …; it starts its run by
 mmm.trainer.start_run. Its own checks, model, mesh, steps and optimizer run, on tensors without elements.

@@ -30,11 +30,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
-from mmm.errors import ConfigError
 from mmm.layout import Layout
 from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.plan.refusals import no_checkpoint, no_other_group, one_model
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
 from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
@@ -132,31 +132,11 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
     }
     rehearsal = Rehearsal(rank, world_size)
     try:
-        with observing(rehearsal), _no_other_group():
+        with observing(rehearsal), no_other_group():
             yield rehearsal
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def _no_other_group() -> Iterator[None]:
-    """Inside, the program makes no process group itself: it would wait for ranks that are not there."""
-    init = dist.init_process_group
-
-    def only_fake(backend: str | None = None, *given: Any, **named: Any) -> None:
-        if backend != "fake":
-            raise ConfigError(
-                "dry run: the program makes its process group itself, by torch.distributed.init_process_group: only a "
-                "program that starts its run by `start_run` can be tried"
-            )
-        init(backend, *given, **named)
-
-    dist.init_process_group = only_fake
-    try:
-        yield
-    finally:
-        dist.init_process_group = init
 
 
 class _Answers(TorchDispatchMode):
@@ -216,30 +196,14 @@ def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
     def drawn(model: torch.nn.Module, *_: Any, **__: Any) -> None:
         memory.mark("parameters", [*model.parameters(), *model.buffers()])
 
-    def one_model(module: torch.nn.Module, *given: Any, **named: Any) -> torch.nn.Module:
-        another = memory.phase() != "start" and any(parameter.is_meta for parameter in module.parameters())
-        if another and memory.counts():
-            raise ConfigError(
-                "dry run: this program trains several models, one after the other, in one run; try one of them alone"
-            )
-        return apply(module, *given, **named)
-
-    def save(*_: Any, **__: Any) -> None:
-        raise ConfigError(
-            "dry run: the program saves a checkpoint by torch.distributed.checkpoint, and its tensors have no "
-            "elements: leave that out"
-        )
-
     def numpy(tensor: torch.Tensor, **_: Any) -> np.ndarray:
         return np.zeros(tuple(tensor.shape))
 
     def tolist(tensor: torch.Tensor) -> Any:
         return np.zeros(tuple(tensor.shape)).tolist()
 
-    owner, name = dry_run.module_apply()
-    apply = getattr(owner, name)
-    yield (owner, name), one_model
-    yield (dcp, "save"), save
+    yield dry_run.module_apply(), one_model(memory)
+    yield (dcp, "save"), no_checkpoint
     yield (weights, "initialize"), drawn
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), tolist
