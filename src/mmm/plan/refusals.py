@@ -35,7 +35,7 @@ def no_other_group() -> Iterator[None]:
 
 
 def one_model(memory: MemoryTracker) -> Callable[..., torch.nn.Module]:
-    """In place of what moves a module's tensors: it refuses another model, on the meta device, after the first steps."""
+    """In place of what moves a module's tensors: it refuses another model on the meta device after steps."""
     owner, name = module_apply()
     apply = getattr(owner, name)
 
