@@ -131,15 +131,15 @@ def test_versions_are_compared_as_numbers():
 
 
 def test_a_torch_that_is_too_old(monkeypatch):
-    bound = '"torch>=2.10"'
+    bound = '"torch>=2.11"'
     assert bound in (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for version, status in (("2.9.1", "fail"), ("2.10.0+cpu", "ok")):
+    for version, status in (("2.10.0", "fail"), ("2.11.0+cpu", "ok")):
         monkeypatch.setattr("torch.__version__", version)
         for name in ("check_devices", "check_all_reduce"):
             monkeypatch.setattr(compute, name, lambda _: iter(()))
         (finding,) = compute.check_torch(Place())
         assert finding.status == status
-        assert finding.fix == ("mmm needs torch 2.10 or newer" if status == "fail" else "")
+        assert finding.fix == ("mmm needs torch 2.11 or newer" if status == "fail" else "")
 
 
 def test_matmul_right_and_wrong():

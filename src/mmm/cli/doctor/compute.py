@@ -13,7 +13,7 @@ from mmm.launch.job import accelerators
 from mmm.runtime.ranks import Rank
 from mmm.testing import fork_ranks
 
-OLDEST = (2, 10)
+OLDEST = (2, 11)
 SLOW_IMPORT = 30.0  # s
 SIZE = 256
 BUILDS = {"cpu": "CPU", "cuda": "CUDA", "hip": "ROCm", "xpu": "Intel GPUs"}

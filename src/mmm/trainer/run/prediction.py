@@ -20,7 +20,7 @@ ADVICE = "mmm plan --calibrate lets later runs predict it"
 LAST_ROWS = 1000  # whose seconds count
 
 
-class Prediction(Hook):
+class PredictedAndMeasured(Hook):
     """Predicts memory and seconds of a step, and compares."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.hang import Hang
 from mmm.trainer.run.memory_check import MemoryCheck
 from mmm.trainer.run.plots import Plots
-from mmm.trainer.run.prediction import Prediction
+from mmm.trainer.run.prediction import PredictedAndMeasured
 from mmm.trainer.run.record import Record
 from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.run.startup import StartUp
@@ -27,7 +27,7 @@ def standard_hooks(*before_record: Hook) -> list[Hook]:
         Agreement(),
         Hang(),
         StartUp(),
-        Prediction(),
+        PredictedAndMeasured(),
         *before_record,
         ResumableRecord(),
         Trackers(),
