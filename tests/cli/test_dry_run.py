@@ -45,7 +45,7 @@ def test_what_is_a_program(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "no program to run: give it after --, as in mmm dry-run 1024 -- python3 -m mmm.examples.fsdp_tp"),
+        ("", "no program to run: give it after --, as in mmm dry-run 1024 -- python3 -m mmm.trainer.lm"),
         ("launch -n 4 python3 t.py", "launch starts ranks, and a dry run needs none: give the program alone"),
         ("bash t.sh", "bash: it is no Python program, and only those can be tried"),
         ("python3", "python3: it names no module and no script to run"),

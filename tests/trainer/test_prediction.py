@@ -21,7 +21,9 @@ def run(tmp_path, monkeypatch, machine=None):
         calibrated_path().write_text(machine)
     done = subprocess.run([*LM, "--outdir", str(tmp_path / "run")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads((tmp_path / "run" / "config.json").read_text()), (done.stdout + done.stderr).splitlines()[-1]
+    lines = (done.stdout + done.stderr).splitlines()
+    (line,) = [line for line in lines if "memory of rank 0: " in line or "no prediction: " in line]
+    return json.loads((tmp_path / "run" / "config.json").read_text()), line
 
 
 @pytest.mark.parametrize("known", [pytest.param(False, marks=pytest.mark.long), True])
