@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ from mmm.parallel.clip import local_norms
 from mmm.parallel.ep.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.runtime.ranks import DRY_RUN
 from mmm.runtime.seed import seed_step
 from mmm.trainer.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.optimizer import learning_rate
-from mmm.trainer.profile_options import profile_of
+from mmm.trainer.profile_options import ProfileOptions
 from mmm.trainer.progress import StepsBar, epochs_bar
 from mmm.trainer.run.core import Run
 from mmm.trainer.schedule import Schedule, constant
@@ -146,7 +147,7 @@ class _Loop:
         run, options, checkpoints = self.run, self.options, self.checkpoints
         first, so_far = checkpoints.load()
         checkpoints.compare_rates(lambda step: max(self.rates) * options.schedule(step))
-        batches, profile = self.task.all_batches(first), profile_of(run, self.model, first, options.steps)
+        batches, profile = self.task.all_batches(first), _profile_of(run, self.model, first, options.steps)
         profile(first)
         run.clock.start()
         for step in self.rows.over(range(first, options.steps), bar, run):
@@ -251,3 +252,17 @@ class _Loop:
         self.model.train(False)
         self.evaluated = self.task.evaluate(self.model)
         return self.evaluated
+
+
+def _profile_of(run: Run, model: ParallelModel, first: int, end: int) -> Callable[[int], None]:
+    """What is to be called with each step before it begins, and after the last; a collective.
+
+    Args:
+        first, end: of the steps that this process makes.
+    """
+    options = run.options
+    if not isinstance(options, ProfileOptions) or options.profile is None or run.rank.source == DRY_RUN or first >= end:
+        return lambda step: None
+    from mmm.trainer.profile import Profile  # a run with --profile only
+
+    return Profile(run, model, options, first, end).at

@@ -1,20 +1,14 @@
-"""The flags of a profile, and the profile of a run that has them (`mmm.trainer.profile`)."""
+"""The flags of a profile (`mmm.trainer.profile`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.runtime.ranks import DRY_RUN
-
-if TYPE_CHECKING:
-    from mmm.parallel.parallel_model import ParallelModel
-    from mmm.trainer.run.core import Run
 
 PACKAGES = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, what it needs
 
@@ -54,17 +48,3 @@ def parse_steps(text: str) -> range:
     if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
         raise ConfigError(f"--profile_steps {text}: give FROM:TO, such as 10:13 for the steps 10, 11 and 12")
     return range(int(first), int(end))
-
-
-def profile_of(run: Run, model: ParallelModel, first: int, end: int) -> Callable[[int], None]:
-    """What is to be called with each step before it begins, and after the last; a collective.
-
-    Args:
-        first, end: of the steps that this process makes.
-    """
-    options = run.options
-    if not isinstance(options, ProfileOptions) or options.profile is None or run.rank.source == DRY_RUN or first >= end:
-        return lambda step: None
-    from mmm.trainer.profile import Profile  # a run with --profile only
-
-    return Profile(run, model, options, first, end).at
