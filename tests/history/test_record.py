@@ -209,3 +209,15 @@ def test_a_path_whose_bytes_are_no_text(tmp_path):
     config = json.loads(write_config(folder, {"outdir": folder}).read_text(encoding="utf-8"))
     assert config["outdir"] == str(folder)
     assert plain_attrs({"outdir": str(folder), "n": 1}) == {"outdir": f"{tmp_path}/Gr\\udcfc\\udcdfe", "n": 1}
+
+
+def test_nothing_is_written_through_a_planted_link(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json.tmp").symlink_to(elsewhere)
+    write_config(run, {"a": 1})
+    assert elsewhere.read_text() == "mine"
+    assert json.loads((run / "config.json").read_text()) == {"a": 1}
+    assert sorted(path.name for path in run.iterdir()) == ["config.json"]

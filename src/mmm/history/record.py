@@ -3,6 +3,7 @@
 Everything here runs on rank 0, before any process group is made, and imports neither torch nor xarray.
 """
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -121,17 +122,26 @@ def versions() -> dict[str, str]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` beside `path`, flush it to the disk, then rename it over `path`. RecordError where that fails."""
+    """Write `content` beside `path`, flush it to the disk, then rename it over `path`. RecordError where that fails.
+
+    A link that somebody has planted beside it, which would lead the content elsewhere, is removed."""
     part = path.with_name(f"{path.name}.tmp")
     try:
-        with open(part, "wb") as file:
+        with open(part, "wb", opener=_not_through_a_link) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise cannot_write(path, error) from error
+
+
+def _not_through_a_link(path: str, flags: int) -> int:
+    if os.path.islink(path):
+        os.unlink(path)
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def cannot_write(path: Path, error: OSError) -> RecordError:
