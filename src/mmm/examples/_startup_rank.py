@@ -12,8 +12,6 @@ import torch
 import torch.distributed.checkpoint
 import torch.distributed.pipelining
 
-import mmm.parallel
-import mmm.trainer.run.standard  # noqa: F401
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import whoami
 from mmm.trainer.flags import run_main
