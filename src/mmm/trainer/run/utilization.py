@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mmm.plan.utilization import peak_flops, step_flops
 from mmm.trainer.run.core import Hook, Row, Run
 from mmm.trainer.run.resume import ResumableRecord
 
@@ -35,6 +34,8 @@ class Utilization(Hook):
         what the first has measured, nothing."""
         if not run.rank.is_main:
             return
+        from mmm.plan.utilization import peak_flops, step_flops  # every import of a trainer would pay for it
+
         record = run.hook(ResumableRecord)
         if record is not None and record.folder is not None and (known := record.folder.mfu):
             self.flops, self.peak, source = (
