@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import pickle
 import shutil
 import tarfile
@@ -265,6 +266,14 @@ def test_the_middle_square_is_cut_out(tmp_path):
 def test_a_file_that_is_no_image_is_named_at_once(pictures):
     (pictures / "cat" / "7.png").write_bytes(b"<html>not found</html>")
     with pytest.raises(DataError, match=r"cat/7.png is not an image that can be read \(22 bytes\)"):
+        load_images("folder", pictures)
+
+
+@pytest.mark.timeout(30)
+def test_a_fifo_among_the_images_is_not_waited_for(pictures):
+    (pictures / "cat" / "7.png").unlink(missing_ok=True)
+    os.mkfifo(pictures / "cat" / "7.png")
+    with pytest.raises(DataError, match=r"cat/7.png is not an image that can be read \(it is no regular file\)"):
         load_images("folder", pictures)
 
 

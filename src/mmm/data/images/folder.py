@@ -22,6 +22,7 @@ from torch import Tensor
 from mmm.data.images.image_set import ImageSet, Indices, Values
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DataError
+from mmm.outside import open_file
 
 IMAGENET: tuple[Values, Values] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, standard deviation
 GREY: tuple[Values, Values] = ((0.5,), (0.25,))
@@ -103,6 +104,7 @@ def _open(path: Path) -> Any:
     from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401  registers TIFF and WEBP
 
     try:
+        open_file(path).close()  # a FIFO, for whose writer Pillow would wait, is refused
         image = Image.open(path, formats=FORMATS)  # without `formats`, a file that is none makes Pillow load 40 readers
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         detail = getattr(error, "strerror", None) or f"{path.stat().st_size} bytes" if path.exists() else "not there"
