@@ -73,7 +73,8 @@ def wrong_journal(folder: Path, found: Any) -> str | None:
     for line in lines:
         try:
             row = json.loads(line)
-            rows.setdefault(row["draw"], []).append(row)
+            if isinstance(row["row"], dict) and isinstance(row["per_rank"], dict):  # else it is no row
+                rows.setdefault(row["draw"], []).append(row)
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
     draws = before["draw"].values.tolist()
