@@ -127,3 +127,8 @@ def test_a_text_is_neither_cut_nor_padded(files):
     asking.save(str(files / "asking.json"))
     text = b"to be or not to be, that is the question " * 20
     assert load_tokenizer(files / "asking.json").encode(text).tolist() == plain.encode(text).tolist()
+
+
+def test_half_a_character_is_no_vocabulary():
+    with pytest.raises(DataError, match=r"a vocabulary of characters has '\\ud800', half of one"):
+        CharTokenizer("a\ud800")

@@ -25,7 +25,10 @@ class CharTokenizer(Tokenizer):
             raise DataError("a vocabulary of characters is empty: the text has none")
         self.chars, self.vocab_size = chars, len(chars)
         self.content = json.dumps({"kind": self.kind, "chars": chars}).encode()
-        codes = _codes(chars)
+        try:
+            codes = _codes(chars)
+        except UnicodeEncodeError as error:
+            raise DataError(f"a vocabulary of characters has {error.object[error.start]!r}, half of one") from None
         self._table = np.full(int(codes.max()) + 1, -1, np.int32)  # code point -> token
         self._table[codes] = np.arange(len(chars))
 
