@@ -1,16 +1,7 @@
 """The device mesh: which ranks form a group along which axis.
 
-Axes, outermost first::
-
-    pp            pipeline stages
-    dp_replicate  data parallel: replicas of the model
-    dp_shard      data parallel: parameters sharded over it (FSDP)
-    cp            the sequence sharded
-    tp            matrices sharded; innermost, because it communicates most: neighbours, ideally on one host
-
-ep, expert parallel, has no ranks of its own: it divides dp_shard. Its groups are neighbours on that axis.
-
-A `Layout` is the sizes alone: it is checked, and says who stands where, before any process group is made.
+The axes and their order are those of `mmm.layout`. A `Layout` is the sizes alone: it is checked, and says who stands
+where, before any process group is made.
 """
 
 from __future__ import annotations

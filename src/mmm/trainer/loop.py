@@ -14,7 +14,6 @@ from mmm.parallel.clip import local_norms
 from mmm.parallel.ep.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.runtime.ranks import DRY_RUN
 from mmm.runtime.seed import seed_step
 from mmm.trainer.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.optimizer import learning_rate
@@ -261,7 +260,7 @@ def _profile_of(run: Run, model: ParallelModel, first: int, end: int) -> Callabl
         first, end: of the steps that this process makes.
     """
     options = run.options
-    if not isinstance(options, ProfileOptions) or options.profile is None or run.rank.source == DRY_RUN or first >= end:
+    if not isinstance(options, ProfileOptions) or options.profile is None or run.dry or first >= end:
         return lambda step: None
     from mmm.trainer.profile import Profile  # a run with --profile only
 

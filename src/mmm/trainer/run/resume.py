@@ -105,8 +105,10 @@ class ResumableRecord(Record):
         return None if self.folder is None else record_goes_on(self.folder, self.origin, str(run.layout))
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        super().end(run, error)
-        self._stack.close()
+        try:
+            super().end(run, error)
+        finally:
+            self._stack.close()
 
 
 def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
