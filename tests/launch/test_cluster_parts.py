@@ -133,7 +133,7 @@ def test_the_signal_before_the_end_reaches_the_ranks(launcher):
     launcher.write(
         "t.py",
         "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\n"
-        "print('ready', flush=True)\ntime.sleep(30)",
+        "print('ready', flush=True)\n[time.sleep(0.05) for _ in range(600)]",
     )
     done = launcher.run("-n", "2", "--walltime", "9", "--signal", "USR1@4", "python3", "t.py")
     assert done.returncode == 5
@@ -145,7 +145,7 @@ def test_a_signal_for_the_program_is_passed_on(launcher, how):
     launcher.write(
         "t.py",
         "import os, signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: os._exit(0))\n"
-        "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(30)",
+        "open('ready-' + os.environ['RANK'], 'w')\n[time.sleep(0.05) for _ in range(600)]",
     )
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
@@ -162,8 +162,8 @@ def test_a_run_that_prints_nothing(launcher):
 import os, time
 for _ in range(4): time.sleep(0.4); print('x', flush=True)
 if os.environ["RANK"] == "1":
-    time.sleep(30)
-time.sleep(30)
+    [time.sleep(0.05) for _ in range(600)]
+[time.sleep(0.05) for _ in range(600)]
 """,
     )
     done = launcher.run("-n", "3", "--timeout", "3", "python3", "t.py")
@@ -203,7 +203,7 @@ def test_no_retry_after_a_users_error_or_a_signal(launcher):
     launcher.write("t.py", "from mmm.errors import ConfigError\nraise ConfigError('wrong')")
     done = launcher.run("-n", "1", "--retries", "2", "python3", "t.py")
     assert (done.returncode, done.stderr) == (2, "error: wrong\n")
-    launcher.write("t.py", "import time\nopen('ready', 'w')\ntime.sleep(30)")
+    launcher.write("t.py", "import time\nopen('ready', 'w')\n[time.sleep(0.05) for _ in range(600)]")
     process = launcher.start("-n", "1", "--retries", "2", "python3", "t.py")
     launcher.wait_for("ready")
     process.send_signal(signal.SIGTERM)

@@ -124,7 +124,14 @@ def test_fewer_than_the_least(launcher, elastic):
 
 
 def test_a_mistake_of_the_program_ends_in_so_many_attempts(launcher, elastic):
-    code, err = ended(elastic("2:4", "if rank == '1': raise OSError('no file')\ntime.sleep(90)", "--rejoin", "0.01"))
+    code, err = ended(
+        elastic(
+            "2:4",
+            "if rank == '1': raise OSError('no file')\n[time.sleep(0.05) for _ in range(1800)]",
+            "--rejoin",
+            "0.01",
+        )
+    )
     assert (code, sizes(launcher)) == (1, [4, 3, 2])
     assert err.count("OSError: no file") == 3
 
@@ -139,7 +146,7 @@ def test_a_rank_that_failed_by_itself_stays_out(launcher, elastic):
 
 @pytest.mark.long
 def test_no_more_retries(launcher, elastic):
-    always = "if rank == '1': os.kill(os.getpid(), 9)\ntime.sleep(90)"
+    always = "if rank == '1': os.kill(os.getpid(), 9)\n[time.sleep(0.05) for _ in range(1800)]"
     code, err = ended(elastic("1:4", always, "--retries", "1"))
     assert (code, sizes(launcher)) == (137, [4, 3])
     assert "going on with 3 ranks (--elastic; --retries: 0 left)" in err
@@ -161,7 +168,7 @@ def test_a_program_that_does_not_save_goes_on(launcher, elastic):
 
 
 def test_signals_end_it_for_good(launcher, elastic):
-    process = elastic("1:2", KILLED + "time.sleep(90)")
+    process = elastic("1:2", KILLED + "[time.sleep(0.05) for _ in range(1800)]")
     launcher.wait_for("ranks")
     while len(attempts(launcher)) < 2:
         time.sleep(0.02)
@@ -172,7 +179,7 @@ def test_signals_end_it_for_good(launcher, elastic):
 
 
 def test_ctrl_c_while_it_starts(launcher, elastic):
-    process = elastic("1:2", "time.sleep(90)")
+    process = elastic("1:2", "[time.sleep(0.05) for _ in range(1800)]")
     time.sleep(0.4)
     process.send_signal(signal.SIGINT)
     code, err = ended(process)
@@ -182,7 +189,7 @@ def test_ctrl_c_while_it_starts(launcher, elastic):
 
 @pytest.mark.long
 def test_nothing_outlives_launch(launcher, elastic):
-    process = elastic("1:2", KILLED + "time.sleep(90)")
+    process = elastic("1:2", KILLED + "[time.sleep(0.05) for _ in range(1800)]")
     launcher.wait_for("ranks")
     while len(attempts(launcher)) < 2:
         time.sleep(0.02)

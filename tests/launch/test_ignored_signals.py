@@ -26,7 +26,7 @@ while open(f"/proc/{child.pid}/comm").read() == open("/proc/self/comm").read(): 
 open("part-" + rank, "w").write(f"{ignored('self')}|{ignored(child.pid)}|{ignored(os.getppid())}")
 try:
     os.rename("part-" + rank, "ready-" + rank)
-    time.sleep(90)
+    [time.sleep(0.05) for _ in range(1800)]
 finally: open("cleaned-" + rank, "w").close()
 """
 

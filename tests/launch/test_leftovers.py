@@ -16,7 +16,7 @@ import multiprocessing, os, subprocess, sys, time
 def work():
     subprocess.Popen(["sleep", "90"])
     open("worker-" + os.environ["RANK"], "w").write(str(os.getpid()))
-    time.sleep(90)
+    [time.sleep(0.05) for _ in range(1800)]
 if __name__ == "__main__":
     rank = os.environ["RANK"]
     multiprocessing.get_context(sys.argv[1]).Process(target=work, daemon=True).start()
@@ -24,7 +24,8 @@ if __name__ == "__main__":
     subprocess.Popen(["sleep", "92"], start_new_session=True)            # leaves the process group
     while not os.path.exists("worker-" + rank): time.sleep(0.01)
     open("ready-" + rank, "w").write(str(os.getpid()))
-    time.sleep(90) if sys.argv[2] == "wait" else os._exit(0)             # _exit: nobody ends the children
+    if sys.argv[2] != "wait": os._exit(0)                       # nobody ends the children
+    [time.sleep(0.05) for _ in range(1800)]
 """
 
 
@@ -82,7 +83,7 @@ def test_launch_and_agent_are_killed_at_once(launcher, how):
         "t.py",
         "import multiprocessing, os, time\n"
         "multiprocessing.get_context('fork').Process(target=time.sleep, args=(90,)).start()\n"
-        "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(90)\n",
+        "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n[time.sleep(0.05) for _ in range(1800)]\n",
     )
     process = launcher.start(*how, "-n", "2", "python3", "t.py")
     launcher.wait_for("ready-0", "ready-1")
@@ -111,7 +112,9 @@ def test_a_run_that_ends_well_leaves_nothing(launcher, how):
 
 
 def test_launch_is_killed_while_the_agent_imports(launcher):
-    launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(90)")
+    launcher.write(
+        "site-packages/slow.py", "import time\nopen('importing', 'w')\n[time.sleep(0.05) for _ in range(1800)]"
+    )
     launcher.write("t.py", "import slow")
     process = launcher.start("-n", "2", "python3", "t.py", PYTHONPATH=str(launcher.folder / "site-packages"))
     launcher.wait_for("importing")
@@ -142,7 +145,7 @@ class Data:
         return index
 batches = iter(DataLoader(Data(), batch_size=1, num_workers=2))  # held: without it the loader ends its workers
 next(batches)
-time.sleep(90)
+[time.sleep(0.05) for _ in range(1800)]
 """,
     )
     process = launcher.start("-n", "1", "python3", "t.py", OMP_NUM_THREADS="1")

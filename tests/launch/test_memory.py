@@ -62,7 +62,7 @@ def test_it_outlives_the_ranks_and_not_the_run(launcher, start, words):
 
 @pytest.mark.parametrize("words", [ELASTIC, ("-n", "1", "--retries", "1")], ids=["elastic", "retries"])
 def test_launch_is_killed(launcher, start, words):
-    process = start("time.sleep(90)", *words)
+    process = start("[time.sleep(0.05) for _ in range(1800)]", *words)
     launcher.wait_for("there-0")
     ((folder, _),) = found(launcher)
     assert (folder / "left-by-0").exists()

@@ -28,8 +28,10 @@ end = time.monotonic() + 90
 while time.monotonic() < end and not os.path.exists("leave"): time.sleep(0.01)
 open(f"done-{rank}", "w").close()
 """
+# Ranks wait in short sleeps, here and in the tests beside: Python handles a signal that comes in the instant before a
+# sleep begins only when that sleep is over.
 WAIT = (
-    "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    time.sleep(90)\n"
+    "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    [time.sleep(0.05) for _ in range(1800)]\n"
     "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
 )
 # launch as it is; a file is made when it comes to import its own main part, which is after its first lines.
@@ -47,10 +49,10 @@ import os, time
 class Slow:
     def __del__(self):
         open("ready-" + os.environ["RANK"], "w").close()
-        time.sleep(90)
+        [time.sleep(0.05) for _ in range(1800)]
 try:
     Slow()
-    time.sleep(90)
+    [time.sleep(0.05) for _ in range(1800)]
 finally:
     open("cleaned-" + os.environ["RANK"], "w").close()
 """
@@ -59,7 +61,7 @@ import os, time
 class File:
     def __init__(self):
         open("ready-" + os.environ["RANK"], "w").close()
-        time.sleep(90)
+        [time.sleep(0.05) for _ in range(1800)]
         self.closed = False
     def __del__(self):
         if not self.closed: print("closed")
@@ -187,7 +189,9 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
 
 
 def test_before_there_are_ranks(launcher):
-    launcher.write("site-packages/slow.py", "import time\nopen('importing', 'w')\ntime.sleep(90)")
+    launcher.write(
+        "site-packages/slow.py", "import time\nopen('importing', 'w')\n[time.sleep(0.05) for _ in range(1800)]"
+    )
     launcher.write("t.py", "import slow")
     process = launcher.start(
         "-n", "2", "python3", "t.py", clocks=PATIENT, PYTHONPATH=str(launcher.folder / "site-packages")
@@ -263,7 +267,7 @@ def test_a_signal_that_is_due_before_there_are_ranks(launcher):
         "2",
         "python3",
         "-c",
-        "import time; time.sleep(90)",
+        "import time; [time.sleep(0.05) for _ in range(1800)]",
     )
     assert done.returncode == 143
     assert re.match(r"launch: [0-2] s before the job's end: SIGTERM to 2 ranks\n", done.stderr)
