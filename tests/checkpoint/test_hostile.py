@@ -18,7 +18,7 @@ import mmm.trainer.pretrained  # noqa: F401  # so that it is not its import that
 from mmm.checkpoint.manifest import MANIFEST, _digest, broken_file, file_sum, read_manifest
 from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.own import write_own
-from mmm.checkpoint.storage import METADATA, covers
+from mmm.checkpoint.storage import METADATA, covers, read_metadata
 from mmm.cli.main import main
 from mmm.errors import CheckpointError
 from support.llamas import write_hugging_face
@@ -207,6 +207,16 @@ def test_chunks_are_the_tensor(own, tmp_path, capsys, change, words):
     rewrite_metadata(own, change)
     assert main(["export", str(own), str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [b"r\xff\xff\xff\x0f", b"p268435455\n"], ids=["LONG_BINPUT", "PUT"])
+def test_a_pickle_asks_for_no_more_memory_than_it_fills(own, code):
+    """A place far out in the memo would be a list of that length, of gigabytes."""
+    path = own / METADATA
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + code + content[-1:])
+    with pytest.raises(CheckpointError, match="at place 268435455 of its memo"):
+        read_metadata(own, read_manifest(own).files)
 
 
 def test_covers():

@@ -1,6 +1,7 @@
 """Weights of others that somebody has made to do harm: each file is refused in a line, at once, and costs no memory."""
 
 import json
+import math
 import struct
 import time
 
@@ -24,6 +25,9 @@ def refused(capsys, path, tmp_path, words):
     assert err.count("\n") == 1
     assert err.strip().isprintable()
     assert not (tmp_path / "out").exists()
+
+
+DAMAGED = "model.safetensors is no safetensors file, or is truncated or damaged: "
 
 
 def rewrite(path, change):
@@ -85,6 +89,10 @@ def a_gap(header):
     del header[HEAD]
 
 
+def not_a_number(header):
+    header[NORM]["scale"] = math.nan
+
+
 def escapes(header):
     header["\x1b[2J\n"] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
@@ -92,18 +100,19 @@ def escapes(header):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (overlapping, "is in the bytes of another tensor"),
-        (shifted, "is in the bytes of another tensor"),
-        (words_as_shape, f"{NORM!r} has the shape ['32']"),
-        (text_as_shape, f"{EMBEDDING!r} has the shape '67'"),
-        (fractions_as_shape, f"{NORM!r} has the shape [32.0]"),
-        (below_zero, f"{EMBEDDING!r} has the shape [-67, -32]"),
-        (words_as_offsets, f"its header says nothing that fits of {NORM!r}"),
-        (three_offsets, f"its header says nothing that fits of {NORM!r}"),
-        (far_offsets, f"{NORM!r} is in the bytes 0 to 9223372036854775808"),
-        (a_list, f"its header says nothing that fits of {NORM!r}"),
-        (a_dtype_of_its_own, f"{NORM!r} is of dtype ['F32'], which is not one of"),
-        (a_gap, "is damaged: it has"),
+        (overlapping, DAMAGED),
+        (shifted, DAMAGED),
+        (words_as_shape, DAMAGED),
+        (text_as_shape, DAMAGED),
+        (fractions_as_shape, DAMAGED),
+        (below_zero, DAMAGED),
+        (words_as_offsets, DAMAGED),
+        (three_offsets, DAMAGED),
+        (far_offsets, DAMAGED),
+        (a_list, DAMAGED),
+        (a_dtype_of_its_own, DAMAGED),
+        (a_gap, DAMAGED),
+        (not_a_number, DAMAGED),
         (escapes, "has the unknown tensor \\x1b[2J\\n"),
     ],
 )

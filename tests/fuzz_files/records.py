@@ -97,6 +97,8 @@ def _same(value: Any, given: Any) -> bool:
     if given is None:
         return bool(np.all(np.isnan(value) if value.dtype.kind == "f" else value == -1))
     given = np.asarray([math.nan if each is None else each for each in np.atleast_1d(given)], dtype=np.float64)
+    if value.ndim:  # a row may have fewer values than there are ranks: the rest is NaN
+        given = np.pad(given, (0, max(0, value.size - given.size)), constant_values=math.nan)
     return bool(np.all((np.atleast_1d(value) == given) | (np.isnan(np.atleast_1d(value)) & np.isnan(given))))
 
 

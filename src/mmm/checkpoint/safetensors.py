@@ -1,4 +1,4 @@
-"""Files of the safetensors format: a header in JSON, then the tensors' bytes.
+"""Files of the safetensors format: read by the library of that name, and written a slab at a time, which it cannot.
 
 ::
 
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmm.checkpoint.weights import TensorEntry, slices
 from mmm.errors import CheckpointError
-from mmm.outside import open_file, parse_json, printable, short
+from mmm.outside import open_file, printable, short
 
 DTYPES = {
     "F64": torch.float64,
@@ -38,8 +37,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}  # by bytes of an element: what carries its bits
-LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 class SafetensorsFile:
@@ -54,70 +51,32 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.entries = path, dict[str, TensorEntry]()
-        self._begin: dict[str, int] = {}
+        self.path = path
         try:
-            total = path.stat().st_size
-            with open_file(path) as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = parse_json(file.read(size)) if 0 < size <= min(LARGEST_HEADER, total - 8) else None
+            open_file(path).close()  # the library would wait for a FIFO
+            self._file = safe_open(path, "pt")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-        except ValueError:
-            header = None
-        if header is None:
-            raise CheckpointError(f"{path} is no safetensors file, or is truncated in its header")
-        header.pop("__metadata__", None)
-        places = sorted((*_offsets(path, name, about), name, about) for name, about in header.items())
-        before = 0
-        for begin, end, name, about in places:
-            entry = _entry(path, name, about)
-            if end - begin != entry.bytes:
-                raise CheckpointError(
-                    f"{path} is damaged: {short(name)} has {end - begin} bytes, and its shape {entry.bytes}"
-                )
-            if begin != before:
-                what = "is in the bytes of another tensor" if begin < before else "does not follow the tensor before it"
-                raise CheckpointError(f"{path} is damaged: {short(name)} {what}")
-            self.entries[name], self._begin[name], before = entry, 8 + size + begin, end
-        if (wanted := 8 + size + before) != total:
-            what = "truncated" if wanted > total else "damaged"
-            raise CheckpointError(f"{path} is {what}: it has {total:,} bytes, and its tensors end at {wanted:,}")
+        except SafetensorError as error:
+            text = printable(str(error))
+            raise CheckpointError(f"{path} is no safetensors file, or is truncated or damaged: {text}") from None
+        names = self._file.keys()
+        self.entries = {name: self._entry(name) for name in names}
+
+    def _entry(self, name: str) -> TensorEntry:
+        tensor = self._file.get_slice(name)
+        if tensor.get_dtype() not in DTYPES:
+            known = ", ".join(DTYPES)
+            text = f"{self.path}: {short(name)} is of dtype {tensor.get_dtype()}, which is not one of {known}"
+            raise CheckpointError(text)
+        return TensorEntry(tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
 
     def read(self, name: str, start: tuple[int, ...], length: tuple[int, ...]) -> Tensor:
         """A slice of a tensor: only its part of the file is read."""
-        entry = self.entries[name]
-        if not prod(length):
-            return torch.empty(length, dtype=entry.dtype)
-        kind = BITS[entry.dtype.itemsize]
-        try:
-            mapped = np.memmap(self.path, kind, "r", self._begin[name], entry.shape or (1,))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from None
-        part = np.array(mapped[slices(start, length)])
-        return torch.from_numpy(part).view(entry.dtype).view(length)
-
-
-def _offsets(path: Path, name: str, about: Any) -> tuple[int, int]:
-    """Of a tensor's first byte, and of the one after its last, as the header says it. Raises CheckpointError."""
-    offsets = about.get("data_offsets") if isinstance(about, dict) else None
-    if not isinstance(offsets, list) or [type(each) for each in offsets] != [int, int]:
-        raise CheckpointError(f"{path} is damaged: its header says nothing that fits of {short(name)}")
-    begin, end = offsets
-    if not 0 <= begin <= end < 1 << 63:
-        raise CheckpointError(f"{path} is damaged: {short(name)} is in the bytes {begin} to {end}")
-    return begin, end
-
-
-def _entry(path: Path, name: str, about: dict[str, Any]) -> TensorEntry:
-    """A tensor's shape and dtype, as the header says it. Raises CheckpointError."""
-    dtype, shape = about.get("dtype"), about.get("shape")
-    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise CheckpointError(f"{path} is damaged: {short(name)} has the shape {short(shape)}")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise CheckpointError(f"{path}: {short(name)} is of dtype {short(dtype)}, which is not one of {known}")
-    return TensorEntry(tuple(shape), DTYPES[dtype])
+        if not self.entries[name].shape:
+            return self._file.get_tensor(name)
+        part = self._file.get_slice(name)[slices(start, length)]
+        return part.clone(memory_format=torch.contiguous_format)  # not the file's bytes themselves, which may change
 
 
 def header_of(entries: Mapping[str, TensorEntry]) -> bytes:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import pickle
+import pickletools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -136,6 +137,14 @@ class _Unpickler(pickle.Unpickler):
         return KNOWN[module, name]
 
 
+def _check_opcodes(content: bytes) -> None:
+    """Raises ValueError where a pickle asks for more memory than its bytes can fill: a place far out in the memo, or a
+    length beyond its end."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if "PUT" in opcode.name and int(argument or 0) > len(content):
+            raise ValueError(f"it puts an object at place {argument} of its memo, and has {len(content)} bytes")
+
+
 def read_metadata(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
     """DCP's metadata, of tensors in `files` alone.
 
@@ -145,7 +154,9 @@ def read_metadata(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
     path = folder / METADATA
     try:
         with open_file(path) as file:
-            found = _Unpickler(file).load()
+            content = file.read()
+        _check_opcodes(content)
+        found = _Unpickler(io.BytesIO(content)).load()
         if type(found) is not Metadata:
             raise TypeError("it is not DCP's metadata")
         for name, entry in found.state_dict_metadata.items():
