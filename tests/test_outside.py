@@ -6,11 +6,7 @@ import os
 import pytest
 
 import mmm.history
-from mmm.checkpoint.gguf_format import GGUFFile
 from mmm.checkpoint.manifest import read_manifest
-from mmm.checkpoint.open_weights import open_weights
-from mmm.checkpoint.own import write_own
-from mmm.checkpoint.safetensors import SafetensorsFile
 from mmm.cli.main import main
 from mmm.cli.startup import main as startup
 from mmm.data.text.token_file import TokenFile, open_tokens
@@ -23,6 +19,10 @@ from mmm.launch.job import sites
 from mmm.outside import DEEPEST, is_plain_name, open_file, parse_json, printable, printable_lines, read_file, read_json
 from mmm.plan import hugging_face, machine
 from mmm.runtime.startup import MARKS
+from mmm.weights.gguf_format import GGUFFile
+from mmm.weights.open_weights import open_weights
+from mmm.weights.own import write_own
+from mmm.weights.safetensors import SafetensorsFile
 from support.llamas import write_hugging_face
 
 DEEP, DIGITS = "[" * 100_000, '{"n_layers": ' + "9" * 5000 + "}"

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import mmm.trainer.pretrained  # noqa: F401  # so that it is not its import that takes a second
 from mmm.checkpoint.manifest import MANIFEST, _digest, broken_file, file_sum, read_manifest
-from mmm.checkpoint.open_weights import open_weights
-from mmm.checkpoint.own import write_own
 from mmm.checkpoint.storage import METADATA, covers, read_metadata
 from mmm.cli.main import main
 from mmm.errors import CheckpointError
+from mmm.weights.open_weights import open_weights
+from mmm.weights.own import write_own
 from support.llamas import write_hugging_face
 
 WQ = "model.layers.0.attention.wq.weight"

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from mmm.checkpoint.open_weights import open_weights
 from mmm.cli import main as cli
 from mmm.cli import sample
 from mmm.errors import UserError
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import Transformer
 from mmm.trainer.pretrained import config_of, tokenizer_on_disk
+from mmm.weights.open_weights import open_weights
 from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
@@ -109,7 +109,7 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
     write_hugging_face(tmp_path / "hf", LARGER)
     content = byte_bpe(("<|begin|>", "<|end|>"), begin_with("<|begin|>"))
     (tmp_path / "hf" / "tokenizer.json").write_bytes(content)
-    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").origins)
+    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").metadata)
     bytes_of = tokenizer.encode(prompt.removeprefix("<|begin|>").encode()).tolist()
     expected = greedy([256, *bytes_of])
     assert expected[1 + len(bytes_of) :] != greedy(bytes_of or [0])[len(bytes_of or [0]) :]
@@ -121,7 +121,7 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
 def test_a_text_ends_where_generation_config_says(tmp_path, capsys):
     write_hugging_face(tmp_path / "hf", LARGER)
     (tmp_path / "hf" / "tokenizer.json").write_bytes(byte_bpe(("<|begin|>", "<|end|>")))
-    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").origins)
+    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").metadata)
     prompt = tokenizer.encode(PROMPT.encode()).tolist()
     written = greedy(prompt)[len(prompt) :]
     end = written[-1]
@@ -196,6 +196,6 @@ def test_the_tokenizer_of_a_gguf(tmp_path, capsys):
     )
     assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
     assert "tokenizer: tokenizers, 67 tokens" in capsys.readouterr().out
-    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "own").origins)
+    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "own").metadata)
     assert tokenizer.encode(b"ab abc").tolist() == [4, 5, 2]
     assert tokenizer.decode([4, 5, 2]) == "ab abc"

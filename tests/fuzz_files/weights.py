@@ -17,14 +17,14 @@ import torch
 
 from fuzz_files import formats, mutate
 from fuzz_files.kinds import Kind, is_small_file
-from mmm.checkpoint.gguf_format import open_parts
 from mmm.checkpoint.manifest import MANIFEST
-from mmm.checkpoint.open_weights import open_weights
-from mmm.checkpoint.own import OwnWeights, write_own
 from mmm.checkpoint.storage import METADATA, read_metadata
-from mmm.checkpoint.weights import slices
 from mmm.cli import export
 from mmm.trainer.pretrained import config_of, tokenizer_on_disk
+from mmm.weights.gguf_format import open_parts
+from mmm.weights.open_weights import open_weights
+from mmm.weights.own import OwnWeights, write_own
+from mmm.weights.weights import slices
 from support.llamas import CONFIG, begin_with, byte_bpe, tensors, write_gguf, write_hugging_face
 
 SMALL = {**CONFIG, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -59,7 +59,7 @@ def _exported(source: Path, folder: Path) -> Any:
     """The files of `mmm export`, and what mmm says of the model."""
     export.main([str(source), str(folder / "out")])
     weights = open_weights(source)
-    print(config_of(weights), tokenizer_on_disk(weights.origins), *weights.origins.notes)
+    print(config_of(weights), tokenizer_on_disk(weights.metadata), *weights.metadata.notes)
     return weights
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.checkpoint.open_weights import open_weights
 from mmm.cli import export, import_
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.layout import PADDING
@@ -21,6 +20,7 @@ from mmm.parallel import Layout
 from mmm.runtime.device import Precision
 from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
 from mmm.trainer.samples import sample_text
+from mmm.weights.open_weights import open_weights
 
 pytestmark = pytest.mark.interop
 
@@ -57,7 +57,7 @@ def exported(imported):
 
 @pytest.fixture(scope="session")
 def tokens(imported):
-    tokenizer = tokenizer_on_disk(open_weights(imported).origins)
+    tokenizer = tokenizer_on_disk(open_weights(imported).metadata)
     return tokenizer.encode(TEXT)[:TOKENS].astype(np.int64)
 
 
@@ -97,7 +97,7 @@ def test_an_import_of_the_export_is_the_same(imported, exported, tmp_path):
     for name, entry in first.entries.items():
         start = (0,) * len(entry.shape)
         assert torch.equal(first.read(name, start, entry.shape), again.read(name, start, entry.shape)), name
-    assert first.origins == again.origins
+    assert first.metadata == again.metadata
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +165,7 @@ def test_a_llama_of_transformers_there_and_back(run_on_ranks, transformers, tmp_
 
 def write(rank, path, prompt):
     weights = open_weights(path)
-    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.origins)
+    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
     model = evaluation_model(config, Layout(tp=rank.world_size).fit(rank.world_size), FP64, CPU, 600.0)
     load_weights(rank, model, weights)
     tokens = [int(token) for token in tokenizer.encode(prompt.encode())]

@@ -12,8 +12,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
-from mmm.checkpoint.safetensors import header_of
-from mmm.checkpoint.weights import TensorEntry
 from mmm.errors import CheckpointError, ConfigError
 from mmm.models.meta import KEPT
 from mmm.models.weights import Init
@@ -33,6 +31,8 @@ from mmm.runtime.device import Precision
 from mmm.testing import RanksFailed
 from mmm.trainer import BatchOptions, build_model, start_run
 from mmm.trainer.save import full_tensors
+from mmm.weights.safetensors import header_of
+from mmm.weights.weights import TensorEntry
 from support.pool import program_on
 
 CPU = torch.device("cpu")

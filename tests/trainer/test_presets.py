@@ -6,7 +6,6 @@ from dataclasses import fields
 
 import pytest
 
-from mmm.checkpoint.open_weights import open_weights
 from mmm.cli import main as cli
 from mmm.errors import CheckpointError, ConfigError
 from mmm.examples import fsdp_tp
@@ -14,6 +13,7 @@ from mmm.models.transformer import PRESETS
 from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import parse
 from mmm.trainer.presets import TRAINING, preset_defaults
+from mmm.weights.open_weights import open_weights
 
 
 def parsed(monkeypatch, line):

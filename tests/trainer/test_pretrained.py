@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import mmm.history
-from mmm.checkpoint.open_weights import open_weights
-from mmm.checkpoint.own import write_own
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
 from mmm.trainer import lm
 from mmm.trainer.pretrained import tokenizer_on_disk
 from mmm.trainer.resolve_plan import resolve
+from mmm.weights.open_weights import open_weights
+from mmm.weights.own import write_own
 from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
 from support.pool import program_on
 from support.resuming import curve
@@ -111,8 +111,8 @@ def test_losses_and_texts_are_the_same_on_every_layout(run_on_ranks, folder, alo
 def test_a_checkpoint_has_its_tokenizer_and_block(folder, alone):
     weights = open_weights(folder / "alone")
     assert weights.path.name == "step-3"
-    assert (weights.origins.block, weights.origins.eos) == (24, (66,))
-    assert json.loads(weights.origins.tokenizer[1])["chars"] == CHARS
+    assert (weights.metadata.block, weights.metadata.eos) == (24, (66,))
+    assert json.loads(weights.metadata.tokenizer[1])["chars"] == CHARS
     assert weights.check() is None
     saved = torch.load(folder / "alone" / "model.pt", weights_only=True)
     for name, entry in weights.entries.items():
@@ -180,10 +180,10 @@ def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch,
         (tmp_path / "other.json").write_bytes(byte_bpe(("<|end|>",), begin_with("<|end|>")))
         flags["tokenizer"] = tmp_path / "other.json"
     lm.train(lm.Config(**{**SMALL, **flags}, device="cpu", outdir=tmp_path / "run"))
-    origins = open_weights(tmp_path / "run").origins
-    plain = tokenizer_on_disk(origins).encode(b"ab").tolist()
+    metadata = open_weights(tmp_path / "run").metadata
+    plain = tokenizer_on_disk(metadata).encode(b"ab").tolist()
     assert prompts == [plain if other else [256, *plain]]
-    assert (origins.bos, origins.eos) == (((), ()) if other else ((256,), (66,)))
+    assert (metadata.bos, metadata.eos) == (((), ()) if other else ((256,), (66,)))
     about = json.loads((tmp_path / "run" / "config.json").read_text())
     assert "passed over, without effect on the computation: unsloth_version" in about["notes"]
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mmm.checkpoint.host_copy import HostCopy
 from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, complete, discard
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.state import one_line
 from mmm.checkpoint.storage import Writer
-from mmm.checkpoint.weights import Origins, about_of, attach
 from mmm.errors import CheckpointError
 
 
@@ -33,7 +33,7 @@ class Saver:
         folder: on a file system that all ranks share. group: of all ranks, for sending from the host, and for nothing
             else. keep, keep_every: as for `mmm.checkpoint.manifest.complete`.
         failed: called on every rank with why a save has failed; the training goes on.
-        origins: what each checkpoint keeps of the model besides. what: is saved, for `failed`.
+        metadata: what each checkpoint keeps of the model besides. what: is saved, for `failed`.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class Saver:
     keep: int
     keep_every: int | None
     failed: Callable[[str], None]
-    origins: Origins = field(default_factory=Origins)
+    metadata: ModelMetadata = field(default_factory=ModelMetadata)
     what: str = "checkpoint"
     _running: tuple[int, Future] | None = None
     _complete: bool = True  # the newest save that has ended
@@ -66,7 +66,7 @@ class Saver:
             hidden = [name for name in files if not (partial / name).exists()]
             if hidden:
                 raise CheckpointError(f"{partial / hidden[0]} is not there for rank 0: hosts have to share --outdir")
-            about, others = manifest.about | about_of(self.origins), attach(partial, self.origins)
+            about, others = manifest.about | self.metadata.describe(), self.metadata.write_tokenizer(partial)
             replace(manifest, about=about, files=files | others).write(partial)
             complete(partial, self.keep, self.keep_every)
 

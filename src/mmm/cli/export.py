@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from mmm.checkpoint.hugging_face import export
-    from mmm.checkpoint.open_weights import open_weights
     from mmm.trainer.pretrained import config_of
+    from mmm.weights.hugging_face import export
+    from mmm.weights.open_weights import open_weights
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     began = time.monotonic()

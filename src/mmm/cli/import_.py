@@ -28,15 +28,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-o", "--outdir", required=True, metavar="CKPT", type=Path, help="the folder to make")
     args = parser.parse_args(argv)
 
-    from mmm.checkpoint.open_weights import open_weights
-    from mmm.checkpoint.own import write_own  # imports torch
     from mmm.trainer.pretrained import config_of, tokenizer_on_disk
+    from mmm.weights.open_weights import open_weights
+    from mmm.weights.own import write_own  # imports torch
 
     began = time.monotonic()
     weights = open_weights(args.weights)
-    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.origins)
+    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
     write_own(weights, args.outdir)
-    for note in weights.origins.notes:
+    for note in weights.metadata.notes:
         print(f"{args.weights}: {note}", file=sys.stderr)
     elements = sum(entry.elements for entry in weights.entries.values())
     print(

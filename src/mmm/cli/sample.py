@@ -56,7 +56,6 @@ def main(argv: list[str]) -> int:
 
 
 def _sample(args: Any) -> None:
-    from mmm.checkpoint.open_weights import open_weights  # imports torch
     from mmm.errors import ConfigError
     from mmm.layout import Layout
     from mmm.models.sampling import Sampling
@@ -66,6 +65,7 @@ def _sample(args: Any) -> None:
     from mmm.trainer.options import BatchOptions
     from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
     from mmm.trainer.samples import checked, encode_prompt, sample_text
+    from mmm.weights.open_weights import open_weights  # imports torch
 
     for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):
         if (value := getattr(args, name)) is not None and value < least:
@@ -75,10 +75,10 @@ def _sample(args: Any) -> None:
     rank = whoami()
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)
     weights = open_weights(args.weights)
-    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.origins)
-    origins = weights.origins
-    block = args.block or origins.block or 2048
-    prompt = encode_prompt(args.prompt, tokenizer, block, config.vocab_size, origins.bos)
+    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
+    metadata = weights.metadata
+    block = args.block or metadata.block or 2048
+    prompt = encode_prompt(args.prompt, tokenizer, block, config.vocab_size, metadata.bos)
     assert tokenizer is not None
     rank = locate(rank, args.timeout)
     device = choose_device(args.device, rank)
@@ -87,12 +87,12 @@ def _sample(args: Any) -> None:
         model = evaluation_model(config, layout, precision, device, args.timeout)
         load_weights(rank, model, weights)
         began, vocabulary, most = time.monotonic(), config.vocab_size, args.max_new_tokens
-        ends = origins.eos, origins.bos
+        ends = metadata.eos, metadata.bos
         text, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, *ends)
         if rank.is_main:
             print(text, flush=True)
             seconds = time.monotonic() - began
-            for line in (*origins.notes, f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
+            for line in (*metadata.notes, f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
                 print(line, file=sys.stderr)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
-from mmm.checkpoint.weights import Origins
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.contract import SAVED_EXIT
 from mmm.history.record import versions
 from mmm.models.weights import accum_dtype
@@ -88,7 +88,7 @@ class Checkpoints:
         model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         scaler: GradScaler,
-        origins: Origins,
+        metadata: ModelMetadata,
     ) -> None:
         self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
         record = run.hook(ResumableRecord)
@@ -109,7 +109,7 @@ class Checkpoints:
             keep, keep_every = run.options.keep or 2, run.options.keep_every
             self._blocking = run.options.checkpoint_mode == "blocking"
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
-            self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, origins)
+            self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, metadata)
         else:
             run.log.info("%s", without_checkpoints(run.options))
         self.replicas: ReplicaSaver | None = None

@@ -132,7 +132,7 @@ class _Loop:
         self.scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
         self.coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-        self.checkpoints = Checkpoints(run, model, optimizer, self.scaler, task.origins)
+        self.checkpoints = Checkpoints(run, model, optimizer, self.scaler, task.metadata)
         self.named = list(model.named_parameters())
         self.rows: RowAStep | RowAnEpoch
         if options.by_epoch:

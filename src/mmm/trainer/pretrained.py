@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mmm.checkpoint.open_weights import open_weights
-from mmm.checkpoint.weights import Origins, Weights
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError
@@ -28,6 +27,8 @@ from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.text import ModelOptions
 from mmm.trainer.transformer_options import Preset, TransformerOptions
+from mmm.weights.open_weights import open_weights
+from mmm.weights.weights import Weights
 
 # Sizes that the weights decide. The others (epsilon, rotary positions) change no shape.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "n_experts", "tie_word_embeddings")
@@ -49,9 +50,9 @@ def config_of(weights: Weights) -> TransformerConfig:
     return config
 
 
-def tokenizer_on_disk(origins: Origins) -> Tokenizer | None:
+def tokenizer_on_disk(metadata: ModelMetadata) -> Tokenizer | None:
     """The tokenizer of a model on disk, if it has one."""
-    return None if origins.tokenizer is None else tokenizer_of(Path(origins.tokenizer[0]), origins.tokenizer[1])
+    return None if metadata.tokenizer is None else tokenizer_of(Path(metadata.tokenizer[0]), metadata.tokenizer[1])
 
 
 def evaluation_model(
@@ -154,7 +155,7 @@ class PretrainedOptions(ModelOptions):
 
     def default_tokenizer(self) -> Tokenizer | None:
         weights = self.weights()
-        return None if weights is None else tokenizer_on_disk(weights.origins)
+        return None if weights is None else tokenizer_on_disk(weights.metadata)
 
     def text_ends(self, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens that begin a text, and those that end one: as the weights have them, but for a text of another
@@ -166,9 +167,9 @@ class PretrainedOptions(ModelOptions):
         weights = self.weights()
         if weights is None:
             return (), ()
-        if tokenizer is not None and (own := weights.origins.tokenizer) is not None and own[1] != tokenizer.content:
+        if tokenizer is not None and (own := weights.metadata.tokenizer) is not None and own[1] != tokenizer.content:
             return (), ()
-        return weights.origins.bos, weights.origins.eos
+        return weights.metadata.bos, weights.metadata.eos
 
 
 def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
@@ -177,6 +178,6 @@ def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
     if weights is None or (record is not None and record.origin is not None):
         return
     load_weights(run.rank, model, weights)
-    for text in (f"weights of {weights.path}", *weights.origins.notes):
+    for text in (f"weights of {weights.path}", *weights.metadata.notes):
         run.note(text)
     run.describe(init_from={"path": weights.path, "sizes": asdict(config_of(weights))})

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from mmm.checkpoint.weights import Origins
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data import Batch
 from mmm.errors import DataError
 from mmm.parallel.parallel_model import ParallelModel
@@ -27,13 +27,13 @@ class Task(ABC):
     Attributes:
         global_batch_size: samples of an optimizer step. tokens: targets of it, where they are tokens, else 0.
         steps_per_epoch: optimizer steps.
-        origins: what a checkpoint keeps for those who sample from it.
+        metadata: what a checkpoint keeps for those who sample from it.
     """
 
     global_batch_size: int
     tokens: int = 0
     steps_per_epoch: int
-    origins: Origins = Origins()
+    metadata: ModelMetadata = ModelMetadata()
 
     @abstractmethod
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
@@ -85,7 +85,7 @@ class TokenTask(Task):
         self.steps_per_epoch = train.steps_per_epoch(self.global_batch_size)
         tokenizer = resolved.data.tokenizer
         kept = None if tokenizer is None else (tokenizer.file, tokenizer.content)
-        self.origins, self.sample = Origins(train.seq_length, eos, kept, bos=bos), sample
+        self.metadata, self.sample = ModelMetadata(train.seq_length, eos, kept, bos=bos), sample
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)

@@ -1,12 +1,12 @@
-"""The one function that knows every kind of weights on disk (`mmm.checkpoint.weights`)."""
+"""The one function that knows every kind of weights on disk (`mmm.weights.weights`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mmm.checkpoint.manifest import MANIFEST, steps_of
-from mmm.checkpoint.weights import Weights
 from mmm.errors import CheckpointError
+from mmm.weights.weights import Weights
 
 
 def open_weights(path: Path) -> Weights:
@@ -16,9 +16,9 @@ def open_weights(path: Path) -> Weights:
         CheckpointError: there are none, or they are of another kind of model.
     """
     # Here: a format takes a part of torch to import that the others do not need.
-    from mmm.checkpoint.gguf_file import GGUFWeights
-    from mmm.checkpoint.hugging_face import HuggingFace
-    from mmm.checkpoint.own import OwnWeights
+    from mmm.weights.gguf_file import GGUFWeights
+    from mmm.weights.hugging_face import HuggingFace
+    from mmm.weights.own import OwnWeights
 
     if path.is_file():
         return GGUFWeights(path)

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from mmm.checkpoint.open_weights import open_weights
 from mmm.errors import CheckpointError
+from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, tensors, write_gguf
 
 
@@ -73,7 +73,8 @@ TOKENIZER = {
 
 def added(path):
     return {
-        each["content"]: each["special"] for each in json.loads(open_weights(path).origins.tokenizer[1])["added_tokens"]
+        each["content"]: each["special"]
+        for each in json.loads(open_weights(path).metadata.tokenizer[1])["added_tokens"]
     }
 
 

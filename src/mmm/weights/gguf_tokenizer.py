@@ -42,7 +42,7 @@ class GGUFTokenizer:
     """
     Attributes:
         file: name and content of a tokenizer.json; None where the tokenizer is of a kind that is not taken along.
-        bos, eos: as of `Origins`. notes: for people.
+        bos, eos: as of `ModelMetadata`. notes: for people.
 
     Raises:
         CheckpointError: a key has another type than it must, too few values, or a token twice.

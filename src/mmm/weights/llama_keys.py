@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mmm.checkpoint.llama import hidden_dim
-from mmm.checkpoint.weights import Origins
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import CheckpointError
 from mmm.outside import LONGEST_SHOWN, printable, short
+from mmm.weights.llama import hidden_dim
 
 MOST_NOTED = 40  # keys
 READ = (
@@ -209,7 +209,7 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     return float(max(thetas, default=10_000.0)), scaling or None, passed_over
 
 
-def config_of(sizes: Mapping[str, Any], origins: Origins, dtype: str) -> dict[str, Any]:
+def config_of(sizes: Mapping[str, Any], metadata: ModelMetadata, dtype: str) -> dict[str, Any]:
     """A config.json for `transformers`, from fields of ``TransformerConfig``: the reverse of `sizes_of`.
 
     Raises:
@@ -230,8 +230,8 @@ def config_of(sizes: Mapping[str, Any], origins: Origins, dtype: str) -> dict[st
         "rope_theta": sizes["rope_theta"],
         "rope_scaling": sizes["rope_scaling"],
         "tie_word_embeddings": sizes["tie_word_embeddings"],
-        "max_position_embeddings": origins.block or 2048,
-        "bos_token_id": origins.bos[0] if origins.bos else None,
-        "eos_token_id": None if not origins.eos else origins.eos[0] if len(origins.eos) == 1 else list(origins.eos),
+        "max_position_embeddings": metadata.block or 2048,
+        "bos_token_id": metadata.bos[0] if metadata.bos else None,
+        "eos_token_id": None if not metadata.eos else metadata.eos[0] if len(metadata.eos) == 1 else list(metadata.eos),
         "torch_dtype": dtype,
     }

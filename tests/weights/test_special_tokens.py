@@ -7,11 +7,11 @@ import sys
 import pytest
 import tokenizers
 
-from mmm.checkpoint.hugging_face import export
-from mmm.checkpoint.open_weights import open_weights
-from mmm.checkpoint.own import write_own
 from mmm.errors import CheckpointError
 from mmm.trainer.pretrained import tokenizer_on_disk
+from mmm.weights.hugging_face import export
+from mmm.weights.open_weights import open_weights
+from mmm.weights.own import write_own
 from support.llamas import CONFIG, begin_with, byte_bpe, write_gguf, write_hugging_face
 
 BEGIN, END = "<|begin|>", "<|end|>"  # tokens 256 and 257
@@ -29,7 +29,7 @@ def folder_of(path, tokenizer, name="tokenizer.json", **files):
 
 def begun_by(weights):
     """What the package tokenizers begins a text with."""
-    encoded = tokenizers.Tokenizer.from_buffer(weights.origins.tokenizer[1]).encode("abc")
+    encoded = tokenizers.Tokenizer.from_buffer(weights.metadata.tokenizer[1]).encode("abc")
     return tuple(encoded.ids[: encoded.special_tokens_mask.index(0)])
 
 
@@ -61,16 +61,16 @@ def test_what_a_tokenizer_json_begins_texts_with(tmp_path, post_processor, confi
     """As transformers 5 does, and for a post-processor that adds none, as 4 does."""
     path = folder_of(tmp_path / "hf", byte_bpe((BEGIN, END), post_processor), tokenizer_config=config)
     weights = open_weights(path)
-    assert weights.origins.bos == bos
+    assert weights.metadata.bos == bos
     if not config:
         assert begun_by(weights) == bos
     write_own(weights, tmp_path / "own")
-    assert open_weights(tmp_path / "own").origins.bos == bos
+    assert open_weights(tmp_path / "own").metadata.bos == bos
 
 
 def test_the_name_of_the_first_token_is_in_another_file(tmp_path):
     more = {"special_tokens_map": {"bos_token": BEGIN}, "tokenizer_config": {"add_bos_token": True}}
-    assert open_weights(folder_of(tmp_path / "hf", byte_bpe((BEGIN,)), **more)).origins.bos == (256,)
+    assert open_weights(folder_of(tmp_path / "hf", byte_bpe((BEGIN,)), **more)).metadata.bos == (256,)
     more = {"tokenizer_config": {"add_bos_token": True, "bos_token": "<s>"}}
     with pytest.raises(CheckpointError, match=r"tokenizer_config.json: bos_token '<s>' is not in the vocabulary"):
         open_weights(folder_of(tmp_path / "other", byte_bpe((BEGIN,)), **more))
@@ -98,15 +98,15 @@ def sentence_piece(**options):
 )
 def test_what_a_sentencepiece_model_begins_texts_with(tmp_path, config, options, bos):
     path = folder_of(tmp_path / "hf", sentence_piece(**options), "tokenizer.model", tokenizer_config=config)
-    assert open_weights(path).origins.bos == bos
+    assert open_weights(path).metadata.bos == bos
     export(open_weights(path), tmp_path / "again", None, 10**9, print)
-    assert open_weights(tmp_path / "again").origins.bos == bos
+    assert open_weights(tmp_path / "again").metadata.bos == bos
 
 
 def test_a_sentencepiece_model_without_its_package(tmp_path, monkeypatch):
     path = folder_of(tmp_path / "hf", sentence_piece(), "tokenizer.model")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    (note,) = open_weights(path).origins.notes
+    (note,) = open_weights(path).metadata.notes
     assert note.startswith("which token begins a text is not known: that needs the package sentencepiece")
 
 
@@ -114,7 +114,7 @@ def test_a_tokenizer_that_is_none(tmp_path):
     for i, content in enumerate((b"{", b"[]", b'{"post_processor": {"type": "TemplateProcessing"}}')):
         with pytest.raises(CheckpointError, match=r"tokenizer.json is no tokenizer, or is damaged"):
             open_weights(folder_of(tmp_path / str(i), content))
-    assert open_weights(folder_of(tmp_path / "sp", b"text", "tokenizer.model")).origins.bos == ()
+    assert open_weights(folder_of(tmp_path / "sp", b"text", "tokenizer.model")).metadata.bos == ()
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_a_tokenizer_that_is_none(tmp_path):
 def test_what_generation_config_ends_texts_with(tmp_path, generation, eos):
     path = write_hugging_face(tmp_path / "hf")
     (path / "generation_config.json").write_text(json.dumps(generation))
-    assert open_weights(path).origins.eos == eos
+    assert open_weights(path).metadata.eos == eos
     export(open_weights(path), tmp_path / "again", None, 10**9, print)
-    assert open_weights(tmp_path / "again").origins.eos == eos
+    assert open_weights(tmp_path / "again").metadata.eos == eos
 
 
 def test_a_generation_config_that_is_damaged(tmp_path):
@@ -173,15 +173,15 @@ def gguf(path, **keys):
 def test_what_a_gguf_begins_and_ends_texts_with(tmp_path, keys, bos, eos):
     """As llama.cpp does."""
     weights = open_weights(gguf(tmp_path / "a.gguf", **{"eos_token_id": 66, **keys}))
-    origins = weights.origins
-    assert (origins.bos, origins.eos) == (bos, eos)
+    metadata = weights.metadata
+    assert (metadata.bos, metadata.eos) == (bos, eos)
     if keys.get("pre", "gpt-2") in ("gpt-2", "llama-bpe") and keys.get("model") != "llama":
         assert begun_by(weights) == bos
-    notes = [note for note in origins.notes if "bos_token_id" in note]
+    notes = [note for note in metadata.notes if "bos_token_id" in note]
     assert bool(notes) == (keys.get("add_bos_token", False) and not bos)
 
 
 def test_user_defined_tokens_are_whole(tmp_path):
-    tokenizer = tokenizer_on_disk(open_weights(gguf(tmp_path / "a.gguf")).origins)
+    tokenizer = tokenizer_on_disk(open_weights(gguf(tmp_path / "a.gguf")).metadata)
     assert tokenizer.encode(b"<|user|>say a b c<|end|>").tolist() == [5, 8, 6]
     assert tokenizer.decode([5, 8, 6]) == "<|user|>say a b c<|end|>"

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmm.checkpoint import llama
-from mmm.checkpoint.gguf_format import open_parts
-from mmm.checkpoint.gguf_tokenizer import GGUFTokenizer
-from mmm.checkpoint.llama_keys import note_of, unknown_keys
-from mmm.checkpoint.weights import Origins, Weights
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import CheckpointError
 from mmm.outside import short
+from mmm.weights import llama
+from mmm.weights.gguf_format import open_parts
+from mmm.weights.gguf_tokenizer import GGUFTokenizer
+from mmm.weights.llama_keys import note_of, unknown_keys
+from mmm.weights.weights import Weights
 
 ARCHITECTURE = "llama."  # what its keys begin with
 COUNTS = {  # fields of TransformerConfig, and their keys
@@ -70,7 +71,7 @@ class GGUFWeights(Weights):
         tokenizer = GGUFTokenizer(self.keys, path)
         notes = (*note_of(passed_over), *tokenizer.notes)
         block = self.keys.get(f"{ARCHITECTURE}context_length")
-        self.origins = Origins(block, tokenizer.eos, tokenizer.file, notes, tokenizer.bos)
+        self.metadata = ModelMetadata(block, tokenizer.eos, tokenizer.file, notes, tokenizer.bos)
 
     def _sizes(self) -> tuple[dict[str, Any], list[str]]:
         """Fields of ``TransformerConfig``, and the keys that are passed over."""

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmm.checkpoint import llama, own
-from mmm.checkpoint import weights as rows
-from mmm.checkpoint.hugging_face import export
-from mmm.checkpoint.open_weights import open_weights
-from mmm.checkpoint.own import write_own
 from mmm.errors import CheckpointError
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer
 from mmm.trainer.pretrained import config_of
+from mmm.weights import llama, own
+from mmm.weights import weights as rows
+from mmm.weights.hugging_face import export
+from mmm.weights.open_weights import open_weights
+from mmm.weights.own import write_own
 from support.llamas import CONFIG, logits, tensors, write_gguf, write_hugging_face
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67
@@ -61,7 +61,7 @@ def test_rows_in_the_wrong_order_are_seen(tmp_path, monkeypatch):
     """The test above can fail: halves taken for pairs compute something else."""
     weights = tensors()
     read = open_weights(write_hugging_face(tmp_path / "hf", CONFIG, weights))
-    monkeypatch.setattr("mmm.checkpoint.llama.to_pairs", lambda rows, head_dim: rows)
+    monkeypatch.setattr("mmm.weights.llama.to_pairs", lambda rows, head_dim: rows)
     with torch.no_grad():
         ours = model_of(read)(TOKENS)
     assert (ours - logits(CONFIG, weights, TOKENS)).abs().max() > 0.01
@@ -74,7 +74,7 @@ def test_gguf_has_the_same_model(tmp_path, folder):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert config_of(read) == config_of(other)
-    assert (read.origins.block, read.origins.eos) == (64, (66,))
+    assert (read.metadata.block, read.metadata.eos) == (64, (66,))
 
 
 def test_tied_gguf_and_float16(tmp_path):
@@ -107,10 +107,10 @@ def test_there_and_back(folder, imported, tmp_path):
     first, again, own_again = open_weights(folder), open_weights(tmp_path / "again"), open_weights(imported)
     for other in (again, own_again):
         assert config_of(other) == config_of(first)
-        assert (other.origins.block, other.origins.eos) == (64, (66,))
+        assert (other.metadata.block, other.metadata.eos) == (64, (66,))
         there, here = full(first), full(other)
         assert all(torch.equal(there[name], here[name]) for name in there)
-    assert own_again.origins == first.origins
+    assert own_again.metadata == first.metadata
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmm.checkpoint.weights import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.outside import printable
+from mmm.weights.weights import TensorEntry
 
 
 class Names(NamedTuple):

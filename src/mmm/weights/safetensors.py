@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mmm.checkpoint.weights import TensorEntry, slices
 from mmm.errors import CheckpointError
 from mmm.outside import open_file, printable, short
+from mmm.weights.weights import TensorEntry, slices
 
 DTYPES = {
     "F64": torch.float64,

@@ -22,12 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.checkpoint.manifest import FileSum, file_sum
-from mmm.errors import CheckpointError
-from mmm.history.record import reason
-from mmm.outside import read_file
+from mmm.checkpoint.model_metadata import ModelMetadata
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # names of their files, in whatever folder
 ROWS = 1 << 24  # bytes of a tensor that are read, or written, at once
 
 
@@ -55,59 +51,17 @@ class TensorEntry:
             yield (start, *[0] * len(rest)), (min(step, first - start), *rest)
 
 
-@dataclass(frozen=True)
-class Origins:
-    """What is known of a model besides its sizes.
-
-    Attributes:
-        block: tokens of the longest sequence that it was trained for; None where nobody says.
-        bos, eos: the tokens that begin a text, and those of which one ends it; empty where nobody says.
-        tokenizer: name of the file, of `TOKENIZERS`, and its content; for bytes both are empty. None where there is
-            none.
-        notes: what is not taken along, for people.
-    """
-
-    block: int | None = None
-    eos: tuple[int, ...] = ()
-    tokenizer: tuple[str, bytes] | None = None
-    notes: tuple[str, ...] = ()
-    bos: tuple[int, ...] = ()
-
-
-def read_tokenizer(path: Path) -> bytes:
-    """Raises CheckpointError: it is no file, or too large."""
-    try:
-        return read_file(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
-
-
-def about_of(origins: Origins) -> dict[str, Any]:
-    """What a checkpoint's `Manifest.about` says of the model, beside its file of the tokenizer."""
-    tokenizer = None if origins.tokenizer is None else origins.tokenizer[0]
-    return {"block": origins.block, "bos": list(origins.bos), "eos": list(origins.eos), "tokenizer": tokenizer}
-
-
-def attach(folder: Path, origins: Origins) -> dict[str, FileSum]:
-    """Write the tokenizer's file into a folder; its sum, by name."""
-    if origins.tokenizer is None or not origins.tokenizer[0]:
-        return {}
-    name, content = origins.tokenizer
-    (folder / name).write_bytes(content)
-    return {name: file_sum(folder / name)}
-
-
 class Weights(ABC):
     """
     Attributes:
         path: for messages. sizes: fields of ``TransformerConfig``, ``rope_scaling`` as a config.json has it.
-        entries: by names in the model; a tied weight once, under its first name. origins: what else is known.
+        entries: by names in the model; a tied weight once, under its first name. metadata: what else is known.
     """
 
     path: Path
     sizes: dict[str, Any]
     entries: dict[str, TensorEntry]
-    origins: Origins
+    metadata: ModelMetadata
 
     @abstractmethod
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:

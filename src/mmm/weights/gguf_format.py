@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmm.checkpoint.weights import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.outside import MOST_VALUES, open_file, short
+from mmm.weights.weights import TensorEntry
 
 LARGEST_HEADER = 100_000_000  # bytes
 MAGIC, VERSIONS, STRING, ARRAY = b"GGUF", (2, 3), 8, 9

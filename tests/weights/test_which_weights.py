@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from mmm.checkpoint.open_weights import open_weights
 from mmm.errors import CheckpointError
 from mmm.models.transformer import Transformer
 from mmm.trainer.pretrained import config_of
+from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67
@@ -35,7 +35,7 @@ def test_tied_by_the_config_but_not_by_the_file(tmp_path):
     assert_computes(write_hugging_face(tmp_path / "hf", TIED, weights), weights)
     read = open_weights(tmp_path / "hf")
     assert not read.sizes["tie_word_embeddings"]
-    assert read.origins.notes == (f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}: the two are not tied",)
+    assert read.metadata.notes == (f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}: the two are not tied",)
 
 
 def test_tied_and_there_twice(tmp_path):
@@ -45,7 +45,7 @@ def test_tied_and_there_twice(tmp_path):
     for path in (twice, write_hugging_face(tmp_path / "head", TIED, only_head, files=2)):
         assert_computes(path, weights)
         assert open_weights(path).sizes["tie_word_embeddings"]
-        assert open_weights(path).origins.notes == ()
+        assert open_weights(path).metadata.notes == ()
 
 
 def test_one_file_is_taken_before_an_index(tmp_path):
@@ -53,7 +53,7 @@ def test_one_file_is_taken_before_an_index(tmp_path):
     write_hugging_face(tmp_path / "hf", CONFIG, old, files=2)
     write_safetensors(tmp_path / "hf" / "model.safetensors", new)
     assert_computes(tmp_path / "hf", new)
-    assert open_weights(tmp_path / "hf").origins.notes[0].startswith("model.safetensors.index.json is passed over")
+    assert open_weights(tmp_path / "hf").metadata.notes[0].startswith("model.safetensors.index.json is passed over")
 
 
 def test_other_files_beside_the_one(tmp_path):

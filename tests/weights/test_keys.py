@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from mmm.checkpoint.open_weights import open_weights
 from mmm.errors import CheckpointError
 from mmm.models.rope import RopeScaling
 from mmm.trainer.pretrained import config_of
+from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, write_gguf, write_hugging_face
 
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -38,7 +38,7 @@ def test_what_is_passed_over(tmp_path, keys, named):
     scaling = RopeScaling("linear", 1.0) if "linear" in str(keys) else None
     assert config_of(read) == dataclasses.replace(plain, rope_scaling=scaling)
     notes = (f"passed over, without effect on the computation: {named}",) if named else ()
-    assert read.origins.notes == notes
+    assert read.metadata.notes == notes
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_is_passed_over_of_a_gguf(tmp_path, keys, named):
     read, plain = open_weights(write_gguf(tmp_path / "a.gguf", **keys)), open_weights(write_gguf(tmp_path / "b.gguf"))
     assert config_of(read) == config_of(plain)
     notes = (f"passed over, without effect on the computation: {named}",) if named else ()
-    assert read.origins.notes == notes + plain.origins.notes
+    assert read.metadata.notes == notes + plain.metadata.notes
 
 
 def test_the_older_name_of_a_factor(tmp_path):

@@ -21,15 +21,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mmm.checkpoint import llama
-from mmm.checkpoint.llama_keys import tokens_of
 from mmm.checkpoint.manifest import MANIFEST, PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
+from mmm.checkpoint.model_metadata import TOKENIZERS, ModelMetadata, read_tokenizer
 from mmm.checkpoint.state import MODEL, one_line, shapes_of
 from mmm.checkpoint.storage import Writer, read_metadata
-from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, about_of, attach, read_tokenizer
 from mmm.errors import CheckpointError
 from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
+from mmm.weights import llama
+from mmm.weights.llama_keys import tokens_of
+from mmm.weights.weights import TensorEntry, Weights
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
 # Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
@@ -89,7 +90,7 @@ class OwnWeights(Weights):
                 places = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
                 self._places[name] = places
         _check_sizes(self.sizes, self.entries, path)
-        self.origins = _origins(path, self.manifest)
+        self.metadata = _metadata(path, self.manifest)
 
     def check(self, part: int = 0, parts: int = 1) -> str | None:
         files = self.manifest.files
@@ -151,8 +152,8 @@ def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], w
             raise CheckpointError(f"{where}: {name} is {there}, and the sizes of the model make it {own}")
 
 
-def _origins(path: Path, manifest: Manifest) -> Origins:
-    """What `about_of` has written. Raises CheckpointError: it is something else."""
+def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
+    """What `ModelMetadata.describe` has written. Raises CheckpointError: it is something else."""
     about = manifest.about
     name, block = about.get("tokenizer"), about.get("block")
     if name not in (None, "") and (name not in TOKENIZERS or name not in manifest.files):
@@ -161,7 +162,7 @@ def _origins(path: Path, manifest: Manifest) -> Origins:
         raise CheckpointError(f"{path}: its longest sequence is {short(block)}, which is no number of tokens")
     tokenizer = None if name is None else (name, read_tokenizer(path / name) if name else b"")
     first, last = (tokens_of(about, key, path / MANIFEST) for key in ("bos", "eos"))
-    return Origins(block, last, tokenizer, bos=first)
+    return ModelMetadata(block, last, tokenizer, bos=first)
 
 
 class _Slabs(DefaultSavePlanner):
@@ -219,12 +220,12 @@ def write_own(weights: Weights, folder: Path) -> None:
     """
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
-    origins, partial = weights.origins, folder.with_name(folder.name + PARTIAL)
-    about = {"from": str(weights.path), **about_of(origins)}
+    metadata, partial = weights.metadata, folder.with_name(folder.name + PARTIAL)
+    about = {"from": str(weights.path), **metadata.describe()}
     manifest = Manifest(0, {"program": IMPORTED, **weights.sizes}, {}, about, {})
 
     def finished(files: dict[str, FileSum]) -> None:
-        replace(manifest, files=files | attach(partial, origins)).write(partial)
+        replace(manifest, files=files | metadata.write_tokenizer(partial)).write(partial)
         os.rename(partial, folder)
 
     try:

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmm.checkpoint import llama, llama_keys, safetensors
-from mmm.checkpoint.first_tokens import CONFIGS, first_tokens
 from mmm.checkpoint.manifest import PARTIAL
-from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, read_tokenizer
+from mmm.checkpoint.model_metadata import TOKENIZERS, ModelMetadata, read_tokenizer
 from mmm.errors import CheckpointError
 from mmm.history.record import cannot_write
 from mmm.outside import is_plain_name, printable, read_json
+from mmm.weights import llama, llama_keys, safetensors
+from mmm.weights.first_tokens import CONFIGS, first_tokens
+from mmm.weights.weights import TensorEntry, Weights
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
@@ -53,9 +54,9 @@ class HuggingFace(Weights):
         entries = {name: place.entry for name, place in there.items()}
         self.entries = llama.check_entries(entries, self.sizes, "hugging_face", path)
         self._places = {name: there[llama.name_elsewhere(name, "hugging_face")] for name in self.entries}
-        self.origins = self._origins(config)
+        self.metadata = self._metadata(config)
 
-    def _origins(self, config: dict[str, Any]) -> Origins:
+    def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
         generation = _json(self.path / GENERATION, {})
         eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)  # before those of config.json
         eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
@@ -66,7 +67,7 @@ class HuggingFace(Weights):
             about = {key: value for name in CONFIGS for key, value in _json(self.path / name, {}).items()}
             bos, note = first_tokens(tokenizer, about, self.path)
             self._notes += [note] if note else []
-        return Origins(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos)
+        return ModelMetadata(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos)
 
     def _files(self) -> list[safetensors.SafetensorsFile]:
         """The files of tensors, as `transformers` chooses them: the one file, before an index that is there as well."""
@@ -139,8 +140,8 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     """
     kinds = {entry.dtype for name, entry in weights.entries.items() if name in llama.shapes_of(weights.sizes)}
     kind = str(dtype or torch.promote_types(*kinds) if len(kinds) == 2 else dtype or next(iter(kinds)))
-    origins = weights.origins
-    config = llama_keys.config_of(weights.sizes, origins, kind.removeprefix("torch."))
+    metadata = weights.metadata
+    config = llama_keys.config_of(weights.sizes, metadata, kind.removeprefix("torch."))
     head_dim = config["head_dim"]
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
@@ -175,11 +176,11 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX).write_text(json.dumps(index, indent=2))
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer = origins.tokenizer
+        tokenizer = metadata.tokenizer
         if tokenizer is not None and tokenizer[0] and not tokenizer[1].startswith(b'{"kind": "chars"'):
             (partial / tokenizer[0]).write_bytes(tokenizer[1])
             if tokenizer[0] == SENTENCE_PIECE:  # which does not say it itself
-                (partial / CONFIGS[1]).write_text(json.dumps({"add_bos_token": bool(origins.bos)}))
+                (partial / CONFIGS[1]).write_text(json.dumps({"add_bos_token": bool(metadata.bos)}))
         elif tokenizer is not None:
             say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
         os.rename(partial, folder)
