@@ -67,7 +67,7 @@ class GGUFWeights(Weights):
         self._file = {name: file for file in files for name in file.entries}
         self._entries = {name: file.entries[name] for name, file in self._file.items()}
         self.sizes, passed_over = self._sizes()
-        self.entries = llama.check_entries(self._entries, self.sizes, "gguf", path)
+        self.entries = llama.check_entries(self._entries, self.sizes, llama.gguf_name, path)
         tokenizer = GGUFTokenizer(self.keys, path)
         notes = (*note_of(passed_over), *tokenizer.notes)
         block = self.keys.get(f"{ARCHITECTURE}context_length")
@@ -161,7 +161,7 @@ class GGUFWeights(Weights):
         )
 
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        other = llama.name_elsewhere(name, "gguf")
+        other = llama.gguf_name(name)
         return self._file[other].read(other, start, length)
 
 

@@ -52,8 +52,8 @@ class HuggingFace(Weights):
         if self.sizes["tie_word_embeddings"] and HEAD in there:
             self._tie(there)
         entries = {name: place.entry for name, place in there.items()}
-        self.entries = llama.check_entries(entries, self.sizes, "hugging_face", path)
-        self._places = {name: there[llama.name_elsewhere(name, "hugging_face")] for name in self.entries}
+        self.entries = llama.check_entries(entries, self.sizes, llama.hf_name, path)
+        self._places = {name: there[llama.hf_name(name)] for name in self.entries}
         self.metadata = self._metadata(config)
 
     def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
@@ -148,7 +148,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     entries: dict[str, TensorEntry] = {}
     of: dict[str, str] = {}  # by the name there, the name here
     for name in llama.shapes_of(weights.sizes):
-        other, entry = llama.name_elsewhere(name, "hugging_face"), weights.entries[name]
+        other, entry = llama.hf_name(name), weights.entries[name]
         entries[other], of[other] = TensorEntry(entry.shape, dtype or entry.dtype), name
     files = _shards(entries, shard)
     partial = folder.with_name(folder.name + PARTIAL)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -94,23 +94,32 @@ def shapes_of(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def name_elsewhere(name: str, kind: str) -> str:
-    """
-    Args:
-        name: of a tensor in this package. kind: a field of `Names`.
-    """
-    number = re.search(r"\.(\d+)\.", name)
-    general = name if number is None else name.replace(number[0], ".*.", 1)
-    return getattr(NAMES[general], kind).replace("*", number[1] if number else "*")
+def hf_name(name: str) -> str:
+    """What Hugging Face's files call a tensor, by its name in this package."""
+    layer, names = _names_of(name)
+    return names.hugging_face.replace("*", layer)
+
+
+def gguf_name(name: str) -> str:
+    """What GGUF files call a tensor, by its name in this package."""
+    layer, names = _names_of(name)
+    return names.gguf.replace("*", layer)
+
+
+def _names_of(name: str) -> tuple[str, Names]:
+    """The number of its layer, empty where it has none, and its row of `NAMES`."""
+    layer = re.search(r"\.(\d+)\.", name)
+    return ("", NAMES[name]) if layer is None else (layer[1], NAMES[name.replace(layer[0], ".*.", 1)])
 
 
 def check_entries(
-    there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], kind: str, where: object
+    there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], name_in_file: Callable[[str], str], where: object
 ) -> dict[str, TensorEntry]:
     """The tensors of a model, by their names in this package.
 
     Args:
         there: what a file has, by names of its own.
+        name_in_file: `hf_name` or `gguf_name`.
 
     Raises:
         CheckpointError: one is missing, is of another shape, or is of no use.
@@ -118,9 +127,9 @@ def check_entries(
     if sizes["n_layers"] > len(there):
         raise CheckpointError(f"{where} has {len(there)} tensors, which are too few for {sizes['n_layers']} layers")
     found: dict[str, TensorEntry] = {}
-    names = {name_elsewhere(name, kind): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
+    names = {name_in_file(name): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
     for name, shape in shapes_of(sizes).items():
-        other = name_elsewhere(name, kind)
+        other = name_in_file(name)
         if other not in there:
             raise CheckpointError(f"{where} lacks the tensor {other}")
         if there[other].shape != shape:
