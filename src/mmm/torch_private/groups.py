@@ -124,11 +124,13 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     return functional_collectives().wait_tensor(tensor)
 
 
-def all_to_all_single_autograd(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all_single_autograd(
+    x: Tensor, receive: list[int] | None, send: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:
     """Rows of `x` to their ranks, in backward their gradients the other way.
 
     Args:
-        receive: rows from each rank of the group.
+        receive: rows from each rank of the group. None: as many from each.
         send: rows to each.
 
     Private: torch.distributed._functional_collectives.all_to_all_single_autograd, seen in 2.10 to 2.14; instead:
