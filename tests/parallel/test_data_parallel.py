@@ -232,7 +232,7 @@ def test_order_matters_and_is_said(run_on_ranks):
         ("ddp", Layout(dp_shard=2, tp=2), "ddp keeps the full model on every rank, .* tp 2: use fsdp, or tp 1"),
         ("zero2", Layout(dp_shard=2, pp=2), "zero2 .* pp 2: use fsdp, or pp 1"),
         ("zero1", Layout(dp_replicate=2, dp_shard=2), "dp_replicate 2 and dp_shard 2: use hsdp, or leave"),
-        ("hsdp", Layout(dp_shard=4), "the layout dp4 has one replica: give dp_replicate 2, or use fsdp"),
+        ("hsdp", Layout(dp_shard=4), "the layout dp4 has one replica: give dp_replicate, or use fsdp"),
     ],
 )
 def test_refused(technique, layout, words):

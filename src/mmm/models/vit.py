@@ -83,12 +83,7 @@ class ViTConfig:
         if found:
             return found
         if self.image_size % self.patch_size:
-            below = self.image_size // self.patch_size * self.patch_size
-            nearest = " or ".join(str(size) for size in (below, below + self.patch_size) if size)
-            found.append(
-                f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}: use "
-                f"image_size {nearest}, or a patch_size that divides {self.image_size}"
-            )
+            found.append(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
         if self.dim % self.n_heads:
             found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         return found

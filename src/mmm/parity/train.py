@@ -79,11 +79,9 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
     """
     layout = Layout(**{"dp_shard": 1, **case.sizes}).fit(case.ranks)
     if training.global_batch % layout.dp:
-        size, dp = training.global_batch, layout.dp
-        near = " or ".join(str(some) for some in (size // dp * dp, (size // dp + 1) * dp) if some)
         raise LayoutError(
-            f"layout {case.layout}: the global batch of {size} samples does not divide over {dp} data-parallel "
-            f"coordinates: use --global_batch_size {near}, or a dp that divides {size}"
+            f"layout {case.layout}: the global batch of {training.global_batch} samples does not divide over "
+            f"{layout.dp} data-parallel coordinates: change --global_batch_size, or dp"
         )
     microbatches = case.microbatches
     if microbatches is None and layout.pp == 1:

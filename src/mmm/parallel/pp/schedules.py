@@ -131,8 +131,4 @@ def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) 
             why.append(f"{schedule} needs a multiple of pp {pp}")
         if batch % microbatches:
             why.append(f"a batch of {batch} a data-parallel coordinate cannot be split into {microbatches} equal parts")
-    if not why:
-        return []
-    good = [m for m in range(least, batch + 1) if m % multiple == 0 and batch % m == 0]
-    fix = f"microbatches {' or '.join(map(str, good[:4]))}" if good else f"a batch that is a multiple of {least}"
-    return [f"microbatches {microbatches}: {', and '.join(why)}; use {fix}"]
+    return [f"microbatches {microbatches}: {', and '.join(why)}"] if why else []
