@@ -26,7 +26,7 @@ from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parity import models
 from mmm.parity.fixtures import gpt
-from mmm.parity.fixtures.plans.gpt import gpt_plan
+from mmm.parity.plans import gpt_plan
 from mmm.parity.reference import Training, batch
 from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision

@@ -184,7 +184,8 @@ def compare(options: Options) -> int:
         print("\n".join(f"{case.ranks} ranks  {case}: {', '.join(case.optimizers)}" for case in cases))
         return 0
 
-    from mmm.history import prepare, versions, write_config  # torch and all else: a wrong flag has not waited for it
+    # torch and all else: a wrong flag has not waited for it
+    from mmm.history.record import prepare, versions, write_config
     from mmm.parity import report, run
     from mmm.parity.reference import Training
 

@@ -5,13 +5,12 @@ Imports no torch: a wrong name costs no import.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.layout import AXES
+from mmm.layout import AXES, Layout
 
 NAMES = (*AXES[:3], "dp", *AXES[3:], "ep")
 OPTIMIZERS = ("sgd", "adamw")
@@ -45,7 +44,7 @@ class ParityCase:
 
     @property
     def ranks(self) -> int:
-        return math.prod(size for axis, size in self.sizes.items() if axis != "ep")  # ep re-uses ranks of dp_shard
+        return Layout(**{"dp_shard": 1, **self.sizes}).ranks
 
     @property
     def technique(self) -> str:
@@ -97,10 +96,8 @@ def sizes_of(name: str) -> dict[str, int]:
 
 
 def canonical(name: str) -> str:
-    """A layout's name with its axes outermost first and a middle dot between them: as `str(Layout)` has it."""
-    sizes = sizes_of(name)
-    short = {} if "dp_replicate" in sizes else {"dp_shard": "dp"}
-    return "·".join(f"{short.get(axis, axis)}{size}" for axis, size in sizes.items()) or "1"
+    """A layout's name with its axes outermost first and a middle dot between them."""
+    return str(Layout(**{"dp_shard": 1, **sizes_of(name)}))
 
 
 def ranks_of(texts: Sequence[str]) -> set[int]:

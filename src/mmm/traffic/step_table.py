@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mmm.parallel import Mesh
+from mmm.parallel.mesh import Mesh
 from mmm.traffic.count import Traffic, count_traffic
 from mmm.traffic.socket_bytes import sent_since, socket_bytes
 

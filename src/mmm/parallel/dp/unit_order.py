@@ -216,7 +216,7 @@ class UnitOrder:
 
 def reduce_unused(group: Any) -> None:
     """Have FSDP reduce all gradients of a unit where it reduces any: one that a rank's samples have not used is zero.
-    FSDP itself would leave it out, on this rank alone. It may end a unit twice in a backward (PyTorch 2.10 does, a unit
+    FSDP itself would leave it out, on this rank alone. It may end a unit twice in a backward (PyTorch 2.11 does, a unit
     of several modules): the second time, before the unit is gathered again, nothing is zero but reduced.
 
     Args:
