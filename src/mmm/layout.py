@@ -114,13 +114,13 @@ class Layout:
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     @cached_property
-    def of_loss_ranks(self) -> slice:
+    def loss_rank_slice(self) -> slice:
         """`loss_ranks`, of a table by rank."""
         return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)
 
     def loss_ranks(self) -> list[int]:
         """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
-        return list(range(self.ranks)[self.of_loss_ranks])
+        return list(range(self.ranks)[self.loss_rank_slice])
 
 
 @dataclass(frozen=True, kw_only=True)

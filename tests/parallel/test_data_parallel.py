@@ -258,6 +258,6 @@ def test_on_mps_the_model_stays_as_it_is(run_on_ranks, technique):
 
 
 def test_no_offload_on_mps():
-    mesh = Mesh(Layout(dp_shard=1), None, one_device=True)
+    mesh = Mesh(Layout(dp_shard=1), None, no_data_parallel=True)
     with pytest.raises(ConfigError, match="offload on mps"):
         apply_data_parallel(nn.Linear(1, 1), mesh, cnn_plan(), FP64, Techniques(offload=True))

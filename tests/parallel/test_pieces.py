@@ -235,12 +235,12 @@ def vit_gradients(rank, layout, tiles):
 
 def own_part_alone(rank, layout):
     """Each rank of tp leaves the other ranks' logits out of the sum of exponentials."""
-    original = mmm.parallel.memory.chunked_loss.Vocabulary.reduce
-    mmm.parallel.memory.chunked_loss.Vocabulary.reduce = lambda self, tensor, op=None: None
+    original = mmm.parallel.memory.chunked_loss.VocabShard.reduce
+    mmm.parallel.memory.chunked_loss.VocabShard.reduce = lambda self, tensor, op=None: None
     try:
         return anywhere.train(rank, layout, {"loss_chunks": 3})
     finally:
-        mmm.parallel.memory.chunked_loss.Vocabulary.reduce = original
+        mmm.parallel.memory.chunked_loss.VocabShard.reduce = original
 
 
 def stretches_of_the_whole(rank, layout):

@@ -78,7 +78,7 @@ def train_one(rank, model: str, layout: Layout, schedule: str, microbatches: int
     if bug == "divided by the micro-batches":
         pipeline.schedule.scale_grads = True
     if bug == "mean of each micro-batch":
-        pipeline._loss = lambda output, targets: cross_entropy(output, targets, targets.numel())
+        pipeline.schedule._loss_fn = lambda output, targets: cross_entropy(output, targets, targets.numel())
     rate, limit = (reference.RATE, math.inf) if model in TEXT else (vision.RATE, vision.MAX_NORM[model])
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=rate["sgd"])
     size = size_of(model, layout)

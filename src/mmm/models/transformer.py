@@ -199,11 +199,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | 
     Returns:
         (batch, heads, seq, head_dim).
     """
-    shared_by = q.shape[1] // k.shape[1]
-    grouped = shared_by > 1 and takes_grouped_heads(q) and (document_starts is None or q.device.type == "cpu")
-    if shared_by > 1 and not grouped:
-        k = k.repeat_interleave(shared_by, dim=1)  # (batch, heads, seq, head_dim)
-        v = v.repeat_interleave(shared_by, dim=1)
+    n_rep = q.shape[1] // k.shape[1]
+    grouped = n_rep > 1 and takes_grouped_heads(q) and (document_starts is None or q.device.type == "cpu")
+    if n_rep > 1 and not grouped:
+        k = k.repeat_interleave(n_rep, dim=1)  # (batch, heads, seq, head_dim)
+        v = v.repeat_interleave(n_rep, dim=1)
     if document_starts is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     place = torch.arange(q.shape[2], device=q.device)

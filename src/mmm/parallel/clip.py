@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmm.parallel.local import sendable, to_local
+from mmm.parallel.local import to_group_device, to_local
 from mmm.torch_private.module import foreach_mul_, foreach_norm
 
 
@@ -67,13 +67,13 @@ def clip_grad_norm(
         if sharding is not None:
             mesh, axes = sharding
             for axis in axes:
-                squares = sendable(squares, mesh.get_group(axis))
+                squares = to_group_device(squares, mesh.get_group(axis))
                 dist.all_reduce(squares, group=mesh.get_group(axis))
         total = squares if total is None else total + squares.to(total.device)
     if total is None:
         total = torch.zeros(())
     if stages is not None:
-        total = sendable(total, stages.get_group())
+        total = to_group_device(total, stages.get_group())
         dist.all_reduce(total, group=stages.get_group())
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device

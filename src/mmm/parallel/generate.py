@@ -165,7 +165,7 @@ class Decoder:
     def _peer(self, number: int) -> tuple[dist.ProcessGroup, int]:
         """The group of this rank's pipeline, and the rank in it that has a stage."""
         group = self.model.mesh["pp"].get_group()
-        return group, dist.get_global_rank(group, self.model.places[number])
+        return group, dist.get_global_rank(group, self.model.stage_to_pp_rank[number])
 
 
 def _eager() -> AbstractContextManager:
@@ -210,6 +210,6 @@ def generate(
 
 def _drawing_rank(model: ParallelModel) -> int:
     """The first rank that has the last stage."""
-    last = model.places[max(model.places)] if model.places else 0
+    last = model.stage_to_pp_rank[max(model.stage_to_pp_rank)] if model.stage_to_pp_rank else 0
     ranks = range(dist.get_world_size())
     return next(rank for rank in ranks if model.layout.coordinates(rank)["pp"] == last)

@@ -34,8 +34,8 @@ class Mesh:
         experts: the same ranks as (pp, dp_replicate, expert_dp, ep), again without axes of one rank but for expert_dp,
             which is what ep leaves of dp_shard, × cp × tp: the ranks with the same experts and other tokens. None where
             experts are sharded as all other parameters are.
-        one_device: nothing is data parallel, and the model stays as it is. On MPS, where PyTorch makes no groups and
-            FSDP does not run: there is one rank. And where FSDP would only copy: in a trainer on one rank
+        no_data_parallel: the model stays as it is. On MPS, where PyTorch makes no groups and FSDP does not run: it has
+            one rank. And where FSDP would only copy: in a trainer on one rank
             (`mmm.parallel.dp.data_parallel.needs_no_fsdp`), and around a model without replicas or shards that is not
             trained.
         p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
@@ -45,7 +45,7 @@ class Mesh:
     layout: Layout
     device_mesh: DeviceMesh
     experts: DeviceMesh | None = None
-    one_device: bool = False
+    no_data_parallel: bool = False
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _axes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -98,13 +98,13 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     default = usual_timeout("gloo")
     limit = default if timeout is None else timedelta(seconds=timeout)
-    one_device = device_type == "mps"
-    device_type = "cpu" if one_device else device_type
+    no_data_parallel = device_type == "mps"
+    device_type = "cpu" if no_data_parallel else device_type
     with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
         p2p = build_p2p_groups(layout) if layout.pp > 1 and device_type != "cpu" else {}
-        mesh = Mesh(layout, device_mesh, expert_mesh, one_device, p2p)
+        mesh = Mesh(layout, device_mesh, expert_mesh, no_data_parallel, p2p)
         groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
         groups += p2p.values()
     with warnings.catch_warnings():

@@ -60,15 +60,11 @@ class Plan:
     uniform: bool = False
 
 
-def axis_problems(plan: Plan, layout: Layout) -> list[str]:
-    """The axes of a layout along which a model cannot be sharded, one sentence each."""
-    sizes = {**layout.sizes, "ep": layout.ep}
-    return [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
-
-
 def check_axes(plan: Plan, layout: Layout) -> None:
-    """Raises LayoutError where the model cannot be sharded along an axis of the layout."""
-    if wrong := axis_problems(plan, layout):
+    """Raises LayoutError where the model cannot be sharded along axes of the layout, one sentence each."""
+    sizes = {**layout.sizes, "ep": layout.ep}
+    wrong = [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
+    if wrong:
         raise LayoutError("; ".join(wrong))
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
 from mmm.models.weights import canonical_name
-from mmm.parallel.local import sendable, to_local
+from mmm.parallel.local import to_group_device, to_local
 
 Tie = tuple[str, ...]  # the names of one parameter, in the order of the model
 
@@ -31,7 +31,7 @@ def find_ties(model: nn.Module) -> list[Tie]:
     return [tuple(some) for some in names.values() if len(some) > 1]
 
 
-def tie_again(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
+def retie(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
     """Give all names of each tie the parameter of the first.
 
     Args:
@@ -123,7 +123,9 @@ class StageTies:
         for stages, own in self._ties:
             if not own:
                 continue
-            gradients = {n: sendable(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None}
+            gradients = {
+                n: to_group_device(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None
+            }
             peers = sorted({self._coordinates[n] for n in stages} - {self._at})
             ops = [self._op(dist.isend, gradients[n].contiguous(), peer) for n in own for peer in peers]
             for n in stages:

@@ -41,7 +41,7 @@ def count_step(step: Callable[[], object], mesh: Mesh, formula: dict[str, float]
     return everyone, traffic
 
 
-def apart(sent: Sent) -> float:
+def max_rel_diff(sent: Sent) -> float:
     """The largest relative difference of counted and formula over the axes."""
     axes = {axis for side in (sent.counted, sent.formula) for axis, count in side.items() if count}
     pairs = [(sent.counted.get(axis, 0), sent.formula.get(axis, 0.0)) for axis in axes]

@@ -72,7 +72,7 @@ def dp_mesh(mesh: Mesh) -> DeviceMesh:
 
 def needs_no_fsdp(layout: Layout, mixed: bool, techniques: Techniques) -> bool:
     """Whether FSDP would only copy parameters and gradients through its buffers: on a single rank, where it does not
-    cast them or move them to the host either. The trainers then leave the model as it is (`Mesh.one_device`).
+    cast them or move them to the host either. The trainers then leave the model as it is (`Mesh.no_data_parallel`).
 
     Args:
         mixed: whether weights are cast to compute.
@@ -89,7 +89,7 @@ def apply_data_parallel(
         ConfigError: offload on MPS, which has the host's memory.
     """
     technique, offload = techniques.data_parallel, techniques.offload
-    if mesh.one_device:
+    if mesh.no_data_parallel:
         if offload:
             raise ConfigError("offload on mps: it has the host's memory; leave it out", fields=("offload",))
         return model

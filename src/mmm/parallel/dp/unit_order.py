@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import LayoutError
 from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
-from mmm.parallel.local import sendable
+from mmm.parallel.local import to_group_device
 from mmm.runtime.log import get_logger
 from mmm.torch_private.autograd import at_end_of_backward, in_backward
 from mmm.torch_private.fsdp import (
@@ -139,7 +139,7 @@ class UnitOrder:
         ends = torch.tensor([digest, -digest])
         for axis in range(self.mesh.ndim):
             group = self.mesh.get_group(axis)
-            ends = sendable(ends, group)
+            ends = to_group_device(ends, group)
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         most, least = ends.tolist()
         if most != -least:

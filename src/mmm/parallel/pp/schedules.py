@@ -50,13 +50,6 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def find_schedule(name: str) -> Schedule:
-    """Raises ConfigError where there is no such schedule."""
-    if name not in SCHEDULES:
-        raise ConfigError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
-    return SCHEDULES[name]
-
-
 def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
     """The numbers of the stages on the rank with that coordinate on pp."""
     if SCHEDULES[schedule].v:
@@ -87,7 +80,9 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
             fields=("dtype",),
         )
     schedule, pp = techniques.schedule, layout.pp
-    kind = find_schedule(schedule)
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
+    kind = SCHEDULES[schedule]
     each = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
     microbatches = kind.microbatches(pp)[0] if techniques.microbatches is None else techniques.microbatches
     wrong = []

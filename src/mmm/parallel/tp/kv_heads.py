@@ -36,8 +36,8 @@ class KVHeads(ColwiseParallel):
             return super()._apply(module, device_mesh)
         self.output_layouts, self.use_local_output = (Replicate(),), False
         module = super()._apply(module, device_mesh)
-        shared_by = device_mesh.size() // self.heads
-        head = device_mesh.get_local_rank() // shared_by
+        n_rep = device_mesh.size() // self.heads
+        head = device_mesh.get_local_rank() // n_rep
 
         def own_head(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
             full = output.to_local(grad_placements=[Partial()])  # (batch, seq, kv heads · head_dim)

@@ -30,7 +30,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     Raises:
         LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike.
     """
-    tied = {name for tie in find_ties(model) for name in tie}  # `tie_again` refuses those
+    tied = {name for tie in find_ties(model) for name in tie}  # `retie` refuses those
     _leave_generators_alone(mesh)
     paths = {id(module): path for path, module in model.named_modules()}
     # Inner modules first: what is left of a module's parameters is then for its own style.
