@@ -49,13 +49,15 @@ class CNNConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = below_one(self, ("channels", "classes", "width1", "width2", "hidden"))
+        problems = below_one(self, ("channels", "classes", "width1", "width2", "hidden"))
         if self.image_size < 6:
-            found.append(f"image_size is {self.image_size}: two 3 × 3 convolutions and a pooling by 2 need at least 6")
+            problems.append(
+                f"image_size is {self.image_size}: two 3 × 3 convolutions and a pooling by 2 need at least 6"
+            )
         for name in ("conv_dropout", "fc_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: it must be at least 0 and below 1")
-        return found
+                problems.append(f"{name} is {getattr(self, name)}: it must be at least 0 and below 1")
+        return problems
 
 
 class CNN(nn.Module):

@@ -73,20 +73,20 @@ class ViTConfig:
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
         sizes = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "mlp_dim")
-        found = below_one(self, sizes)
+        problems = below_one(self, sizes)
         if self.attention not in ATTENTION:
-            found.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
+            problems.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
         if self.sdpa_backend not in ("auto", *SDPA_BACKENDS):
-            found.append(f"sdpa_backend {self.sdpa_backend!r} is not one of auto, {', '.join(SDPA_BACKENDS)}")
+            problems.append(f"sdpa_backend {self.sdpa_backend!r} is not one of auto, {', '.join(SDPA_BACKENDS)}")
         elif self.attention == "native" and self.sdpa_backend != "auto":
-            found.append(f"sdpa_backend {self.sdpa_backend!r} needs attention 'sdpa', and it is 'native'")
-        if found:
-            return found
+            problems.append(f"sdpa_backend {self.sdpa_backend!r} needs attention 'sdpa', and it is 'native'")
+        if problems:
+            return problems
         if self.image_size % self.patch_size:
-            found.append(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
+            problems.append(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
         if self.dim % self.n_heads:
-            found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
-        return found
+            problems.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        return problems
 
 
 # tiny to large are the published sizes, at 224 pixels and patches of 16.

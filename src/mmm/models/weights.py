@@ -253,11 +253,11 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
     Unlike ``model.to(dtype)``, which drops their imaginary part, complex tensors (rotary tables) stay complex:
     complex128 for float64, else complex64.
     """
-    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+    complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
 
     def converted(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
-            return tensor.to(wide)
+            return tensor.to(complex_dtype)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     map_tensors(model, converted)

@@ -29,12 +29,12 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     norms: dict[int, Tensor] = {}
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     tensors = [to_local(gradient) for gradient in gradients]
-    for number, local in enumerate(tensors):
-        kinds.setdefault((local.device, local.dtype), []).append(number)
-    for (_, dtype), numbers in kinds.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms.update(zip(numbers, foreach_norm([tensors[n] for n in numbers], 2, wide), strict=True))
-    return [norms[number] for number in range(len(tensors))]
+    for index, local in enumerate(tensors):
+        kinds.setdefault((local.device, local.dtype), []).append(index)
+    for (_, dtype), indices in kinds.items():
+        accum_dtype = torch.promote_types(dtype, torch.float32)
+        norms.update(zip(indices, foreach_norm([tensors[index] for index in indices], 2, accum_dtype), strict=True))
+    return [norms[index] for index in range(len(tensors))]
 
 
 @torch.no_grad()

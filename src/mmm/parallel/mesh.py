@@ -77,11 +77,11 @@ class Mesh:
         """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
         meshes = [self.device_mesh, *([self["dp_shard_cp"]] if self.layout.cp > 1 else [])]
         meshes += [self.experts] if self.experts is not None else []
-        found: dict[str, dist.ProcessGroup] = {}
+        by_axis: dict[str, dist.ProcessGroup] = {}
         for mesh in meshes:
             for axis in mesh.mesh_dim_names or ():
-                found.setdefault(axis, mesh.get_group(axis))
-        return found
+                by_axis.setdefault(axis, mesh.get_group(axis))
+        return by_axis
 
     def __str__(self) -> str:
         return str(self.device_mesh)
@@ -122,11 +122,11 @@ def meshes_made_once() -> Iterator[None]:
     made: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
 
     def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-        def find(*given: Any) -> DeviceMesh:
-            parts = given[0] if isinstance(given[0], list) else given
+        def find(*args: Any) -> DeviceMesh:
+            parts = args[0] if isinstance(args[0], list) else args
             key = tuple(id(part) if isinstance(part, DeviceMesh) else part for part in parts)
             if key not in made:
-                made[key] = make(*given), parts  # which keeps the ids theirs
+                made[key] = make(*args), parts  # which keeps the ids theirs
             return made[key][0]
 
         return find
@@ -152,7 +152,7 @@ def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 def neighbour_rounds(pp: int) -> list[list[tuple[int, int]]]:
     """The pairs of neighbours on a ring of `pp` ≥ 2 ranks, in rounds: in each, a rank is in one pair at most."""
-    ring = [(at, (at + 1) % pp) for at in range(pp)][: 1 if pp == 2 else pp]
+    ring = [(pp_rank, (pp_rank + 1) % pp) for pp_rank in range(pp)][: 1 if pp == 2 else pp]
     last = [ring.pop()] if pp % 2 else []  # the last of an odd number shares a rank with the first
     return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
 
@@ -166,11 +166,11 @@ def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]
     lines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()  # the ranks of each pipeline
     own = layout.coordinates(dist.get_rank())["pp"]
     splits = getattr(default_group(), "bound_device_id", None) is not None
-    found: dict[tuple[int, int], Any] = {}
+    groups: dict[tuple[int, int], Any] = {}
     for pairs in neighbour_rounds(layout.pp):
-        singles = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
-        members = [[line[at] for at in each] for line in lines for each in (*pairs, *singles)]
+        singles = [(pp_rank,) for pp_rank in range(layout.pp) if not any(pp_rank in pair for pair in pairs)]
+        members = [[line[pp_rank] for pp_rank in coordinates] for line in lines for coordinates in (*pairs, *singles)]
         for back in (False, True):
             group = dist.split_group(split_ranks=members) if splits else dist.new_subgroups_by_enumeration(members)[0]
-            found |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
-    return found
+            groups |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
+    return groups

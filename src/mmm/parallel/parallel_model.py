@@ -268,8 +268,8 @@ class ParallelModel:
                 return loss
             losses, (model,) = [], self.modules.values()
             batches = [tensor.tensor_split(self.microbatches) for tensor in (inputs, targets, *split.values())]
-            for number, (some_inputs, some_targets, *others) in enumerate(zip(*batches, strict=True), start=1):
-                sync_gradients(model, number == self.microbatches)
+            for microbatch, (some_inputs, some_targets, *others) in enumerate(zip(*batches, strict=True), start=1):
+                sync_gradients(model, microbatch == self.microbatches)
                 named = dict(zip(split, others, strict=True)) | positions
                 loss = self._loss(model(some_inputs, **named), some_targets, count)
                 self._timed("dtf")

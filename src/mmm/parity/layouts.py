@@ -51,14 +51,14 @@ class ParityCase:
         """What the sizes of the layout leave open, such as ``1F1B, fsdp``."""
         sizes = self.sizes
         dp = "hsdp" if self.data_parallel == "fsdp" and sizes.get("dp_replicate", 1) > 1 else self.data_parallel
-        said = {
+        shown = {
             self.schedule: "pp" in sizes,
             dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()),
             self.cp_style: "cp" in sizes,
             f"{self.checkpointing} checkpointing": self.checkpointing != "none",
             self.data: self.data != "made_up",
         }
-        return ", ".join(name for name, needed in said.items() if needed)
+        return ", ".join(name for name, needed in shown.items() if needed)
 
     def __str__(self) -> str:
         return f"{self.model} {self.layout}" + (f" ({self.technique})" if self.technique else "")
@@ -73,7 +73,7 @@ def sizes_of(name: str) -> dict[str, int]:
     Raises:
         LayoutError: it is no such name.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for word in re.split(r"[.·]", name.strip()):
         match = re.fullmatch(r"([a-z_]+)(\d+)", word.strip())
         if word.strip() == "1":
@@ -85,14 +85,14 @@ def sizes_of(name: str) -> dict[str, int]:
             )
         if int(match[2]) < 1:
             raise LayoutError(f"layout {name!r}: {match[1]} {match[2]}: an axis has at least 1 rank")
-        if match[1] in found:
+        if match[1] in sizes:
             raise LayoutError(f"layout {name!r} has {match[1]} twice: give each axis once")
-        found[match[1]] = int(match[2])
-    if "dp" in found and found.keys() & {"dp_replicate", "dp_shard"}:
+        sizes[match[1]] = int(match[2])
+    if "dp" in sizes and sizes.keys() & {"dp_replicate", "dp_shard"}:
         raise LayoutError(f"layout {name!r}: dp alone means dp_shard (FSDP); beside dp_replicate write dp_shard")
-    if "dp" in found:
-        found["dp_shard"] = found.pop("dp")
-    return {axis: found[axis] for axis in (*AXES, "ep") if found.get(axis, 1) > 1}
+    if "dp" in sizes:
+        sizes["dp_shard"] = sizes.pop("dp")
+    return {axis: sizes[axis] for axis in (*AXES, "ep") if sizes.get(axis, 1) > 1}
 
 
 def canonical(name: str) -> str:
@@ -106,14 +106,14 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
     Raises:
         ConfigError: it is none of these.
     """
-    found: set[int] = set()
+    counts: set[int] = set()
     for word in ",".join(texts).split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(f"--ranks {word}: give a number of ranks from 1, or a range such as 1..8")
-        found.update(range(first, last + 1))
-    return found
+        counts.update(range(first, last + 1))
+    return counts
 
 
 def optimizers_for(case: ParityCase) -> tuple[str, ...]:
@@ -264,8 +264,8 @@ FIELDS = {
 
 def matrix(model: str) -> Iterator[ParityCase]:
     """The cases of a model; of one that the matrix does not name, those of images."""
-    for layout, words in MATRIX.get(model, _IMAGES).items():
-        for word in words.split():
-            named = {FIELDS[name]: name for name in word.split("+") if name != "-"}
+    for layout, entries in MATRIX.get(model, _IMAGES).items():
+        for entry in entries.split():
+            named = {FIELDS[name]: name for name in entry.split("+") if name != "-"}
             case = ParityCase(model=model, layout=canonical(layout), **named)  # type: ignore[arg-type]
             yield replace(case, optimizers=optimizers_for(case))

@@ -155,7 +155,7 @@ def _train(
         inputs, targets, *documents = batch(parity, training, step)
         count = None if documents else targets.numel()
         named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
-        if parallel_model.draws:
+        if parallel_model.has_dropout:
             named["sample_keys"] = sample_keys(training.seed, step, first_sample, size, device)
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
@@ -209,17 +209,18 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     ignore_gathers_in_turns()
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
     largest = worst(sizes.values())
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     for full_name, parameter in parallel_model.named_parameters():
         name, gradient = canonical_name(full_name), parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
         if gradient is None or name not in expected or gradient.shape != expected[name].shape:
-            found[name] = math.inf
+            differences[name] = math.inf
             continue
         off, size = (gradient.cpu() - expected[name]).abs().max().item(), sizes[name]
         if size <= ROUNDING * torch.finfo(gradient.dtype).eps * largest:
             size = largest
         difference = off / size if size else (0.0 if off == 0 else math.inf)
-        found[name] = worst((difference, found.get(name, 0.0)))  # of a tied weight that is in two stages of this rank
-    return found
+        # The worst of a tied weight that is in two stages of this rank.
+        differences[name] = worst((difference, differences.get(name, 0.0)))
+    return differences

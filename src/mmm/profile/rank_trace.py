@@ -113,9 +113,9 @@ class CallRecorder:
                     libraries[operator.namespace].impl(name, self._noting(operator), "BackendSelect", with_keyset=True)
             plain = dist.Work.wait
 
-            def wait(work: Any, *given: Any) -> Any:
+            def wait(work: Any, *args: Any) -> Any:
                 begin = time_ns()
-                result = plain(work, *given)
+                result = plain(work, *args)
                 self._waited(begin, self._pending.pop(id(work), (None, None))[1])
                 return result
 
@@ -153,22 +153,22 @@ class CallRecorder:
                 self.slices.append(call._replace(key="", ranks=()))
         self.slices.append(Slice(_track(), "wait", name, begin, end, key, ranks))
 
-    def _called(self, operator: Any, given: Mapping[str, Any], begin: int, end: int, result: Any) -> None:
+    def _called(self, operator: Any, arguments: Mapping[str, Any], begin: int, end: int, result: Any) -> None:
         plain = schema_name(operator).partition("::")[2].strip("_")
         operation = OPERATIONS.get(plain, plain)
-        group = dist.ProcessGroup.unbox(given["process_group"])
+        group = dist.ProcessGroup.unbox(arguments["process_group"])
         ranks = tuple(dist.get_process_group_ranks(group))
         axis = self.axes.get(tuple(sorted(ranks)), "world" if len(ranks) == dist.get_world_size() else "")
-        name, size = f"{operation} {axis}".strip(), _megabytes(given)
+        name, size = f"{operation} {axis}".strip(), _megabytes(arguments)
         if operation not in ("send", "recv"):
-            number = self._number(group.group_name)
-            key = f"{group.group_name} {number} {operation}"
+            call_index = self._number(group.group_name)
+            key = f"{group.group_name} {call_index} {operation}"
             self.slices.append(Slice(_track(), "collective", f"{name}{size}", begin, end, key, tuple(sorted(ranks))))
             return
         sends, key, way, text = operation == "send", "", tuple[int, ...](), "recv from any"
         if plain != "recv_any_source":
-            own, other = dist.get_rank(), ranks[given["dst" if sends else "src"]]
-            way, tag = (own, other) if sends else (other, own), given.get("tag", 0)
+            own, other = dist.get_rank(), ranks[arguments["dst" if sends else "src"]]
+            way, tag = (own, other) if sends else (other, own), arguments.get("tag", 0)
             key = f"{group.group_name} {way} {tag} {self._number(group.group_name, way, tag)}"
             text = f"send to {other}" if sends else f"recv from {other}"
         noted = Slice(_track(), operation, f"{text}{size}", begin, end, key, way, sends)
@@ -188,11 +188,11 @@ def _track() -> str:
     return CALLS if thread is threading.main_thread() else f"{CALLS}, {thread.name}"
 
 
-def _megabytes(given: Mapping[str, Any]) -> str:
+def _megabytes(arguments: Mapping[str, Any]) -> str:
     """Of the largest argument, as text."""
     sizes = [0]
-    for value in given.values():
-        each = value if isinstance(value, list) else [value]
-        inner = [tensor for part in each for tensor in (part if isinstance(part, list) else [part])]
+    for value in arguments.values():
+        values = value if isinstance(value, list) else [value]
+        inner = [tensor for part in values for tensor in (part if isinstance(part, list) else [part])]
         sizes.append(sum(tensor.nbytes for tensor in inner if isinstance(tensor, Tensor)))
     return f", {max(sizes) / 1e6:.3g} MB"

@@ -48,14 +48,14 @@ def max_rel_diff(sent: Sent) -> float:
     return max((abs(counted / formula - 1) if formula else float("inf") for counted, formula in pairs), default=0.0)
 
 
-def table(found: Mapping[tuple[str, str], Sequence[Sent]]) -> str:
+def table(by_case: Mapping[tuple[str, str], Sequence[Sent]]) -> str:
     """A line a layout and axis, of the rank that sends most; gloo and sockets for all axes, on the first line.
 
     Args:
-        found: by name and layout, what each rank sent.
+        by_case: by name and layout, what each rank sent.
     """
     lines = [f"{'':18}{'layout':<24}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}{'gloo':>12}{'sockets':>12}"]
-    for (name, layout), by_rank in found.items():
+    for (name, layout), by_rank in by_case.items():
         most = max(by_rank, key=lambda sent: sum(sent.counted.values()))
         head = f"{name:18}{layout:<24}"
         wire = f"{most.gloo:12,}{most.sockets:12,}"

@@ -68,9 +68,9 @@ class WrittenBuffers:
         for group in self.groups:
             gathered: list = [None] * dist.get_world_size(group)
             dist.all_gather_object(gathered, everyone, group=group)
-            everyone = [each for part in gathered for each in part]
-        names = {name for each in everyone for name in each}
-        if wrong := sorted(name for name in names if len({each.get(name) for each in everyone}) > 1):
+            everyone = [digests for part in gathered for digests in part]
+        names = {name for digests in everyone for name in digests}
+        if wrong := sorted(name for name in names if len({digests.get(name) for digests in everyone}) > 1):
             raise ConfigError(
                 f"forward writes the buffer {canonical_name(wrong[0])}, other values on other ranks: each rank would "
                 f"keep the statistics of its own samples; give forward the sum over the data-parallel ranks "

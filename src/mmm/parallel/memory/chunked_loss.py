@@ -173,13 +173,13 @@ class _ProductAndLoss(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, vocab_shard: VocabShard | None
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        lse = torch.empty(targets.shape, dtype=wide, device=hidden.device)  # (batch, seq)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        accum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        lse = torch.empty(targets.shape, dtype=accum_dtype, device=hidden.device)  # (batch, seq)
+        total = torch.zeros((), dtype=accum_dtype, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for at in _chunks(hidden.shape[1], chunks):
-                logits = (hidden[:, at] @ weight.T).to(wide)  # (batch, chunk, local vocabulary)
-                index, is_local = _local_targets(targets[:, at], logits.shape[-1], vocab_shard)
+            for chunk in _chunks(hidden.shape[1], chunks):
+                logits = (hidden[:, chunk] @ weight.T).to(accum_dtype)  # (batch, chunk, local vocabulary)
+                index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], vocab_shard)
                 of_target = logits.gather(-1, index).squeeze(-1) * is_local  # (batch, chunk)
                 top = logits.amax(-1)
                 if vocab_shard is not None:
@@ -187,8 +187,8 @@ class _ProductAndLoss(torch.autograd.Function):
                 sums = torch.stack((logits.sub_(top[..., None]).exp_().sum(-1), of_target))
                 if vocab_shard is not None:
                     vocab_shard.reduce(sums)
-                lse[:, at] = top + sums[0].log()
-                total += (lse[:, at] - sums[1]).masked_fill_(targets[:, at] == PADDING, 0).sum()
+                lse[:, chunk] = top + sums[0].log()
+                total += (lse[:, chunk] - sums[1]).masked_fill_(targets[:, chunk] == PADDING, 0).sum()
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.chunks, ctx.vocab_shard = chunks, vocab_shard
         return total
@@ -200,15 +200,15 @@ class _ProductAndLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=lse.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for at in _chunks(hidden.shape[1], ctx.chunks):
-                logits = (hidden[:, at] @ weight.T).to(lse.dtype)
-                index, is_local = _local_targets(targets[:, at], logits.shape[-1], ctx.vocab_shard)
+            for chunk in _chunks(hidden.shape[1], ctx.chunks):
+                logits = (hidden[:, chunk] @ weight.T).to(lse.dtype)
+                index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], ctx.vocab_shard)
                 # softmax - (1 at the target), times the gradient of the loss
-                d_logits = logits.sub_(lse[:, at, None]).exp_()
+                d_logits = logits.sub_(lse[:, chunk, None]).exp_()
                 d_logits = d_logits.scatter_add_(-1, index, -is_local[..., None].to(lse.dtype))
-                d_logits = d_logits.mul_((targets[:, at] != PADDING)[..., None] * gradient).to(hidden.dtype)
-                d_hidden[:, at] = d_logits @ weight
-                rows, tokens = d_logits.flatten(0, 1), hidden[:, at].flatten(0, 1)
+                d_logits = d_logits.mul_((targets[:, chunk] != PADDING)[..., None] * gradient).to(hidden.dtype)
+                d_hidden[:, chunk] = d_logits @ weight
+                rows, tokens = d_logits.flatten(0, 1), hidden[:, chunk].flatten(0, 1)
                 if rows.dtype == d_weight.dtype:
                     d_weight.addmm_(rows.T, tokens)
                 else:

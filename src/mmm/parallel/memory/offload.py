@@ -58,14 +58,19 @@ def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict
         ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
         host to device; by fsdp for forward, and once more for backward what `gathered_twice` says.
     """
-    kept = again = 0
+    parameter_bytes = gathered_again = 0
     for model in models:
-        kept += sum(to_local(p).nbytes for p in model.parameters())
+        parameter_bytes += sum(to_local(p).nbytes for p in model.parameters())
         if not isinstance(model, Replicas):
-            again += sum(to_local(p).nbytes for p in gathered_twice(model))
+            gathered_again += sum(to_local(p).nbytes for p in gathered_twice(model))
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
     state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)
-    return {"host_parameters": kept, "host_state": state, "down": kept, "up": kept + again}
+    return {
+        "host_parameters": parameter_bytes,
+        "host_state": state,
+        "down": parameter_bytes,
+        "up": parameter_bytes + gathered_again,
+    }
 
 
 def moved_text(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> str:

@@ -28,17 +28,17 @@ class P2PStage(PipelineStage):
 
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = {}
 
-    def get_fwd_recv_ops(self, *given: Any) -> list[dist.P2POp]:
-        return self._regrouped(super().get_fwd_recv_ops(*given))
+    def get_fwd_recv_ops(self, *args: Any) -> list[dist.P2POp]:
+        return self._regrouped(super().get_fwd_recv_ops(*args))
 
-    def get_fwd_send_ops(self, *given: Any) -> list[dist.P2POp]:
-        return self._regrouped(super().get_fwd_send_ops(*given))
+    def get_fwd_send_ops(self, *args: Any) -> list[dist.P2POp]:
+        return self._regrouped(super().get_fwd_send_ops(*args))
 
-    def get_bwd_recv_ops(self, *given: Any) -> list[dist.P2POp]:
-        return self._regrouped(super().get_bwd_recv_ops(*given))
+    def get_bwd_recv_ops(self, *args: Any) -> list[dist.P2POp]:
+        return self._regrouped(super().get_bwd_recv_ops(*args))
 
-    def get_bwd_send_ops(self, *given: Any) -> list[dist.P2POp]:
-        return self._regrouped(super().get_bwd_send_ops(*given))
+    def get_bwd_send_ops(self, *args: Any) -> list[dist.P2POp]:
+        return self._regrouped(super().get_bwd_send_ops(*args))
 
     def _regrouped(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         return [dist.P2POp(op.op, op.tensor, op.peer, self._group_of(op)) for op in ops]

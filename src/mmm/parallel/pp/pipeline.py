@@ -82,8 +82,8 @@ class TimedStage(P2PStage):
 
     times: StageTimes
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **named: Any) -> Any:
-        forward = partial(super().forward_one_chunk, fwd_chunk_id, *given, **named)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         return self.times.timed("dtf", forward, Action(self.stage_index, "F", fwd_chunk_id))
 
     def backward_one_chunk(
@@ -93,14 +93,14 @@ class TimedStage(P2PStage):
         kind = "B" if full_backward else "I"
         return self.times.timed("dtb", backward, Action(self.stage_index, kind, bwd_chunk_id))
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *given: Any, **named: Any) -> Any:
-        backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, *given, **named)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, *args, **kwargs)
         return self.times.timed("dtb", backward, Action(self.stage_index, "W", bwd_chunk_id))
 
-    def perform_reduce_grad(self, *given: Any, **named: Any) -> None:
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         if self.has_backward:  # else there are no gradients to sum over dp
             widen_gradients(self.submod)
-            self.times.timed("dtb", partial(super().perform_reduce_grad, *given, **named))
+            self.times.timed("dtb", partial(super().perform_reduce_grad, *args, **kwargs))
 
     # In evaluation nothing goes back between two stages of a rank; PyTorch 2.13 asserts that there is a backward.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -154,14 +154,14 @@ class Pipeline:
         self.times = StageTimes(lap)
         self._unsplit: dict[str, Any] = {}
         timed_stages: list[TimedStage] = []
-        for number, module in self.stages.items():
+        for stage_id, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch. PyTorch 2.13 needs that, too, where it splits a
             # backward in two: it looks for the gathered parameters, and otherwise silently loses gradients.
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
                 unit.set_reshard_after_forward(False, recurse=False)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
-            contiguous_between_stages(module, number == 0, number == count - 1)
-            stage = TimedStage(module, number, count, device, group=self.group)
+            contiguous_between_stages(module, stage_id == 0, stage_id == count - 1)
+            stage = TimedStage(module, stage_id, count, device, group=self.group)
             stage.times, stage.p2p = self.times, Mesh.of(mesh).p2p
             timed_stages.append(stage)
         kind = SCHEDULES[schedule]
@@ -169,8 +169,8 @@ class Pipeline:
         stage_or_stages = timed_stages[0] if kind.most == 1 else timed_stages
         self.schedule = make(stage_or_stages, microbatches, loss_fn=self.times.timed_loss(loss), scale_grads=False)
 
-    def _add_unsplit(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return given, {**self._unsplit, **named}
+    def _add_unsplit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**self._unsplit, **kwargs}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this rank's stages, by their names in the full model."""
@@ -217,9 +217,9 @@ class Pipeline:
     ) -> Tensor:
         self._unsplit = unsplit
         losses: list[Tensor] = []
-        given = (inputs,) if self.has_first else ()
+        first_inputs = (inputs,) if self.has_first else ()
         with batched_by_group():
-            run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False, **split)
+            run(*first_inputs, target=targets if self.has_last else None, losses=losses, return_outputs=False, **split)
         loss = sum_over_stages(losses, self.device, self.group)
         self.times.lap("dtw")
         return loss

@@ -83,18 +83,18 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
     kind = SCHEDULES[schedule]
-    each = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
+    stages_per_rank = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
     microbatches = kind.microbatches(pp)[0] if techniques.microbatches is None else techniques.microbatches
     wrong = []
     if pp < 2:
         wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
-    if each < kind.least or (kind.most is not None and each > kind.most):
+    if stages_per_rank < kind.least or (kind.most is not None and stages_per_rank > kind.most):
         takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
-        wrong.append(f"stages_per_rank {each}: {schedule} takes {takes}")
-    elif pp * each > parts:
+        wrong.append(f"stages_per_rank {stages_per_rank}: {schedule} takes {takes}")
+    elif pp * stages_per_rank > parts:
         wrong.append(
-            f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
-            "them: use fewer, or a model with more layers"
+            f"pp {pp} with {stages_per_rank} stages a rank is {pp * stages_per_rank} stages, and the model has {parts} "
+            "parts to put into them: use fewer, or a model with more layers"
             + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
         )
     wrong += _microbatch_problems(schedule, pp, microbatches, batch)
@@ -111,7 +111,7 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
         )
     if wrong:
         raise LayoutError("; ".join(wrong), fields=("stages_per_rank", "microbatches", "compile", "checkpointing"))
-    return each, microbatches
+    return stages_per_rank, microbatches
 
 
 def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:

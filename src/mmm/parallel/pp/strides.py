@@ -50,10 +50,10 @@ def contiguous_between_stages(stage: nn.Module, first: bool, last: bool) -> None
         # A backward that is split detaches a stage's output in place, which PyTorch cannot do to a view.
         return x.clone(memory_format=torch.contiguous_format) if is_view(x) else to_contiguous(x)
 
-    def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(tree_map_only(Tensor, wrap, list(given)))
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(tree_map_only(Tensor, wrap, list(args)))
 
-    def after(module: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return tree_map_only(Tensor, copy, output)
 
     if not first:
