@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
+from mmm.layout import ScheduleName
 from mmm.parity import models
 from mmm.parity.layouts import AXES, ParityCase, canonical, matrix, optimizers_for, ranks_of
 from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error, said_once
@@ -59,10 +60,7 @@ class Options:
     """Repeatable. Default: both where one technique stands alone on up to 4 ranks, else sgd."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
-    schedule: (
-        Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-        | None
-    ) = None
+    schedule: ScheduleName | None = None
     """For --layout with pp. Default: 1F1B."""
     stages_per_rank: int | None = None
     """For --layout with pp. Default: the fewest that the schedule takes."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.layout import AXES, Layout
+from mmm.layout import AXES, Layout, ScheduleName, Techniques
 
 NAMES = (*AXES[:3], "dp", *AXES[3:], "ep")
 OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityCase:
-    """A model on a layout by certain techniques. What the techniques mean: `mmm.parallel.Techniques`.
+class ParityCase(Techniques):
+    """Techniques, on a layout of a model.
 
     Attributes:
         model: its name (`mmm.parity.models`). layout: the name as `canonical` writes it.
@@ -29,12 +30,6 @@ class ParityCase:
 
     model: str
     layout: str
-    data_parallel: str = "fsdp"
-    cp_style: str = "ring"
-    schedule: str = "1F1B"
-    microbatches: int | None = None
-    stages_per_rank: int | None = None
-    checkpointing: str = "none"
     data: str = "made_up"
     optimizers: tuple[str, ...] = OPTIMIZERS
 
@@ -126,7 +121,7 @@ def optimizers_for(case: ParityCase) -> tuple[str, ...]:
 
 # Layout -> techniques, each a case of its own; + joins two in one case, - is the defaults: FSDP, ring, 1F1B.
 _ALL_DP = "fsdp ddp zero1 zero2"
-_SCHEDULES = "GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV"
+_SCHEDULES = " ".join(get_args(ScheduleName))
 _IMAGES = {
     "1": "-",
     "dp2": _ALL_DP,

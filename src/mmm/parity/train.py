@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,14 +88,7 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
         microbatches = min(parity.least_microbatches, training.global_batch // layout.dp)
     elif microbatches is None and case.schedule in SCHEDULES:
         microbatches = max(parity.least_microbatches, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
-    techniques = Techniques(
-        data_parallel=case.data_parallel,
-        cp_style=case.cp_style,
-        schedule=case.schedule,  # type: ignore[arg-type]
-        microbatches=microbatches,
-        stages_per_rank=case.stages_per_rank,
-        checkpointing=case.checkpointing,
-    )
+    techniques = replace(case, microbatches=microbatches)
     inputs = batch(parity, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters(keep_values=False):

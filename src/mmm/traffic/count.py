@@ -159,12 +159,12 @@ class _Count(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor dispatches operators on plain tensors, which come here
-        if func.namespace in ("c10d", "_c10d_functional") and _name(func) not in SILENT:
+        if func.namespace in ("c10d", "_c10d_functional") and operator_name(func) not in SILENT:
             self._count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read = READERS.get(_name(func))
+        read = READERS.get(operator_name(func))
         if read is None:
             raise RuntimeError(f"{func} on a process group: mmm.traffic.count does not know what it sends")
         arguments = {**dict(zip((a.name for a in schema_arguments(func)), args, strict=False)), **kwargs}
@@ -184,7 +184,7 @@ class _Count(TorchDispatchMode):
         return self.names.get(ranks, other)
 
 
-def _name(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """``allreduce`` of ``c10d::allreduce_``; a functional operator's has its own underscores."""
     return schema_name(func).split("::")[1].strip("_").removesuffix("_out")
 

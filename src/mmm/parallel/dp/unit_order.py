@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import LayoutError
 from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
+from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.local import to_group_device
 from mmm.runtime.log import get_logger
 from mmm.torch_private.autograd import at_end_of_backward, in_backward
@@ -123,7 +124,7 @@ class UnitOrder:
 
     def _communicates(self) -> bool:
         """Whether backward does: in a pipeline it does not, nor alone."""
-        groups = [group for unit in (self.model, *self.units) for group in groups_of(unit)]
+        groups = all_groups(self.model)
         return self.mesh.size() > 1 and any(group.reduce_grads or reshards_after_forward(group) for group in groups)
 
     def _alike(self, again: int | None = None) -> bool:
@@ -188,7 +189,7 @@ class UnitOrder:
             self.units[unit_id].unshard()
         if not self._deferred:
             self._deferred = True
-            self._sync = any(group.reduce_grads for unit in (self.model, *self.units) for group in groups_of(unit))
+            self._sync = any(group.reduce_grads for group in all_groups(self.model))
             self.model.set_requires_gradient_sync(False)
             self.model.set_reshard_after_backward(False)
         for tensor in outputs:

@@ -29,12 +29,10 @@ from mmm.parallel.dp.fsdp import gathered_twice
 from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import to_local
 
-OFFLOADED = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
-
 
 def check_offload(data_parallel: str, dtype: str = "") -> None:
     """Raises ConfigError where a technique, or a precision, cannot be offloaded; needs no process group."""
-    if data_parallel not in OFFLOADED:
+    if data_parallel == "ddp":
         raise ConfigError(
             f"offload with {data_parallel}: every rank updates the full model, and PyTorch has nothing that keeps "
             f"DDP's state on the host; use zero1, zero2 or fsdp",
