@@ -24,7 +24,7 @@ from mmm.parallel import (
     sync_gradients,
 )
 from mmm.parallel.dp.data_parallel import apply_data_parallel
-from mmm.parallel.memory.local_elements import local_elements
+from mmm.parallel.memory.measure import local_elements
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.device import Precision
 from support import anywhere, reference, vision

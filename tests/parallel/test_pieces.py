@@ -16,7 +16,7 @@ from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
-from mmm.parallel.memory.peak import Peak
+from mmm.parallel.memory.measure import Peak
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.parallelize import apply
 from mmm.parallel.plans.cnn import cnn_plan

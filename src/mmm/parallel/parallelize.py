@@ -15,7 +15,7 @@ from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.cp.context_parallel import apply_context_parallel
 from mmm.parallel.dp.batch_norm import apply_batch_norm
-from mmm.parallel.dp.cast_buffers import cast_buffers
+from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing

@@ -28,10 +28,10 @@ from torch.distributed.fsdp import FSDPModule
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.dp.batch_norm import batch_norms
+from mmm.parallel.dp.buffers import WrittenBuffers
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp, fsdp_units_of, prefetch_next
 from mmm.parallel.dp.replicas import Replicas
-from mmm.parallel.dp.written_buffers import WrittenBuffers
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan

@@ -33,10 +33,9 @@ from mmm.models.weights import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
-from mmm.parallel.pp.p2p import P2PStage, batched_by_group
+from mmm.parallel.pp.p2p import P2PStage, batched_by_group, contiguous_between_stages
 from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.parallel.pp.strides import contiguous_between_stages
 
 Lap = Callable[[str], None]
 
