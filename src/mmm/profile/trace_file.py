@@ -94,7 +94,8 @@ class TraceFile:
         for lane, name, event in _pytorchs(trace.events):
             tid = self._track(tracks, pid, (event["pid"], event["tid"], lane), name, order)
             time_us = round((trace.base + trace.offset - self.zero) / 1e3 + event["ts"], 3)
-            self._write({**event, "pid": pid, "tid": tid, "ts": time_us} | self._own_id(event, pid))
+            own_id = {"id": (pid + 1) * FLOWS + event["id"]} if "id" in event else {}
+            self._write({**event, "pid": pid, "tid": tid, "ts": time_us, **own_id})
 
     def close(self, **about: Any) -> Joined:
         """Write the arrows, and what there is to say `about` the trace."""
@@ -133,9 +134,6 @@ class TraceFile:
             index = tracks[key] % TRACKS
             self._write({"ph": "M", "name": "thread_sort_index", **about, "args": {"sort_index": index}})
         return tracks[key]
-
-    def _own_id(self, event: dict[str, Any], pid: int) -> dict[str, Any]:
-        return {"id": (pid + 1) * FLOWS + event["id"]} if "id" in event else {}
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(("" if self._first else ",\n") + json.dumps(event, separators=(",", ":")))

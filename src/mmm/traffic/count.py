@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from mmm.layout import Layout
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.groups import group_of_name
-from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, schema_name
+from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, schema_name, tree_leaves
 from mmm.traffic.collective_bytes import Call
 
 
@@ -202,9 +202,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    if isinstance(nested, Tensor):
-        return [nested]
-    return [tensor for part in nested for tensor in _tensors(part)] if isinstance(nested, (list, tuple)) else []
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def _bytes(nested: Any) -> int:

@@ -16,8 +16,7 @@ pull requests 186173 and 195760, which came after 2.13 (groups by direction, the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from mmm.torch_private.module import is_view
 from mmm.torch_private.operators import tree_map_only
-from mmm.torch_private.pipelining import batching
 
 
 class P2PStage(PipelineStage):
@@ -58,18 +56,12 @@ class P2PStage(PipelineStage):
         return self.p2p[(self.group_rank, op.group_peer) if sends else (op.group_peer, self.group_rank)]
 
 
-@contextlib.contextmanager
-def batched_by_group() -> Iterator[None]:
-    """Inside, PyTorch's schedules issue the operations of each group as a batch.
+def batch_by_group(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+    """Issue the operations of each group as a batch.
 
     1F1B sends to a rank and receives from it in one batch, which may not have two groups. What only sends, or only
     receives, PyTorch 2.13 issues without a batch, on which XCCL hangs (torch-xpu-ops 3071).
     """
-    with batching(_batch_by_group):
-        yield
-
-
-def _batch_by_group(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
     works = []
     for group in dict.fromkeys(op.group for op in p2p_ops):
         works += dist.batch_isend_irecv([op for op in p2p_ops if op.group is group])

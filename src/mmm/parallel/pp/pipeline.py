@@ -33,9 +33,10 @@ from mmm.models.weights import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
-from mmm.parallel.pp.p2p import P2PStage, batched_by_group, contiguous_between_stages
+from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
 from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.torch_private.pipelining import batching
 
 Lap = Callable[[str], None]
 
@@ -217,7 +218,7 @@ class Pipeline:
         self._unsplit = unsplit
         losses: list[Tensor] = []
         first_inputs = (inputs,) if self.has_first else ()
-        with batched_by_group():
+        with batching(batch_by_group):
             run(*first_inputs, target=targets if self.has_last else None, losses=losses, return_outputs=False, **split)
         loss = sum_over_stages(losses, self.device, self.group)
         self.times.lap("dtw")
