@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmm.models.sizes import below_one
+from mmm.models.sizes import below_one, check_images
 from mmm.models.weights import Init
 
 ATTENTION = ("native", "sdpa")
@@ -115,17 +115,13 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.image = (config.channels, config.image_size, config.image_size)
+        self.channels, self.image_size = config.channels, config.image_size
         self.patch_size = config.patch_size
         self.projection = nn.Linear(config.patch_dim, config.dim)
         self.positions = nn.Parameter(torch.zeros(config.patches, config.dim))
 
     def forward(self, images: Tensor) -> Tensor:
-        if tuple(images.shape[1:]) != self.image:
-            raise ValueError(
-                f"images of shape {tuple(images.shape[1:])}, but this ViT is made for {self.image}: "
-                f"change channels and image_size, or the images"
-            )
+        check_images(images, self.channels, self.image_size, "ViT")
         batch, channels, size, _ = images.shape
         side, p = size // self.patch_size, self.patch_size
         x = images.reshape(batch, channels, side, p, side, p)

@@ -61,7 +61,7 @@ def clip_grad_norm(
     by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient, norm in zip(gradients, local_norms(gradients) if norms is None else norms, strict=True):
         by_sharding.setdefault(_sharding(gradient), []).append(norm)
-    total: Tensor | None = None
+    totals: list[Tensor] = []
     for sharding, some in by_sharding.items():
         squares = torch.stack(some).square().sum()
         if sharding is not None:
@@ -69,9 +69,8 @@ def clip_grad_norm(
             for axis in axes:
                 squares = to_group_device(squares, mesh.get_group(axis))
                 dist.all_reduce(squares, group=mesh.get_group(axis))
-        total = squares if total is None else total + squares.to(total.device)
-    if total is None:
-        total = torch.zeros(())
+        totals.append(squares)
+    total = sum((squares.to(totals[0].device) for squares in totals[1:]), totals[0]) if totals else torch.zeros(())
     if stages is not None:
         total = to_group_device(total, stages.get_group())
         dist.all_reduce(total, group=stages.get_group())

@@ -72,10 +72,8 @@ def footprint_of(
         partition: of a pipeline over `pp` ranks.
     """
     techniques = techniques or Techniques()
-    if partition is None:
-        counts: tuple[int, ...] = (parameter_count(model),)
-    else:
-        counts = partition.parameters(model, pp, techniques.schedule)
+    full = (parameter_count(model),)
+    counts = full if partition is None else partition.parameters(model, pp, techniques.schedule)
     return Footprint(counts, techniques.data_parallel, STATE[optimizer], techniques.offload)
 
 

@@ -92,26 +92,21 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     """
     paths = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     general = sorted({".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths})
+    lacking = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in paths)]
     fields_by_name: dict[str, list[str]] = {}
     for field_name in NAMING:
         value = getattr(plan, field_name)
         entries = [value] if isinstance(value, str) else list(value)
         for name in (name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)):
-            lacking = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in paths)]
             optional = any(fnmatchcase(name, pattern) for pattern in lacking)
             if name and not optional and not any(matches(name, path) for path in paths):
                 fields_by_name.setdefault(name, []).append(field_name)
     of = type(model).__name__
     return [
         f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
-        f"{_meant(name, general)}"
+        + "".join(f"; did you mean {path!r}?" for path in get_close_matches(name, general, n=1))
         for name, where in fields_by_name.items()
     ]
-
-
-def _meant(name: str, general: list[str]) -> str:
-    near = get_close_matches(name, general, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def warn_unmatched(plan: Plan, model: nn.Module) -> None:

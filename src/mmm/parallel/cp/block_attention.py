@@ -28,12 +28,7 @@ import torch
 from torch import Tensor
 
 from mmm.models.transformer import cuda_has_flash
-from mmm.torch_private.operators import (
-    cpu_attention,
-    cpu_attention_backward,
-    flash_attention,
-    flash_attention_backward,
-)
+from mmm.torch_private.operators import cpu_attention, cpu_attention_backward, flash_attention, flash_attention_backward
 
 TILE = 512  # tokens
 

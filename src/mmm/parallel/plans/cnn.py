@@ -25,7 +25,7 @@ from mmm.models.cnn import CNNConfig
 from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.rules import cnn_rules, refuse
 from mmm.parallel.tp.replicated import Replicated
-from mmm.parallel.tp.sharded_dropout import ShardedDropout
+from mmm.parallel.tp.tensor_parallel import ShardedDropout
 
 
 def cnn_plan() -> Plan:
