@@ -62,7 +62,7 @@ def measure(schedule: str, microbatches: int, steps: int, layers: int, dim: int)
     )
     recorder = Recorder(CPU, mesh["pp"].get_group())
     for step in range(1 + steps):  # the first finds the shapes
-        pipeline.record_to(recorder if step else None)
+        pipeline.times.recorder = recorder if step else None
         pipeline.step(tokens, tokens)
     return gather(recorder), each
 

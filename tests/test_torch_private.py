@@ -22,7 +22,7 @@ OVERRIDDEN_AT = {  # the files that call the overridden method, or set the attri
     ("trainer/muon.py", "_init_group"),
     ("trainer/muon.py", "_step_supports_amp_scaling"),
     ("parallel/dp/replicas.py", "_apply"),
-    ("parallel/tp/kv_heads.py", "_apply"),
+    ("parallel/tp/tensor_parallel.py", "_apply"),
     ("checkpoint/storage.py", "_slice_file"),
 }
 # Strings: operators in a schema, keys in others' files, ends of our own names.

@@ -96,12 +96,8 @@ class Layout:
     def _check_ep(self) -> Layout:
         """This layout, once its dp_shard is known; or a LayoutError."""
         if self.dp_shard % self.ep:
-            divisors = [n for n in range(1, self.dp_shard + 1) if self.dp_shard % n == 0]
-            others = self.ranks // self.dp_shard
             raise LayoutError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (data-parallel ranks share the experts): "
-                f"use ep {' or '.join(map(str, divisors))}, or a multiple of {self.ep * others} ranks (with dp_shard "
-                f"left out)"
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} (data-parallel ranks share the experts)"
             )
         return self
 
@@ -118,13 +114,13 @@ class Layout:
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     @cached_property
-    def of_loss_ranks(self) -> slice:
+    def loss_rank_slice(self) -> slice:
         """`loss_ranks`, of a table by rank."""
         return slice(self.ranks // self.pp * (self.pp - 1), None, self.tp)
 
     def loss_ranks(self) -> list[int]:
         """Ranks whose local losses add up to the global loss: of each tp group one, of the pipeline the last stage."""
-        return list(range(self.ranks)[self.of_loss_ranks])
+        return list(range(self.ranks)[self.loss_rank_slice])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +165,9 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
     if data_parallel not in DATA_PARALLEL:
         raise ConfigError(f"data_parallel {data_parallel!r} is not one of {', '.join(DATA_PARALLEL)}")
     if data_parallel == "hsdp" and layout.dp_replicate == 1:
-        replicas = next((n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % (n * layout.ep) == 0), 0)
         raise LayoutError(
             f"hsdp keeps replicas of a model that is sharded over dp_shard, and the layout {layout} has one replica: "
-            f"{f'give dp_replicate {replicas}, or ' if replicas else ''}use fsdp"
+            f"give dp_replicate, or use fsdp"
         )
     if data_parallel in UNSHARDED:
         if others := [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]:
@@ -206,8 +201,7 @@ def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, 
         return batch_size, batch_size * dp
     if global_batch_size % dp:
         raise LayoutError(
-            f"global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates: use "
-            f"{' or '.join(map(str, nearest_multiples(global_batch_size, dp)))}",
+            f"global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates",
             fields=fields,
         )
     if batch_size is not None and batch_size * dp != global_batch_size:
@@ -217,9 +211,3 @@ def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, 
             fields=fields,
         )
     return global_batch_size // dp, global_batch_size
-
-
-def nearest_multiples(size: int, of: int) -> list[int]:
-    """The multiple of a number below `size`, where that is above 0, and the one above."""
-    below = size // of * of
-    return [multiple for multiple in (below, below + of) if multiple]

@@ -123,7 +123,7 @@ def run_schedules(rank, names, microbatches):
         )
         recorder, losses = Recorder(CPU, mesh["pp"].get_group()), []
         for step in range(5):
-            pipeline.record_to(recorder if step in (0, 2) else None)
+            pipeline.times.recorder = recorder if step in (0, 2) else None
             if step == 3:
                 losses.append(pipeline.evaluate(batch.inputs, batch.targets).item())
             else:

@@ -50,7 +50,7 @@ NAMED = {  # taken by another name, or handed to a function
 }
 OTHER_LOOP = {"tensor_parallel": set(), "pipeline": LOOP - {"backward"}, "parallel_4d": LOOP - {"backward"}}
 TAKEN = {"Layout", "cross_entropy", "materialize"}  # of mmm.parallel: the mesh's sizes, the loss, the weights
-MEASURED = {"mmm.parallel.footprint", "mmm.parallel.memory.local_elements"}  # what a rank holds
+MEASURED = {"mmm.parallel.footprint", "mmm.parallel.memory.measure"}  # what a rank holds
 ALSO_TAKEN = {  # what is not the example's own technique
     "fsdp": MEASURED,
     "hsdp": MEASURED,

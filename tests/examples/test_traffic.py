@@ -9,7 +9,7 @@ import pytest
 
 from mmm.errors import UserError
 from mmm.examples import traffic
-from mmm.traffic.step_table import Sent, apart, table
+from mmm.traffic.step_table import Sent, max_rel_diff, table
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -34,9 +34,9 @@ def test_every_layout_on_four_ranks(tmp_path):
 
 def test_table_and_verdict():
     good = Sent({"tp": 1040, "dp_shard": 500}, {"tp": 1000.0, "dp_shard": 500.0}, 3000, 3001)
-    assert apart(good) == pytest.approx(0.04)
-    assert apart(good._replace(counted={"tp": 1000, "dp_shard": 500, "cp": 8})) == float("inf")
-    assert apart(good._replace(counted={"tp": 1000})) == 1.0
+    assert max_rel_diff(good) == pytest.approx(0.04)
+    assert max_rel_diff(good._replace(counted={"tp": 1000, "dp_shard": 500, "cp": 8})) == float("inf")
+    assert max_rel_diff(good._replace(counted={"tp": 1000})) == 1.0
     lines = [line.split() for line in table({("tp", "dp2·tp2"): [good._replace(counted={"tp": 1}), good]}).splitlines()]
     assert lines[1] == ["tp", "dp2·tp2", "tp", "1,040", "1,000", "4.00%", "3,000", "3,001"]
     assert lines[2] == ["dp_shard", "500", "500", "0.00%"]

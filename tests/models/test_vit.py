@@ -170,8 +170,8 @@ def test_stages_one_after_the_other_are_the_whole(model):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"patch_size": 5}, "image_size 12 is not divisible by patch_size 5: use image_size 10 or 15"),
-        ({"patch_size": 13}, "use image_size 13, or"),
+        ({"patch_size": 5}, "image_size 12 is not divisible by patch_size 5"),
+        ({"patch_size": 13}, "image_size 12 is not divisible by patch_size 13"),
         ({"n_heads": 3}, "dim 16 is not divisible by n_heads 3"),
         ({"channels": 0}, "channels is 0"),
         ({"attention": "fast"}, "attention 'fast' is not one of native, sdpa"),

@@ -9,7 +9,7 @@ from mmm.errors import ConfigError
 from mmm.models import weights
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.memory.checkpointing import apply_checkpointing
+from mmm.parallel.memory.checkpointing import apply_checkpointing, check_checkpointing
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
@@ -118,4 +118,4 @@ def test_gradients_on_meshes(run_on_ranks, layout, mode):
 )
 def test_refused(mode, plan, words):
     with pytest.raises(ConfigError, match=words):
-        apply_checkpointing(nn.Linear(1, 1), plan(), mode)
+        check_checkpointing(plan(), mode)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
-from mmm.parallel.local import sendable
+from mmm.parallel.local import to_group_device
 
 SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (1, 8)]
 
@@ -99,8 +99,8 @@ def test_gradients_on_the_host_are_summed_over_the_ranks_on_the_device(run_on_ra
     """As with offload, by each axis's group and then over the stages; what is sent has to be on the device."""
     group = Group()
     on_host, on_device = torch.ones(2), torch.ones(2, device="meta")
-    assert sendable(on_host, group).device == torch.device("meta")
-    assert sendable(on_device, group) is on_device
+    assert to_group_device(on_host, group).device == torch.device("meta")
+    assert to_group_device(on_device, group) is on_device
     assert run_on_ranks(sent, 2) == [["meta", "meta"]] * 2
 
 

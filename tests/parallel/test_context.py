@@ -26,13 +26,14 @@ from mmm.parallel import (
 )
 from mmm.parallel.cp import block_attention
 from mmm.parallel.cp.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
-from mmm.parallel.cp.context_parallel import STYLES, apply_context_parallel
+from mmm.parallel.cp.context_parallel import apply_context_parallel
 from mmm.parallel.cp.ring import RingAttention, positions_of
 from mmm.parallel.cp.ulysses import UlyssesAttention
 from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit
+from mmm.parallel.rules import CP_STYLES
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -209,7 +210,7 @@ def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
     return [t.detach() for t in (out, *torch.autograd.grad(out, inputs, gradient))]
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 @pytest.mark.parametrize("documents", [(), (STARTS,)], ids=["one text", "documents"])
 @pytest.mark.parametrize(
     ("cp", "heads", "kv_heads"),
@@ -225,7 +226,7 @@ def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
             assert (mine - whole[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 def test_attention_in_half_precision(run_on_ranks, style):
     """Put together in float32: as close to the truth as bfloat16 is."""
     *inputs, gradient = qkv(8, 2)
@@ -304,7 +305,7 @@ def test_same_as_whole(run_on_ranks, layout, style, steps):
         assert_same(got, steps)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):

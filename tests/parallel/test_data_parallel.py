@@ -24,7 +24,7 @@ from mmm.parallel import (
     sync_gradients,
 )
 from mmm.parallel.dp.data_parallel import apply_data_parallel
-from mmm.parallel.memory.local_elements import local_elements
+from mmm.parallel.memory.measure import local_elements
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.device import Precision
 from support import anywhere, reference, vision
@@ -232,7 +232,7 @@ def test_order_matters_and_is_said(run_on_ranks):
         ("ddp", Layout(dp_shard=2, tp=2), "ddp keeps the full model on every rank, .* tp 2: use fsdp, or tp 1"),
         ("zero2", Layout(dp_shard=2, pp=2), "zero2 .* pp 2: use fsdp, or pp 1"),
         ("zero1", Layout(dp_replicate=2, dp_shard=2), "dp_replicate 2 and dp_shard 2: use hsdp, or leave"),
-        ("hsdp", Layout(dp_shard=4), "the layout dp4 has one replica: give dp_replicate 2, or use fsdp"),
+        ("hsdp", Layout(dp_shard=4), "the layout dp4 has one replica: give dp_replicate, or use fsdp"),
     ],
 )
 def test_refused(technique, layout, words):
@@ -258,6 +258,6 @@ def test_on_mps_the_model_stays_as_it_is(run_on_ranks, technique):
 
 
 def test_no_offload_on_mps():
-    mesh = Mesh(Layout(dp_shard=1), None, one_device=True)
+    mesh = Mesh(Layout(dp_shard=1), None, no_data_parallel=True)
     with pytest.raises(ConfigError, match="offload on mps"):
         apply_data_parallel(nn.Linear(1, 1), mesh, cnn_plan(), FP64, Techniques(offload=True))

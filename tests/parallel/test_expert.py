@@ -453,8 +453,8 @@ def test_layouts():
     assert str(Layout(pp=2, dp_replicate=2, ep=2).fit(8)) == "pp2·dp_replicate2·dp_shard2·ep2"
     assert "ep" not in layout.sizes
     for wrong, ranks, words in (
-        (Layout(ep=3), 4, r"ep 3 does not divide dp_shard 4 .*: use ep 1 or 2 or 4, or a multiple of 3 ranks"),
-        (Layout(tp=2, ep=4), 4, r"ep 4 does not divide dp_shard 2 .*: use ep 1 or 2, or a multiple of 8 ranks"),
+        (Layout(ep=3), 4, "ep 3 does not divide dp_shard 4 "),
+        (Layout(tp=2, ep=4), 4, "ep 4 does not divide dp_shard 2 "),
         (Layout(ep=0), 4, "ep 0: it is at least 1"),
     ):
         with pytest.raises(LayoutError, match=words):

@@ -8,7 +8,7 @@ from mmm.examples import context_parallel, ddp, fsdp, fsdp_tp, hsdp, moe, parall
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, footprint, materialize
 from mmm.parallel.footprint import Footprint
-from mmm.parallel.memory.local_elements import local_elements
+from mmm.parallel.memory.measure import local_elements
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.mesh import build_p2p_groups, neighbour_rounds
-from mmm.parallel.pp.p2p import batched_by_group
+from mmm.parallel.pp.p2p import batch_by_group
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
+from mmm.torch_private.pipelining import batching
 from parallel import test_pipeline
 
 STEPS = 2
@@ -118,6 +119,6 @@ def test_the_schedules_function_comes_back():
     from torch.distributed.pipelining import schedules
 
     before = schedules._batch_p2p
-    with batched_by_group():
-        assert schedules._batch_p2p is not before
+    with batching(batch_by_group):
+        assert schedules._batch_p2p is batch_by_group
     assert schedules._batch_p2p is before

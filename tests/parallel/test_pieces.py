@@ -16,7 +16,7 @@ from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
-from mmm.parallel.memory.peak import Peak
+from mmm.parallel.memory.measure import Peak
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.parallelize import apply
 from mmm.parallel.plans.cnn import cnn_plan
@@ -235,12 +235,12 @@ def vit_gradients(rank, layout, tiles):
 
 def own_part_alone(rank, layout):
     """Each rank of tp leaves the other ranks' logits out of the sum of exponentials."""
-    original = mmm.parallel.memory.chunked_loss.Vocabulary.reduce
-    mmm.parallel.memory.chunked_loss.Vocabulary.reduce = lambda self, tensor, op=None: None
+    original = mmm.parallel.memory.chunked_loss.VocabShard.reduce
+    mmm.parallel.memory.chunked_loss.VocabShard.reduce = lambda self, tensor, op=None: None
     try:
         return anywhere.train(rank, layout, {"loss_chunks": 3})
     finally:
-        mmm.parallel.memory.chunked_loss.Vocabulary.reduce = original
+        mmm.parallel.memory.chunked_loss.VocabShard.reduce = original
 
 
 def stretches_of_the_whole(rank, layout):

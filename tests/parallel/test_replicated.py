@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh, materialize
 from mmm.parallel.tp.tensor_parallel import _leave_generators_alone
 from mmm.parity.fixtures.head_norm import HeadNorm, make_batch
-from mmm.parity.fixtures.plans.head_norm import head_norm_plan
+from mmm.parity.plans import head_norm_plan
 from mmm.runtime.device import Precision
 from mmm.testing import RanksFailed
 

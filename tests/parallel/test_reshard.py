@@ -15,7 +15,7 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parity.fixtures import gpt
-from mmm.parity.fixtures.plans.gpt import gpt_plan
+from mmm.parity.plans import gpt_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic

@@ -15,7 +15,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.pp.strides import to_contiguous
+from mmm.parallel.pp.p2p import to_contiguous
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parity import models
 from mmm.parity.fixtures import gpt
-from mmm.parity.fixtures.plans.gpt import gpt_plan
+from mmm.parity.plans import gpt_plan
 from mmm.parity.reference import Training, batch
 from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision
@@ -134,11 +134,11 @@ def test_one_weight(run_on_ranks, layout, techniques):
 def untied(rank, gradients):
     """A planted bug: nothing ties again what has been given memory."""
     module = importlib.import_module("mmm.parallel.initial_weights")
-    original, module.tie_again = module.tie_again, lambda *given: None
+    original, module.retie = module.retie, lambda *given: None
     try:
         return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=())[1]
     finally:
-        module.tie_again = original
+        module.retie = original
 
 
 def test_a_planted_bug_is_caught(run_on_ranks):

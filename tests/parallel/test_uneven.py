@@ -9,7 +9,7 @@ from mmm.errors import LayoutError
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout
 from mmm.parallel.plans.transformer import check_transformer
-from mmm.parallel.tp.kv_heads import KVHeads
+from mmm.parallel.tp.tensor_parallel import KVHeads
 from support import anywhere, reference
 
 F64 = torch.float64

@@ -274,7 +274,10 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
             ("--model", "gpt", "--layout", "1", "--data", "digits"),
             "--data digits: the model takes no square images",
         ),
-        (("--model", "cnn", "--layout", "dp3"), "use --global_batch_size 15 or 18, or a dp that divides 16"),
+        (
+            ("--model", "cnn", "--layout", "dp3"),
+            "change --global_batch_size, or dp",
+        ),
         (("--global_batch_size", "0"), "--global_batch_size 0: it must be at least 1"),
         (("--model", "gpt", "--layout", "dp2.ep2"), "the GPT has no experts"),
         (("--model", "cnn", "--layout", "cp2"), "--model cnn: cp 2: an image has no sequence to shard; use cp 1"),

@@ -10,7 +10,7 @@ from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of
-from mmm.parallel.memory.peak import Peak
+from mmm.parallel.memory.measure import Peak
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of

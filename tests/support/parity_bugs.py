@@ -160,7 +160,7 @@ def dropout_of_each_rank():
 
 def dropout_of_the_first_shard():
     """Every rank of tp drops the places of the first one's hidden units."""
-    from mmm.parallel.tp.sharded_dropout import ShardedDropout
+    from mmm.parallel.tp.tensor_parallel import ShardedDropout
 
     ShardedDropout._apply = lambda self, module, mesh: module
 

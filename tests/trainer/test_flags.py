@@ -22,7 +22,7 @@ PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
         (lambda: batch_sizes(2, 16, 4, 8), "--batch_size 2 on 4 .* not --global_batch_size 16"),
         (
             lambda: check_pipeline(PP2, Techniques(microbatches=3), 8, 4),
-            "--microbatches 3: .*; use --microbatches 2 or 4 or 8",
+            "--microbatches 3: a batch of 8 .* 3 equal parts",
         ),
         (
             lambda: check_pipeline(PP2, Techniques(microbatches=2, stages_per_rank=2), 8, 4),

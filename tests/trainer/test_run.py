@@ -9,6 +9,7 @@ import sys
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +24,7 @@ from mmm.trainer import fsdp, lm, vit
 from mmm.trainer.options import BaseOptions, RunOptions
 from mmm.trainer.resolve_plan import resolve
 from mmm.trainer.run.standard import start_run
+from mmm.trainer.run.utilization import Utilization
 from mmm.trainer.text import TextProgramOptions
 from support.clock import PATIENCE
 from support.launcher import OURS
@@ -271,3 +273,13 @@ def test_mps_runs_the_trainers_alone(monkeypatch):
     with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
         pass
     assert all(each.RUNS_ON_MPS for each in (lm.Config, vit.Config, fsdp.Config))
+
+
+@pytest.mark.parametrize("peak", [None, 8.0])
+def test_rows_have_no_mfu_where_no_table_knows_the_peak(peak):
+    utilization = Utilization()
+    utilization.flops, utilization.peak = 2.0, peak
+    row = SimpleNamespace(numbers={"dt": 1.0}, samples=4, tokens=8)
+    utilization.row(SimpleNamespace(rank=SimpleNamespace(world_size=2)), row)
+    rates = {"dt": 1.0, "sps_per_gpu": 2.0, "tps_per_gpu": 4.0}
+    assert row.numbers == (rates if peak is None else {**rates, "mfu": 0.5})

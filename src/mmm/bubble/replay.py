@@ -90,7 +90,7 @@ def replay(
             while len(row) < len(actions):
                 action = actions[len(row)]
                 arrived = [next((ends[a] for a in either if a in ends), None) for either in _needs(action, last)]
-                ready = [at for at in arrived if at is not None]
+                ready = [end for end in arrived if end is not None]
                 if len(ready) < len(arrived):
                     break
                 begin = max([row[-1].end if row else 0.0, *ready])

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from mmm.bubble.replay import PipelineTimeline, bubble_formula, gather, replay
-from mmm.history import plot_timeline
+from mmm.history.plots import plot_timeline
 from mmm.history.timeline import Panel, Span, legend_text, timeline_text
-from mmm.parallel.pp.pipeline import TimedStage, sum_over_stages
+from mmm.parallel.pp.pipeline import StageTimes, TimedStage, sum_over_stages
 from mmm.parallel.pp.recorder import Recorder
 from mmm.runtime.clock import StepClock
 from mmm.runtime.log import get_logger
 
 
-class PipelineTimes:
+class PipelineTimes(StageTimes):
     """Tells the clock what a rank's pipeline spends a step on (dtf, dtb, dtw), and notes who did what when for
     `report`.
 
@@ -31,39 +29,22 @@ class PipelineTimes:
     """
 
     def __init__(self, clock: StepClock, stages: Sequence[PipelineStage]) -> None:
-        self.clock, self.group, self.recording = clock, stages[0].group, False
-        self.recorder = Recorder(clock.device, self.group)  # type: ignore[arg-type]
+        super().__init__(lambda part: clock.lap(part) if part in clock.parts else None)
+        self.clock, self.group = clock, stages[0].group
         self.stages = [TimedStage(s.submod, s.stage_index, s.num_stages, s.device, group=s.group) for s in stages]
         for stage in self.stages:
-            stage.lap = self._lap
-
-    def _lap(self, part: str) -> None:
-        if torch.is_grad_enabled() and part in self.clock.parts:  # an evaluation is no part of a step
-            self.clock.lap(part)
-
-    def timed_loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """`loss` of the output and the targets of a micro-batch, timed."""
-
-        def timed(output: Tensor, targets: Tensor) -> Tensor:
-            self._lap("dtw")
-            work = partial(loss, output, targets)
-            value = self.recorder.go_on(work) if self.recording and torch.is_grad_enabled() else work()
-            self._lap("dtf")
-            return value
-
-        return timed
+            stage.times = self
 
     def local_loss(self, losses: list[Tensor]) -> Tensor:
         """Those of a step's micro-batches, by `sum_over_stages`. A collective."""
         total = sum_over_stages(losses, self.clock.device, self.group)  # type: ignore[arg-type]
-        self._lap("dtw")
+        self.lap("dtw")
         return total
 
     def record(self) -> None:
         """Note what is done in the step that now begins, on all ranks. A collective."""
-        self.recording = True
-        for stage in self.stages:
-            stage.recorder = self.recorder
+        if self.recorder is None:
+            self.recorder = Recorder(self.clock.device, self.group)  # type: ignore[arg-type]
         self.recorder.start()
 
     def report(self, schedule: str, microbatches: int, outdir: Path | None) -> dict[str, float | None]:
@@ -73,6 +54,7 @@ class PipelineTimes:
         Returns:
             The bubble for the record: replayed, by the formula, and by the wall clock.
         """
+        assert self.recorder is not None
         recorded, log = gather(self.recorder), get_logger()
         replayed, pp = replay(recorded.lists, recorded.seconds), len(recorded.lists)
         formula = bubble_formula(schedule, pp, microbatches, len(self.stages))

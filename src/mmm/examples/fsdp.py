@@ -31,7 +31,7 @@ from mmm.models.cnn import CNN
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
 from mmm.parallel.footprint import STATE
-from mmm.parallel.memory.local_elements import local_elements
+from mmm.parallel.memory.measure import local_elements
 from mmm.trainer.save import save_model
 from mmm.trainer.vision import CNNOptions, resolve
 

@@ -41,7 +41,7 @@ from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
-from mmm.parallel.memory.local_elements import local_elements
+from mmm.parallel.memory.measure import local_elements
 from mmm.runtime.device import Precision
 
 

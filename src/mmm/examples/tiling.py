@@ -15,7 +15,7 @@ Of a chunk only the loss is kept, and of a tile nothing: backward recomputes eac
 the next. Gradients of the weights are summed over the pieces, and reduced over the ranks once.
 
 The same 2 steps, from the same weights on the same samples, go by each of four ways. A table says how much memory a
-step takes at its peak beyond parameters (measured: `mmm.parallel.memory.peak`), and that the losses are the same.
+step takes at its peak beyond parameters (measured: `mmm.parallel.memory.measure`), and that the losses are the same.
 
 Sources: Bekman et al., "Arctic long sequence training", 2025; Hsu et al., "Liger kernel", 2024.
 """
@@ -34,7 +34,7 @@ from mmm.comparison import relative_error, worst
 from mmm.examples import _support as example
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, apply, build_mesh, loss_of, materialize
-from mmm.parallel.memory.peak import Peak
+from mmm.parallel.memory.measure import Peak
 from mmm.runtime.process_group import gather_floats
 
 WAYS = ("full", "loss in chunks", "MLP in tiles", "both")

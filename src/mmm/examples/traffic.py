@@ -33,7 +33,7 @@ from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.traffic.formulas import expected_traffic
-from mmm.traffic.step_table import Sent, apart, count_step, table
+from mmm.traffic.step_table import Sent, count_step, max_rel_diff, table
 from mmm.trainer.flags import run_main
 from mmm.trainer.options import BatchOptions, parse
 from mmm.trainer.run.core import Run
@@ -135,7 +135,7 @@ def train(config: Config) -> bool:
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
         found = {case: measure(run, case, partition, sizes, size) for case, partition in partitions.items()}
-        worst = {case: max(map(apart, by_rank)) for case, by_rank in found.items()}
+        worst = {case: max(map(max_rel_diff, by_rank)) for case, by_rank in found.items()}
         text = table({(case.name, str(case.layout)): by_rank for case, by_rank in found.items()})
         head = f"bytes of a step, on the rank that sends most; {size} samples of {config.seq_length} tokens in all"
         run.log.info("%s\n%s", head, text)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.models.dropout import Dropout
-from mmm.models.sizes import below_one
+from mmm.models.sizes import below_one, check_images
 from mmm.models.weights import Init
 
 
@@ -49,13 +49,15 @@ class CNNConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = below_one(self, ("channels", "classes", "width1", "width2", "hidden"))
+        problems = below_one(self, ("channels", "classes", "width1", "width2", "hidden"))
         if self.image_size < 6:
-            found.append(f"image_size is {self.image_size}: two 3 × 3 convolutions and a pooling by 2 need at least 6")
+            problems.append(
+                f"image_size is {self.image_size}: two 3 × 3 convolutions and a pooling by 2 need at least 6"
+            )
         for name in ("conv_dropout", "fc_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: it must be at least 0 and below 1")
-        return found
+                problems.append(f"{name} is {getattr(self, name)}: it must be at least 0 and below 1")
+        return problems
 
 
 class CNN(nn.Module):
@@ -87,12 +89,7 @@ class CNN(nn.Module):
             ValueError: images of another size or number of channels.
         """
         if self.conv1 is not None:
-            wanted = (self.config.channels, self.config.image_size, self.config.image_size)
-            if tuple(x.shape[1:]) != wanted:
-                raise ValueError(
-                    f"images of shape {tuple(x.shape[1:])}, but this net is made for {wanted}: change "
-                    f"channels and image_size, or the images"
-                )
+            check_images(x, self.config.channels, self.config.image_size, "net")
             x = F.relu(self.conv1(x))  # (batch, width1, image_size - 2, image_size - 2)
         if self.conv2 is not None:
             x = F.relu(self.conv2(x))  # (batch, width2, image_size - 4, image_size - 4)

@@ -85,12 +85,12 @@ KINDS: tuple[tuple[type[nn.Module], Callable[..., Rules]], ...] = (
 
 def default_rules(model: nn.Module) -> Rules:
     """The rules of all parameters and buffers in `model` that belong to modules of PyTorch, by their names."""
-    found: Rules = {}
+    by_name: Rules = {}
     for path, module in model.named_modules(remove_duplicate=False):  # an outer module's rule wins over inner ones
         for kind, rules in KINDS:
             own = type(module)
             same = all(getattr(own, reset, None) is getattr(kind, reset, None) for reset in RESETS)
             if isinstance(module, kind) and same:
                 for name, rule in rules(module).items():
-                    found.setdefault(f"{path}.{name}" if path else name, rule)
-    return found
+                    by_name.setdefault(f"{path}.{name}" if path else name, rule)
+    return by_name

@@ -20,8 +20,8 @@ _LAYER = 40  # bits: elements of a sample's activation, at most 2⁴⁰
 
 def sample_keys(seed: int, step: int, first_sample: int, size: int, device: torch.device | None = None) -> Tensor:
     """The keys of samples first_sample … first_sample + size - 1 of a step's global batch: (size,) int64."""
-    number = torch.arange(first_sample, first_sample + size, device=device)
-    return random_bits(stream_key(seed, f"dropout/{step}"), number)
+    sample = torch.arange(first_sample, first_sample + size, device=device)
+    return random_bits(stream_key(seed, f"dropout/{step}"), sample)
 
 
 class Dropout(nn.Module):
@@ -50,8 +50,8 @@ class Dropout(nn.Module):
             return F.dropout(x, self.p)
         elements = x[0].numel()
         first = (self.layer << _LAYER) + self.shard * elements
-        number = torch.arange(first, first + elements, device=x.device)
-        dropped = random_bits(keys[:, None], number) < int(self.p * (1 << BITS))  # (batch, elements)
+        element = torch.arange(first, first + elements, device=x.device)
+        dropped = random_bits(keys[:, None], element) < int(self.p * (1 << BITS))  # (batch, elements)
         return x.masked_fill(dropped.view_as(x), 0) / (1 - self.p)
 
     def extra_repr(self) -> str:

@@ -104,11 +104,11 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)  # after registration: nothing is drawn on the meta device
 
     def forward(self, x: Tensor) -> Tensor:
-        wide, kind = torch.promote_types(x.dtype, torch.float32), x.device.type
+        accum_dtype, kind = torch.promote_types(x.dtype, torch.float32), x.device.type
         no_cast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
         self.used = self.weight.view_as(self.weight)  # (n_experts, dim)
         with no_cast:
-            return F.linear(x.to(wide), self.used.to(wide)).sigmoid()  # (tokens, n_experts)
+            return F.linear(x.to(accum_dtype), self.used.to(accum_dtype)).sigmoid()  # (tokens, n_experts)
 
 
 class Experts(nn.Module):

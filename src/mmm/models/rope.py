@@ -33,45 +33,45 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> RopeScaling | None:
+    def of(cls, config: Mapping[str, Any] | None) -> RopeScaling | None:
         """What a config.json says; None where it says nothing, or ``default``.
 
         Raises:
             ValueError: a key that is unknown, missing or of no number.
         """
-        given = dict(given or {})
-        if (older := given.pop("type", None)) not in (None, given.setdefault("rope_type", older)):
+        config = dict(config or {})
+        if (older := config.pop("type", None)) not in (None, config.setdefault("rope_type", older)):
             raise ValueError(
-                f"rope_scaling: rope_type {given['rope_type']!r} is not type {older!r}: give one of the two"
+                f"rope_scaling: rope_type {config['rope_type']!r} is not type {older!r}: give one of the two"
             )
-        kind = given["rope_type"] if given != {"rope_type": None} else "default"
+        kind = config["rope_type"] if config != {"rope_type": None} else "default"
         known = {"default": (), "linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
         if not isinstance(kind, str) or kind not in known:
             raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {', '.join(known)}")
-        if wrong := given.keys() - {"rope_type", *known[kind]}:
+        if wrong := config.keys() - {"rope_type", *known[kind]}:
             takes = ", ".join(known[kind]) or "none"
             raise ValueError(f"rope_scaling has the unknown key {min(wrong)}: {kind} takes {takes}")
         if kind == "default":
             return None
-        if missing := [name for name in known[kind] if name not in given]:
+        if missing := [name for name in known[kind] if name not in config]:
             raise ValueError(f"rope_scaling lacks {', '.join(missing)}, which {kind} needs")
         for name in known[kind]:
-            if type(given[name]) not in (int, float):
-                raise ValueError(f"rope_scaling: {name} is {given[name]!r}, which is no number")
-        return cls(**given)
+            if type(config[name]) not in (int, float):
+                raise ValueError(f"rope_scaling: {name} is {config[name]!r}, which is no number")
+        return cls(**config)
 
     def problems(self) -> list[str]:
         """What is wrong with the numbers, one sentence each."""
-        found = []
+        problems = []
         if not 1 <= self.factor < math.inf:
-            found.append(f"rope_scaling: factor is {self.factor}: it must be at least 1, and finite")
+            problems.append(f"rope_scaling: factor is {self.factor}: it must be at least 1, and finite")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             low, high = self.low_freq_factor, self.high_freq_factor
-            found.append(f"rope_scaling: low_freq_factor {low} must be above 0, and below high_freq_factor {high}")
+            problems.append(f"rope_scaling: low_freq_factor {low} must be above 0, and below high_freq_factor {high}")
         if not self.original_max_position_embeddings >= 1:
             length = self.original_max_position_embeddings
-            found.append(f"rope_scaling: original_max_position_embeddings is {length}: it must be at least 1")
-        return found
+            problems.append(f"rope_scaling: original_max_position_embeddings is {length}: it must be at least 1")
+        return problems
 
     def scaled(self, frequencies: Tensor) -> Tensor:
         """
@@ -81,6 +81,6 @@ class RopeScaling:
         if self.rope_type == "linear":
             return frequencies / self.factor
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original length
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled = unscaled.clamp(0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / self.factor)

@@ -29,20 +29,20 @@ class Sampling:
 
     def problems(self) -> list[tuple[str, str]]:
         """What is wrong: a field, and what it must be."""
-        found = []
+        problems = []
         if not 0 <= self.temperature < math.inf:
-            found.append(("temperature", "it must be a number from 0 on, and finite"))
+            problems.append(("temperature", "it must be a number from 0 on, and finite"))
         if self.top_k is not None and self.top_k < 1:
-            found.append(("top_k", "it must be at least 1"))
+            problems.append(("top_k", "it must be at least 1"))
         if not 0 < self.top_p <= 1:
-            found.append(("top_p", "it must be above 0, and at most 1"))
-        return found
+            problems.append(("top_p", "it must be above 0, and at most 1"))
+        return problems
 
-    def draw(self, logits: Tensor, number: int) -> int:
+    def draw(self, logits: Tensor, token_index: int) -> int:
         """A token.
 
         Args:
-            logits: (tokens,). number: of the token in its text: each draws a number of its own.
+            logits: (tokens,). token_index: of the token in its text: each draws a number of its own.
         """
         wide = logits.detach().to("cpu").double()
         if self.temperature == 0:
@@ -52,5 +52,5 @@ class Sampling:
         total = ordered.softmax(0).cumsum(0)
         if self.top_p < 1:
             total = total[: int((total < self.top_p).sum()) + 1]
-        drawn = uniform01(stream_key(self.seed, "sample"), torch.tensor([number])) * total[-1]
+        drawn = uniform01(stream_key(self.seed, "sample"), torch.tensor([token_index])) * total[-1]
         return int(tokens[min(int(torch.searchsorted(total, drawn)), len(total) - 1)])

@@ -68,33 +68,33 @@ class TransformerConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        found = below_one(self, ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim"))
+        problems = below_one(self, ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim"))
         if self.n_experts < 0:
-            found.append(f"n_experts is {self.n_experts}: it must be at least 1, or 0 for none")
+            problems.append(f"n_experts is {self.n_experts}: it must be at least 1, or 0 for none")
         if self.n_experts > 0:
             if self.expert_hidden_dim < 1:
-                found.append(f"expert_dim is {self.expert_dim}: it must be at least 1")
+                problems.append(f"expert_dim is {self.expert_dim}: it must be at least 1")
             if not 1 <= self.top_k <= self.n_experts:
-                found.append(
+                problems.append(
                     f"top_k is {self.top_k}: a token goes to at least 1 and at most all n_experts {self.n_experts}"
                 )
         for name in ("norm_eps", "rope_theta"):
             if not 0 < (value := getattr(self, name)) < math.inf:
-                found.append(f"{name} is {value}: it must be above 0, and finite")
+                problems.append(f"{name} is {value}: it must be above 0, and finite")
         if self.rope_scaling is not None:
-            found += self.rope_scaling.problems()
-        if found:
-            return found
+            problems += self.rope_scaling.problems()
+        if problems:
+            return problems
         if self.dim % self.n_heads:
-            found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+            problems.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         elif self.head_dim % 2:
-            found.append(
+            problems.append(
                 f"head_dim {self.head_dim} (dim {self.dim} / n_heads {self.n_heads}) is odd: rotary positions "
                 "rotate pairs of elements"
             )
         if self.n_heads % self.n_kv_heads:
-            found.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
-        return found
+            problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+        return problems
 
 
 # The llama sizes are those of the published models: Llama 2 7B; Llama 3 8B and 70B; Llama 3.2 1B. gpt2 has the width,
@@ -160,9 +160,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: (batch, seq, heads, head_dim). cos, sin: (seq, head_dim / 2), or one for each sample.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)  # (…, seq, 1, head_dim / 2)
-    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
+    rotated_in = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(rotated_in).unsqueeze(-2), sin.to(rotated_in).unsqueeze(-2)  # (…, seq, 1, head_dim / 2)
+    even, odd = x.to(rotated_in).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)  # (…, head_dim / 2, 2)
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
 
@@ -199,11 +199,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | 
     Returns:
         (batch, heads, seq, head_dim).
     """
-    shared_by = q.shape[1] // k.shape[1]
-    grouped = shared_by > 1 and takes_grouped_heads(q) and (document_starts is None or q.device.type == "cpu")
-    if shared_by > 1 and not grouped:
-        k = k.repeat_interleave(shared_by, dim=1)  # (batch, heads, seq, head_dim)
-        v = v.repeat_interleave(shared_by, dim=1)
+    n_rep = q.shape[1] // k.shape[1]
+    grouped = n_rep > 1 and takes_grouped_heads(q) and (document_starts is None or q.device.type == "cpu")
+    if n_rep > 1 and not grouped:
+        k = k.repeat_interleave(n_rep, dim=1)  # (batch, heads, seq, head_dim)
+        v = v.repeat_interleave(n_rep, dim=1)
     if document_starts is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     place = torch.arange(q.shape[2], device=q.device)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmm.models.sizes import below_one
+from mmm.models.sizes import below_one, check_images
 from mmm.models.weights import Init
 
 ATTENTION = ("native", "sdpa")
@@ -73,25 +73,20 @@ class ViTConfig:
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
         sizes = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "mlp_dim")
-        found = below_one(self, sizes)
+        problems = below_one(self, sizes)
         if self.attention not in ATTENTION:
-            found.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
+            problems.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
         if self.sdpa_backend not in ("auto", *SDPA_BACKENDS):
-            found.append(f"sdpa_backend {self.sdpa_backend!r} is not one of auto, {', '.join(SDPA_BACKENDS)}")
+            problems.append(f"sdpa_backend {self.sdpa_backend!r} is not one of auto, {', '.join(SDPA_BACKENDS)}")
         elif self.attention == "native" and self.sdpa_backend != "auto":
-            found.append(f"sdpa_backend {self.sdpa_backend!r} needs attention 'sdpa', and it is 'native'")
-        if found:
-            return found
+            problems.append(f"sdpa_backend {self.sdpa_backend!r} needs attention 'sdpa', and it is 'native'")
+        if problems:
+            return problems
         if self.image_size % self.patch_size:
-            below = self.image_size // self.patch_size * self.patch_size
-            nearest = " or ".join(str(size) for size in (below, below + self.patch_size) if size)
-            found.append(
-                f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}: use "
-                f"image_size {nearest}, or a patch_size that divides {self.image_size}"
-            )
+            problems.append(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
         if self.dim % self.n_heads:
-            found.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
-        return found
+            problems.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        return problems
 
 
 # tiny to large are the published sizes, at 224 pixels and patches of 16.
@@ -120,17 +115,13 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.image = (config.channels, config.image_size, config.image_size)
+        self.channels, self.image_size = config.channels, config.image_size
         self.patch_size = config.patch_size
         self.projection = nn.Linear(config.patch_dim, config.dim)
         self.positions = nn.Parameter(torch.zeros(config.patches, config.dim))
 
     def forward(self, images: Tensor) -> Tensor:
-        if tuple(images.shape[1:]) != self.image:
-            raise ValueError(
-                f"images of shape {tuple(images.shape[1:])}, but this ViT is made for {self.image}: "
-                f"change channels and image_size, or the images"
-            )
+        check_images(images, self.channels, self.image_size, "ViT")
         batch, channels, size, _ = images.shape
         side, p = size // self.patch_size, self.patch_size
         x = images.reshape(batch, channels, side, p, side, p)

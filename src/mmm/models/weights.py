@@ -180,7 +180,7 @@ class InitRules:
     others", which must not draw a mask.
 
     Attributes:
-        first_names: of a parameter with several names, each further name → the first, by which it is drawn.
+        tied_aliases: of a parameter with several names, each further name → the first, by which it is drawn.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -189,11 +189,11 @@ class InitRules:
         self.of_buffer: Callable[[str], Init | None] = getattr(model, "buffer_rule", lambda name: None)
         named = [(canonical_name(name), id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
         firsts = {of: name for name, of in reversed(named)}
-        self.first_names = {name: firsts[of] for name, of in named if name != firsts[of]}
+        self.tied_aliases = {name: firsts[of] for name, of in named if name != firsts[of]}
 
     def first_name(self, name: str) -> str:
         name = canonical_name(name)
-        return self.first_names.get(name, name)
+        return self.tied_aliases.get(name, name)
 
     def parameter(self, name: str) -> Init | None:
         name = self.first_name(name)
@@ -253,11 +253,11 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
     Unlike ``model.to(dtype)``, which drops their imaginary part, complex tensors (rotary tables) stay complex:
     complex128 for float64, else complex64.
     """
-    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+    complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
 
     def converted(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
-            return tensor.to(wide)
+            return tensor.to(complex_dtype)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     map_tensors(model, converted)

@@ -3,6 +3,9 @@
 Gradients may be plain, or sharded over one axis or two, or replicated on some: each rank sums the squares of its local
 tensors, and gradients that are sharded over the same axes are summed over just those.
 
+``torch.nn.utils.get_total_norm`` takes gradients of one mesh at a time, gives no norm of each (by which a run names the
+one that is not finite), overflows in fp16, and sends what offload keeps on the host from there.
+
 Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
 """
 
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmm.parallel.local import sendable, to_local
+from mmm.parallel.local import to_group_device, to_local
 from mmm.torch_private.module import foreach_mul_, foreach_norm
 
 
@@ -26,12 +29,12 @@ def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     norms: dict[int, Tensor] = {}
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     tensors = [to_local(gradient) for gradient in gradients]
-    for number, local in enumerate(tensors):
-        kinds.setdefault((local.device, local.dtype), []).append(number)
-    for (_, dtype), numbers in kinds.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms.update(zip(numbers, foreach_norm([tensors[n] for n in numbers], 2, wide), strict=True))
-    return [norms[number] for number in range(len(tensors))]
+    for index, local in enumerate(tensors):
+        kinds.setdefault((local.device, local.dtype), []).append(index)
+    for (_, dtype), indices in kinds.items():
+        accum_dtype = torch.promote_types(dtype, torch.float32)
+        norms.update(zip(indices, foreach_norm([tensors[index] for index in indices], 2, accum_dtype), strict=True))
+    return [norms[index] for index in range(len(tensors))]
 
 
 @torch.no_grad()
@@ -58,19 +61,18 @@ def clip_grad_norm(
     by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient, norm in zip(gradients, local_norms(gradients) if norms is None else norms, strict=True):
         by_sharding.setdefault(_sharding(gradient), []).append(norm)
-    total: Tensor | None = None
+    totals: list[Tensor] = []
     for sharding, some in by_sharding.items():
         squares = torch.stack(some).square().sum()
         if sharding is not None:
             mesh, axes = sharding
             for axis in axes:
-                squares = sendable(squares, mesh.get_group(axis))
+                squares = to_group_device(squares, mesh.get_group(axis))
                 dist.all_reduce(squares, group=mesh.get_group(axis))
-        total = squares if total is None else total + squares.to(total.device)
-    if total is None:
-        total = torch.zeros(())
+        totals.append(squares)
+    total = sum((squares.to(totals[0].device) for squares in totals[1:]), totals[0]) if totals else torch.zeros(())
     if stages is not None:
-        total = sendable(total, stages.get_group())
+        total = to_group_device(total, stages.get_group())
         dist.all_reduce(total, group=stages.get_group())
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device

@@ -72,10 +72,8 @@ def footprint_of(
         partition: of a pipeline over `pp` ranks.
     """
     techniques = techniques or Techniques()
-    if partition is None:
-        counts: tuple[int, ...] = (parameter_count(model),)
-    else:
-        counts = partition.parameters(model, pp, techniques.schedule)
+    full = (parameter_count(model),)
+    counts = full if partition is None else partition.parameters(model, pp, techniques.schedule)
     return Footprint(counts, techniques.data_parallel, STATE[optimizer], techniques.offload)
 
 
@@ -86,26 +84,26 @@ def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.devic
         LayoutError: it cannot fit, with the numbers.
     """
     width = torch.empty(0, dtype=precision.storage).element_size()
-    each = [width * count for count in holds.elements(layout)]
+    bytes_by_pp_rank = [width * count for count in holds.elements(layout)]
     on_host = holds.offload or device.type in ("cpu", "mps")
-    there = host_memory() if on_host else device_memory(device)
-    if there is None:
+    available = host_memory() if on_host else device_memory(device)
+    if available is None:
         return
-    everywhere = sum(each) * layout.ranks // len(each)
+    everywhere = sum(bytes_by_pp_rank) * layout.ranks // len(bytes_by_pp_rank)
     if not on_host:
-        at = layout.coordinates(rank.rank)["pp"]
-        needed, who, where = each[at % len(each)], "a rank", f"{device}"
+        pp_rank = layout.coordinates(rank.rank)["pp"]
+        needed, who, where = bytes_by_pp_rank[pp_rank % len(bytes_by_pp_rank)], "a rank", f"{device}"
     elif (local_ranks := rank.local_world_size or 1) == layout.ranks:  # all of them are here
         needed, who, where = everywhere, _ranks(layout.ranks), "this host"
     else:
-        needed, who, where = min(each) * local_ranks, _ranks(local_ranks), "this host"
-    if needed <= there:
+        needed, who, where = min(bytes_by_pp_rank) * local_ranks, _ranks(local_ranks), "this host"
+    if needed <= available:
         return
     parts = ["parameters", "gradients"] + ["optimizer state"] * (holds.state > 0)
-    more = _more(holds, "hosts" if on_host else "ranks", -(-everywhere // max(there, 1)))
+    more = _more(holds, "hosts" if on_host else "ranks", -(-everywhere // max(available, 1)))
     raise LayoutError(
         f"the model has {sum(holds.parameters):,} parameters: {who} would hold at least {needed / 1e9:,.1f} GB of "
-        f"{', '.join(parts)}, and {where} has {there / 1e9:,.1f} GB left: use a smaller model, {more}"
+        f"{', '.join(parts)}, and {where} has {available / 1e9:,.1f} GB left: use a smaller model, {more}"
     )
 
 

@@ -103,26 +103,26 @@ class Decoder:
         Returns:
             (vocabulary,); None on the ranks of pp that have not the last stage.
         """
-        found = None
-        for some in tokens.split(AT_ONCE, 1):
-            found = self._forward(some)
-        return found
+        last_logits = None
+        for chunk in tokens.split(AT_ONCE, 1):
+            last_logits = self._forward(chunk)
+        return last_logits
 
     def _forward(self, tokens: Tensor) -> Tensor | None:
         model, new = self.model, tokens.shape[1]
         h: Any = F.pad(tokens, (0, -new % model.layout.tp))
         positions = torch.arange(self.length, self.length + h.shape[1], device=h.device)
         local = h.shape[1] // model.layout.tp  # tokens of a rank between two stages
-        for number in range(max(model.stages, 1)):
-            if number not in model.modules:
+        for stage_id in range(max(model.stages, 1)):
+            if stage_id not in model.modules:
                 continue
-            if number and number - 1 not in model.modules:
-                h = self._receive(number - 1, local)
-            stage = model.modules[number]
+            if stage_id and stage_id - 1 not in model.modules:
+                h = self._receive(stage_id - 1, local)
+            stage = model.modules[stage_id]
             h = stage(h, positions=positions)
-            if number + 1 < model.stages and number + 1 not in model.modules:
-                self._send(h, number)
-            last = h if number + 1 >= model.stages else None
+            if stage_id + 1 < model.stages and stage_id + 1 not in model.modules:
+                self._send(h, stage_id)
+            last = h if stage_id + 1 >= model.stages else None
         self.length += new
         for cache in self.caches:
             cache.length = self.length
@@ -144,28 +144,28 @@ class Decoder:
             logits = DTensor.from_local(logits, weight.device_mesh, [Shard(0)], shape=shape, stride=stride)
         return unsharded(logits)
 
-    def _send(self, h: Tensor, number: int) -> None:
-        group, to = self._peer(number + 1)
-        if number not in self._hidden:
-            self._hidden[number] = tuple(h.shape[2:]), h.dtype
-            dist.send_object_list([self._hidden[number]], to, group=group, device=self.model.device)
+    def _send(self, h: Tensor, stage_id: int) -> None:
+        group, to = self._peer(stage_id + 1)
+        if stage_id not in self._hidden:
+            self._hidden[stage_id] = tuple(h.shape[2:]), h.dtype
+            dist.send_object_list([self._hidden[stage_id]], to, group=group, device=self.model.device)
         dist.send(h.contiguous(), to, group=group)
 
-    def _receive(self, number: int, tokens: int) -> Tensor:
-        group, source = self._peer(number)
-        if number not in self._hidden:
+    def _receive(self, stage_id: int, tokens: int) -> Tensor:
+        group, source = self._peer(stage_id)
+        if stage_id not in self._hidden:
             box: list[Any] = [None]
             dist.recv_object_list(box, source, group=group, device=self.model.device)
-            self._hidden[number] = box[0]
-        rest, dtype = self._hidden[number]
+            self._hidden[stage_id] = box[0]
+        rest, dtype = self._hidden[stage_id]
         h = torch.empty(1, tokens, *rest, dtype=dtype, device=self.model.device)
         dist.recv(h, source, group=group)
         return h
 
-    def _peer(self, number: int) -> tuple[dist.ProcessGroup, int]:
+    def _peer(self, stage_id: int) -> tuple[dist.ProcessGroup, int]:
         """The group of this rank's pipeline, and the rank in it that has a stage."""
         group = self.model.mesh["pp"].get_group()
-        return group, dist.get_global_rank(group, self.model.places[number])
+        return group, dist.get_global_rank(group, self.model.stage_to_pp_rank[stage_id])
 
 
 def _eager() -> AbstractContextManager:
@@ -191,25 +191,25 @@ def generate(
     """
     decoder = Decoder(model, min(block, len(prompt) + tokens))
     source, world = _drawing_rank(model), dist.get_world_size()
-    given, found = list(prompt), list[int]()
+    new_tokens, generated = list(prompt), list[int]()
     with decoder.attached():
-        while len(found) < tokens and not (found and found[-1] in stop):
-            if decoder.length + len(given) > block:
+        while len(generated) < tokens and not (generated and generated[-1] in stop):
+            if decoder.length + len(new_tokens) > block:
                 decoder.restart()
-                given = [*prompt, *found][-(block // 2 or 1) :]
-            logits = decoder.logits(torch.tensor([given], device=model.device))
+                new_tokens = [*prompt, *generated][-(block // 2 or 1) :]
+            logits = decoder.logits(torch.tensor([new_tokens], device=model.device))
             token = torch.zeros((), dtype=torch.int64, device=model.device)
             if logits is not None:
-                token.fill_(sampling.draw(logits[:vocabulary], len(found)))
+                token.fill_(sampling.draw(logits[:vocabulary], len(generated)))
             if world > 1:
                 dist.broadcast(token, source)
-            given = [int(token)]
-            found += given
-    return found
+            new_tokens = [int(token)]
+            generated += new_tokens
+    return generated
 
 
 def _drawing_rank(model: ParallelModel) -> int:
     """The first rank that has the last stage."""
-    last = model.places[max(model.places)] if model.places else 0
+    last = model.stage_to_pp_rank[max(model.stage_to_pp_rank)] if model.stage_to_pp_rank else 0
     ranks = range(dist.get_world_size())
     return next(rank for rank in ranks if model.layout.coordinates(rank)["pp"] == last)

@@ -40,10 +40,10 @@ def not_finite(loss: Tensor, norms: Tensor) -> Tensor:
     Returns:
         1.0 or 0.0, the same on every rank: a scalar, float32, on the loss's device.
     """
-    found = 1 - (loss.isfinite() & norms.isfinite().all().to(loss.device)).to(torch.float32)
+    flag = 1 - (loss.isfinite() & norms.isfinite().all().to(loss.device)).to(torch.float32)
     if dist.is_initialized():
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return flag
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -52,8 +52,8 @@ class GradScaler(torch.amp.GradScaler):
     Used as that one. Unscaling, which `step` does where `unscale_` was not called, is a collective over all ranks.
     """
 
-    def __init__(self, device: str = "cuda", *given: Any, **named: Any) -> None:
-        super().__init__(device, *given, **named)
+    def __init__(self, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        super().__init__(device, *args, **kwargs)
         self._agreed: Tensor | None = None
 
     def unless_skipped(self, rate: float) -> float | Tensor:
@@ -64,8 +64,8 @@ class GradScaler(torch.amp.GradScaler):
         """`step`, also of a scaler that is not enabled; not done where `skip`, of `not_finite`, is 1."""
         self._agreed = skip
         if self.is_enabled():  # what `unscale_` has found is part of it
-            for found in found_inf_of(self, optimizer).values():
-                found.copy_(skip)
+            for found_inf in found_inf_of(self, optimizer).values():
+                found_inf.copy_(skip)
             self.step(optimizer)
         elif steps_unless_found_inf(optimizer):
             device = optimizer.param_groups[0]["params"][0].device  # with offload the host
@@ -97,16 +97,16 @@ class GradScaler(torch.amp.GradScaler):
                 raise ValueError("gradients in fp16 cannot be unscaled: keep the weights in float32")
             kinds.setdefault((local.device, local.dtype), []).append(local)
         # With offload gradients lie on the host: each device has a flag of its own, and then all have the same.
-        found = {device: found_inf.to(device, copy=True) for device in {found_inf.device, *(d for d, _ in kinds)}}
+        flags = {device: found_inf.to(device, copy=True) for device in {found_inf.device, *(d for d, _ in kinds)}}
         for (device, _), gradients in kinds.items():
-            unscale_and_check_(gradients, found[device], inv_scale.to(device))
-        agreed = torch.stack([flag.to(found_inf.device) for flag in found.values()]).amax(0)
+            unscale_and_check_(gradients, flags[device], inv_scale.to(device))
+        agreed = torch.stack([flag.to(found_inf.device) for flag in flags.values()]).amax(0)
         if dist.is_initialized():
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        for flag in found.values():
+        for flag in flags.values():
             flag.copy_(agreed)
         self._agreed = agreed
-        return found
+        return flags
 
 
 def _unmoved_by_zeros(optimizer: torch.optim.Optimizer) -> bool:

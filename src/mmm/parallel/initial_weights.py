@@ -15,7 +15,7 @@ from mmm.models import weights
 from mmm.models.meta import KEPT, drop_values
 from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
 from mmm.parallel.local import local_box, to_local
-from mmm.parallel.ties import find_ties, tie_again
+from mmm.parallel.ties import find_ties, retie
 from mmm.parallel.values import Values, class_name, constructed_values
 from mmm.torch_private.module import own_buffers
 
@@ -61,7 +61,7 @@ def materialize(
         check_weights(inner)
     buffers, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)
     inner.to_empty(device="cpu" if is_offloaded(inner) else device)
-    tie_again(inner, ties, "its memory")
+    retie(inner, ties, "its memory")
     _restore_buffers(inner, buffers, device)
     empty = {name for name, buffer in buffers.items() if buffer.is_meta}
     if values is None:

@@ -21,7 +21,7 @@ def detached(loss: Tensor) -> Tensor:
     return to_local(loss.detach()).to(accum_dtype(loss.device))
 
 
-def sendable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def to_group_device(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`tensor`, or its copy on the accelerator where it is on the host, as with offload, and `group` sends nothing from
     there: accelerators' groups have their own backend alone."""
     devices = device_types(group)

@@ -34,8 +34,8 @@ class Mesh:
         experts: the same ranks as (pp, dp_replicate, expert_dp, ep), again without axes of one rank but for expert_dp,
             which is what ep leaves of dp_shard, × cp × tp: the ranks with the same experts and other tokens. None where
             experts are sharded as all other parameters are.
-        one_device: nothing is data parallel, and the model stays as it is. On MPS, where PyTorch makes no groups and
-            FSDP does not run: there is one rank. And where FSDP would only copy: in a trainer on one rank
+        no_data_parallel: the model stays as it is. On MPS, where PyTorch makes no groups and FSDP does not run: it has
+            one rank. And where FSDP would only copy: in a trainer on one rank
             (`mmm.parallel.dp.data_parallel.needs_no_fsdp`), and around a model without replicas or shards that is not
             trained.
         p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
@@ -45,7 +45,7 @@ class Mesh:
     layout: Layout
     device_mesh: DeviceMesh
     experts: DeviceMesh | None = None
-    one_device: bool = False
+    no_data_parallel: bool = False
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _axes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -77,11 +77,11 @@ class Mesh:
         """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
         meshes = [self.device_mesh, *([self["dp_shard_cp"]] if self.layout.cp > 1 else [])]
         meshes += [self.experts] if self.experts is not None else []
-        found: dict[str, dist.ProcessGroup] = {}
+        by_axis: dict[str, dist.ProcessGroup] = {}
         for mesh in meshes:
             for axis in mesh.mesh_dim_names or ():
-                found.setdefault(axis, mesh.get_group(axis))
-        return found
+                by_axis.setdefault(axis, mesh.get_group(axis))
+        return by_axis
 
     def __str__(self) -> str:
         return str(self.device_mesh)
@@ -98,13 +98,13 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
     default = usual_timeout("gloo")
     limit = default if timeout is None else timedelta(seconds=timeout)
-    one_device = device_type == "mps"
-    device_type = "cpu" if one_device else device_type
+    no_data_parallel = device_type == "mps"
+    device_type = "cpu" if no_data_parallel else device_type
     with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
         p2p = build_p2p_groups(layout) if layout.pp > 1 and device_type != "cpu" else {}
-        mesh = Mesh(layout, device_mesh, expert_mesh, one_device, p2p)
+        mesh = Mesh(layout, device_mesh, expert_mesh, no_data_parallel, p2p)
         groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
         groups += p2p.values()
     with warnings.catch_warnings():
@@ -122,11 +122,11 @@ def meshes_made_once() -> Iterator[None]:
     made: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
 
     def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-        def find(*given: Any) -> DeviceMesh:
-            parts = given[0] if isinstance(given[0], list) else given
+        def find(*args: Any) -> DeviceMesh:
+            parts = args[0] if isinstance(args[0], list) else args
             key = tuple(id(part) if isinstance(part, DeviceMesh) else part for part in parts)
             if key not in made:
-                made[key] = make(*given), parts  # which keeps the ids theirs
+                made[key] = make(*args), parts  # which keeps the ids theirs
             return made[key][0]
 
         return find
@@ -152,7 +152,7 @@ def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 def neighbour_rounds(pp: int) -> list[list[tuple[int, int]]]:
     """The pairs of neighbours on a ring of `pp` ≥ 2 ranks, in rounds: in each, a rank is in one pair at most."""
-    ring = [(at, (at + 1) % pp) for at in range(pp)][: 1 if pp == 2 else pp]
+    ring = [(pp_rank, (pp_rank + 1) % pp) for pp_rank in range(pp)][: 1 if pp == 2 else pp]
     last = [ring.pop()] if pp % 2 else []  # the last of an odd number shares a rank with the first
     return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
 
@@ -166,11 +166,11 @@ def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]
     lines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()  # the ranks of each pipeline
     own = layout.coordinates(dist.get_rank())["pp"]
     splits = getattr(default_group(), "bound_device_id", None) is not None
-    found: dict[tuple[int, int], Any] = {}
+    groups: dict[tuple[int, int], Any] = {}
     for pairs in neighbour_rounds(layout.pp):
-        singles = [(at,) for at in range(layout.pp) if not any(at in pair for pair in pairs)]
-        members = [[line[at] for at in each] for line in lines for each in (*pairs, *singles)]
+        singles = [(pp_rank,) for pp_rank in range(layout.pp) if not any(pp_rank in pair for pair in pairs)]
+        members = [[line[pp_rank] for pp_rank in coordinates] for line in lines for coordinates in (*pairs, *singles)]
         for back in (False, True):
             group = dist.split_group(split_ranks=members) if splits else dist.new_subgroups_by_enumeration(members)[0]
-            found |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
-    return found
+            groups |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
+    return groups

@@ -55,9 +55,10 @@ class ParallelModel:
 
     Attributes:
         modules: this rank's stages by number; number 0 alone is the full model where there is no pipeline.
-        stages: of the pipeline, on all ranks; 0 without one. places: the coordinate along pp that has each stage.
-        first_names: the further names of tied weights, and the first of each.
-        draws: whether the model has dropout, and takes ``sample_keys``.
+        stages: of the pipeline, on all ranks; 0 without one.
+        stage_to_pp_rank: the coordinate along pp that has each stage.
+        tied_aliases: the further names of tied weights, and the first of each.
+        has_dropout: whether the model has dropout, and takes ``sample_keys``.
     """
 
     def __init__(
@@ -85,24 +86,26 @@ class ParallelModel:
         self.layout, self.device, self._lap = mesh.layout, device, lap
         self.microbatches, self._positions = partition.microbatches, plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
-        self._experts, self.draws = has_experts(model), has_dropout(model)
+        self._experts, self.has_dropout = has_experts(model), has_dropout(model)
         self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
         self._counts: list[Tensor] = []  # of targets, until `check_targets`
         self.modules: dict[int, nn.Module] = {0: model}
-        self.stages, self.places = len(partition.stages), dict[int, int]()
+        self.stages, self.stage_to_pp_rank = len(partition.stages), dict[int, int]()
         self._rules, rules, ties = InitRules(model), None, list[dict[int, str]]()
         if partition.stages:
             warn_unmatched(plan, model)
-            pp, each = mesh.layout.pp, len(partition.stages) // mesh.layout.pp
-            self.places = {n: place for place in range(pp) for n in stages_of(place, pp, techniques.schedule, each)}
-            numbers = [n for n, place in self.places.items() if place == self.coordinates["pp"]]
+            pp, stages_per_rank = mesh.layout.pp, len(partition.stages) // mesh.layout.pp
+            for pp_rank in range(pp):
+                stage_ids = stages_of(pp_rank, pp, techniques.schedule, stages_per_rank)
+                self.stage_to_pp_rank |= dict.fromkeys(stage_ids, pp_rank)
+            stage_ids = [n for n, pp_rank in self.stage_to_pp_rank.items() if pp_rank == self.coordinates["pp"]]
             rules, ties = self._rules, stage_ties(model, partition.names())
-            self.modules = {n: take_stage(model, partition.parts, partition.stages[n]) for n in numbers}
-        for number, stage in self.modules.items():
-            self.modules[number] = apply(stage, mesh, plan, precision, techniques)
-            materialize(self.modules[number], device, seed, rules, init="by_name")
-        self.first_names = self._rules.first_names
-        self.ties = StageTies(ties, self.modules, self.places, mesh["pp"]) if ties else None
+            self.modules = {n: take_stage(model, partition.parts, partition.stages[n]) for n in stage_ids}
+        for stage_id, stage in self.modules.items():
+            self.modules[stage_id] = apply(stage, mesh, plan, precision, techniques)
+            materialize(self.modules[stage_id], device, seed, rules, init="by_name")
+        self.tied_aliases = self._rules.tied_aliases
+        self.ties = StageTies(ties, self.modules, self.stage_to_pp_rank, mesh["pp"]) if ties else None
         self._report = CompileReport(self.modules.values()) if techniques.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
@@ -130,12 +133,12 @@ class ParallelModel:
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank that a checkpoint has, such as experts' biases, by the names in the full model."""
-        found: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for module in self.modules.values():
             inner = unwrapped(module)
             saved = inner.state_dict().keys()
-            found |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
-        return found
+            buffers |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
+        return buffers
 
     def gather_updated(self) -> None:
         """What ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
@@ -265,8 +268,8 @@ class ParallelModel:
                 return loss
             losses, (model,) = [], self.modules.values()
             batches = [tensor.tensor_split(self.microbatches) for tensor in (inputs, targets, *split.values())]
-            for number, (some_inputs, some_targets, *others) in enumerate(zip(*batches, strict=True), start=1):
-                sync_gradients(model, number == self.microbatches)
+            for microbatch, (some_inputs, some_targets, *others) in enumerate(zip(*batches, strict=True), start=1):
+                sync_gradients(model, microbatch == self.microbatches)
                 named = dict(zip(split, others, strict=True)) | positions
                 loss = self._loss(model(some_inputs, **named), some_targets, count)
                 self._timed("dtf")

@@ -15,7 +15,7 @@ from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.cp.context_parallel import apply_context_parallel
 from mmm.parallel.dp.batch_norm import apply_batch_norm
-from mmm.parallel.dp.cast_buffers import cast_buffers
+from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing
@@ -23,7 +23,7 @@ from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gat
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.mesh import Mesh, meshes_made_once
 from mmm.parallel.plan import Plan, warn_unmatched
-from mmm.parallel.ties import check_tied, find_ties, tie_again
+from mmm.parallel.ties import check_tied, find_ties, retie
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.parallel.values import check_sizes
 from mmm.runtime.device import Precision
@@ -69,7 +69,7 @@ def apply(
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], plan)
-        tie_again(model, ties, f"tp {layout.tp}")
+        retie(model, ties, f"tp {layout.tp}")
     # 2. Context parallel: replaces the attention over these local heads.
     if layout.cp > 1:
         apply_context_parallel(model, mesh["cp"], plan, techniques.cp_style)
@@ -91,5 +91,5 @@ def apply(
 def _apply_to_buffers(model: nn.Module, mesh: Mesh, precision: Precision, techniques: Techniques) -> None:
     """Statistics of a batch are those of the global batch; buffers are cast as FSDP casts parameters."""
     apply_batch_norm(model, mesh, techniques, precision.mixed)
-    if precision.mixed and techniques.data_parallel not in UNSHARDED and not mesh.one_device:
+    if precision.mixed and techniques.data_parallel not in UNSHARDED and not mesh.no_data_parallel:
         cast_buffers(model, precision.compute)

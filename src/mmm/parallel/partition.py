@@ -32,7 +32,7 @@ class Partition:
 
     def names(self) -> list[list[str]]:
         """The modules of each stage."""
-        return [[name for number in stage for name in self.parts[number]] for stage in self.stages]
+        return [[name for part_id in stage for name in self.parts[part_id]] for stage in self.stages]
 
     def parameters(self, model: nn.Module, pp: int, schedule: str) -> tuple[int, ...]:
         """Elements of the stages of each pp coordinate, unsharded; of the model, where there is no pipeline."""

@@ -60,15 +60,11 @@ class Plan:
     uniform: bool = False
 
 
-def axis_problems(plan: Plan, layout: Layout) -> list[str]:
-    """The axes of a layout along which a model cannot be sharded, one sentence each."""
-    sizes = {**layout.sizes, "ep": layout.ep}
-    return [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
-
-
 def check_axes(plan: Plan, layout: Layout) -> None:
-    """Raises LayoutError where the model cannot be sharded along an axis of the layout."""
-    if wrong := axis_problems(plan, layout):
+    """Raises LayoutError where the model cannot be sharded along axes of the layout, one sentence each."""
+    sizes = {**layout.sizes, "ep": layout.ep}
+    wrong = [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
+    if wrong:
         raise LayoutError("; ".join(wrong))
 
 
@@ -96,26 +92,21 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     """
     paths = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     general = sorted({".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths})
-    found: dict[str, list[str]] = {}
+    lacking = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in paths)]
+    fields_by_name: dict[str, list[str]] = {}
     for field_name in NAMING:
         value = getattr(plan, field_name)
         entries = [value] if isinstance(value, str) else list(value)
         for name in (name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)):
-            lacking = [each for each in plan.optional if not any(fnmatchcase(path, each) for path in paths)]
-            optional = any(fnmatchcase(name, each) for each in lacking)
+            optional = any(fnmatchcase(name, pattern) for pattern in lacking)
             if name and not optional and not any(matches(name, path) for path in paths):
-                found.setdefault(name, []).append(field_name)
+                fields_by_name.setdefault(name, []).append(field_name)
     of = type(model).__name__
     return [
         f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
-        f"{_meant(name, general)}"
-        for name, where in found.items()
+        + "".join(f"; did you mean {path!r}?" for path in get_close_matches(name, general, n=1))
+        for name, where in fields_by_name.items()
     ]
-
-
-def _meant(name: str, general: list[str]) -> str:
-    near = get_close_matches(name, general, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def warn_unmatched(plan: Plan, model: nn.Module) -> None:

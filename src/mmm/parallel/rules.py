@@ -99,7 +99,8 @@ def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int
         seq_length: in tokens.
         cp_style: ``ring`` or ``ulysses``, where cp is above 1.
     """
-    if wrong := config.problems():
+    wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
+    if wrong:
         return {problem: problem for problem in wrong}
     tp = layout.tp
     broken = context_rules(config.n_heads, layout, seq_length, cp_style) | expert_rules(config.n_experts, layout)
@@ -121,8 +122,7 @@ def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int
 
 def check_transformer(config: TransformerConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
     """Raises LayoutError with every rule that such a Transformer breaks. Arguments as of `transformer_rules`."""
-    wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
-    refuse({problem: problem for problem in wrong} or transformer_rules(config, layout, seq_length, cp_style))
+    refuse(transformer_rules(config, layout, seq_length, cp_style))
 
 
 def vit_rules(config: ViTConfig, layout: Layout) -> dict[str, str]:

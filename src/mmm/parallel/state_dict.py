@@ -72,7 +72,7 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
         raise ConfigError(f"{source.text} does not fit: {'; '.join(filter(None, problems))}")
     chosen = {name: name for name in source.entries}
     for name, tie in ties.items():
-        chosen[name], *others = [each for each in tie if each in source.entries]
+        chosen[name], *others = [alias for alias in tie if alias in source.entries]
         for other in others:
             _check_one(source, chosen[name], other)
 
@@ -140,8 +140,8 @@ def _mismatch(name: str, entry: Any, wanted: Tensor) -> str:
 
 def _check_one(source: _Source, name: str, other: str) -> None:
     """Raises ConfigError where two names of a tied weight have different values."""
-    boxes = [full_box(torch.empty(source.entries[each].shape, device="meta")) for each in (name, other)]
-    a, b = (source.read(each, box) for each, box in zip((name, other), boxes, strict=True))
+    boxes = [full_box(torch.empty(source.entries[alias].shape, device="meta")) for alias in (name, other)]
+    a, b = (source.read(alias, box) for alias, box in zip((name, other), boxes, strict=True))
     if not torch.equal(a.cpu(), b.cpu()):
         raise ConfigError(
             f"{source.text} does not fit: {name} and {other} are one tied weight in the model, and differ there: untie "

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
 from mmm.models.weights import canonical_name
-from mmm.parallel.local import sendable, to_local
+from mmm.parallel.local import to_group_device, to_local
 
 Tie = tuple[str, ...]  # the names of one parameter, in the order of the model
 
@@ -31,7 +31,7 @@ def find_ties(model: nn.Module) -> list[Tie]:
     return [tuple(some) for some in names.values() if len(some) > 1]
 
 
-def tie_again(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
+def retie(model: nn.Module, ties: Sequence[Tie], what: str) -> None:
     """Give all names of each tie the parameter of the first.
 
     Args:
@@ -68,14 +68,14 @@ def stage_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[dict[i
     Args:
         stages: the modules of each.
     """
-    found = []
+    ties = []
     for names in find_ties(model):
         by_stage: dict[int, str] = {}
         for name in names:
             inside = (n for n, modules in enumerate(stages) if any(name.startswith(f"{module}.") for module in modules))
             by_stage.setdefault(next(inside), name)
-        found.append(by_stage)
-    return [by_stage for by_stage in found if len(by_stage) > 1]
+        ties.append(by_stage)
+    return [by_stage for by_stage in ties if len(by_stage) > 1]
 
 
 class StageTies:
@@ -110,8 +110,8 @@ class StageTies:
         dist.all_gather_object(
             everyone, [{n: _described(p) for n, p in own.items()} for _, own in self._ties], self._group
         )
-        for number, tie in enumerate(ties):
-            by_stage = {n: text for each in everyone for n, text in each[number].items()}
+        for tie_id, tie in enumerate(ties):
+            by_stage = {n: text for of_rank in everyone for n, text in of_rank[tie_id].items()}
             if len(set(by_stage.values())) > 1:
                 have = " and ".join(f"stage {n} {tie[n]} as {by_stage[n]}" for n in sorted(tie))
                 text = f"{_tied(tuple(tie.values()))}, and the pipeline has {have}: give both modules styles that leave"
@@ -123,7 +123,9 @@ class StageTies:
         for stages, own in self._ties:
             if not own:
                 continue
-            gradients = {n: sendable(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None}
+            gradients = {
+                n: to_group_device(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None
+            }
             peers = sorted({self._coordinates[n] for n in stages} - {self._at})
             ops = [self._op(dist.isend, gradients[n].contiguous(), peer) for n in own for peer in peers]
             for n in stages:
@@ -146,15 +148,15 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
     They take the place of the last of them. A group that shares one with what is in no group goes with the rest, and is
     left out here.
     """
-    number = {id(module): i for i, group in enumerate(groups) for module in group}
+    group_of_module = {id(module): i for i, group in enumerate(groups) for module in group}
     rest = len(groups)  # stands for the modules in no group
     joined_to = list(range(rest + 1))
 
     def group_of(name: str) -> int:
         path = name.rpartition(".")[0]
-        while path and id(model.get_submodule(path)) not in number:
+        while path and id(model.get_submodule(path)) not in group_of_module:
             path = path.rpartition(".")[0]
-        return number[id(model.get_submodule(path))] if path else rest
+        return group_of_module[id(model.get_submodule(path))] if path else rest
 
     for names in find_ties(model):
         together = {joined_to[group_of(name)] for name in names}

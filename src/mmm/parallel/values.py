@@ -73,8 +73,8 @@ def _constructed_differently(
     """The names whose values are not the same on all ranks of `mesh`. A collective over it."""
     if mesh is None or mesh.size() == 1:
         return set()
-    kept = {name: kept_value(*owner) for name, owner in owners.items()}
-    named = [(name, tensor) for name, tensor in (*kept.items(), *buffers.items()) if tensor is not None]
+    values = {name: kept_value(*owner) for name, owner in owners.items()}
+    named = [(name, tensor) for name, tensor in (*values.items(), *buffers.items()) if tensor is not None]
     described = "".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n" for name, tensor in named)
     if _differs([zlib.crc32(described.encode())], mesh):
         raise ConfigError(
@@ -101,9 +101,9 @@ def _of_first_rank(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return copy
 
 
-def _differs(numbers: list[int], mesh: DeviceMesh) -> list[int]:
+def _differs(integers: list[int], mesh: DeviceMesh) -> list[int]:
     """The places at which the ranks of `mesh` have other numbers. A collective."""
-    low, high = (torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type) for _ in range(2))
+    low, high = (torch.tensor(integers, dtype=torch.int64, device=mesh.device_type) for _ in range(2))
     for axis in range(mesh.ndim):
         dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.get_group(axis))
         dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.get_group(axis))

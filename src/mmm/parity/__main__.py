@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
+from mmm.layout import ScheduleName
 from mmm.parity import models
 from mmm.parity.layouts import AXES, ParityCase, canonical, matrix, optimizers_for, ranks_of
 from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error, said_once
@@ -59,10 +60,7 @@ class Options:
     """Repeatable. Default: both where one technique stands alone on up to 4 ranks, else sgd."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
-    schedule: (
-        Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-        | None
-    ) = None
+    schedule: ScheduleName | None = None
     """For --layout with pp. Default: 1F1B."""
     stages_per_rank: int | None = None
     """For --layout with pp. Default: the fewest that the schedule takes."""
@@ -96,8 +94,8 @@ class Options:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"--seed {self.seed}: it must be from 0 to 2³² - 1")
-        if not self.layout and (given := self.techniques()):
-            raise ConfigError(f"--{next(iter(given))} goes with --layout: the matrix has its own")
+        if not self.layout and (flags := self.techniques()):
+            raise ConfigError(f"--{next(iter(flags))} goes with --layout: the matrix has its own")
 
     def techniques(self) -> dict[str, object]:
         """The flags that go with --layout and were given."""
@@ -123,31 +121,31 @@ class Options:
             models.find(unknown[0])  # raises
         if self.layout:
             layouts = dict.fromkeys(map(canonical, self.layout))
-            found = [self._picked(model, layout) for model in named for layout in layouts]
+            cases = [self._picked(model, layout) for model in named for layout in layouts]
             for flag, axes in (
                 ("data_parallel", AXES[1:3]),
                 ("schedule", ("pp",)),
                 ("stages_per_rank", ("pp",)),
                 ("cp_style", ("cp",)),
             ):
-                if flag in self.techniques() and not any(set(axes) & case.sizes.keys() for case in found):
+                if flag in self.techniques() and not any(set(axes) & case.sizes.keys() for case in cases):
                     raise LayoutError(f"--{flag} {getattr(self, flag)}, and no --layout has {' or '.join(axes)}")
         else:
-            found = [case for model in named for case in matrix(model)]
+            cases = [case for model in named for case in matrix(model)]
         if self.optimizer:
-            found = [replace(case, optimizers=tuple(dict.fromkeys(self.optimizer))) for case in found]
+            cases = [replace(case, optimizers=tuple(dict.fromkeys(self.optimizer))) for case in cases]
         if self.ranks:
             wanted = ranks_of(self.ranks)
-            there = ", ".join(map(str, sorted({case.ranks for case in found})))
-            found = [case for case in found if case.ranks in wanted]
-            if not found:
-                raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {there} ranks")
-        return found
+            counts = ", ".join(map(str, sorted({case.ranks for case in cases})))
+            cases = [case for case in cases if case.ranks in wanted]
+            if not cases:
+                raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {counts} ranks")
+        return cases
 
     def _picked(self, model: str, layout: str) -> ParityCase:
-        given = self.techniques()
-        given["checkpointing"] = given.pop("activation_checkpointing", "none")
-        case = ParityCase(model=model, layout=layout, **given)  # type: ignore[arg-type]
+        fields = self.techniques()
+        fields["checkpointing"] = fields.pop("activation_checkpointing", "none")
+        case = ParityCase(model=model, layout=layout, **fields)  # type: ignore[arg-type]
         return replace(case, optimizers=optimizers_for(case))
 
 
@@ -184,7 +182,8 @@ def compare(options: Options) -> int:
         print("\n".join(f"{case.ranks} ranks  {case}: {', '.join(case.optimizers)}" for case in cases))
         return 0
 
-    from mmm.history import prepare, versions, write_config  # torch and all else: a wrong flag has not waited for it
+    # torch and all else: a wrong flag has not waited for it
+    from mmm.history.record import prepare, versions, write_config
     from mmm.parity import report, run
     from mmm.parity.reference import Training
 
@@ -234,13 +233,13 @@ def _with_devices(cases: Sequence[ParityCase], devices: int, kind: str) -> list[
     Raises:
         LayoutError: none is left.
     """
-    kept = [case for case in cases if case.ranks <= devices]
-    if not kept:
+    fitting = [case for case in cases if case.ranks <= devices]
+    if not fitting:
         raise LayoutError(f"no layout of {devices} ranks or fewer, one for each {kind} device here")
     too_many = dict.fromkeys(case.layout for case in cases if case.ranks > devices)
     if too_many:
         print(f"left out: {', '.join(too_many)}, of more ranks than {kind} devices here ({devices})", flush=True)
-    return kept
+    return fitting
 
 
 if __name__ == "__main__":

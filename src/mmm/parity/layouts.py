@@ -5,21 +5,21 @@ Imports no torch: a wrong name costs no import.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.layout import AXES
+from mmm.layout import AXES, Layout, ScheduleName, Techniques
 
 NAMES = (*AXES[:3], "dp", *AXES[3:], "ep")
 OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityCase:
-    """A model on a layout by certain techniques. What the techniques mean: `mmm.parallel.Techniques`.
+class ParityCase(Techniques):
+    """Techniques, on a layout of a model.
 
     Attributes:
         model: its name (`mmm.parity.models`). layout: the name as `canonical` writes it.
@@ -30,12 +30,6 @@ class ParityCase:
 
     model: str
     layout: str
-    data_parallel: str = "fsdp"
-    cp_style: str = "ring"
-    schedule: str = "1F1B"
-    microbatches: int | None = None
-    stages_per_rank: int | None = None
-    checkpointing: str = "none"
     data: str = "made_up"
     optimizers: tuple[str, ...] = OPTIMIZERS
 
@@ -45,21 +39,21 @@ class ParityCase:
 
     @property
     def ranks(self) -> int:
-        return math.prod(size for axis, size in self.sizes.items() if axis != "ep")  # ep re-uses ranks of dp_shard
+        return Layout(**{"dp_shard": 1, **self.sizes}).ranks
 
     @property
     def technique(self) -> str:
         """What the sizes of the layout leave open, such as ``1F1B, fsdp``."""
         sizes = self.sizes
         dp = "hsdp" if self.data_parallel == "fsdp" and sizes.get("dp_replicate", 1) > 1 else self.data_parallel
-        said = {
+        shown = {
             self.schedule: "pp" in sizes,
             dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()),
             self.cp_style: "cp" in sizes,
             f"{self.checkpointing} checkpointing": self.checkpointing != "none",
             self.data: self.data != "made_up",
         }
-        return ", ".join(name for name, needed in said.items() if needed)
+        return ", ".join(name for name, needed in shown.items() if needed)
 
     def __str__(self) -> str:
         return f"{self.model} {self.layout}" + (f" ({self.technique})" if self.technique else "")
@@ -74,7 +68,7 @@ def sizes_of(name: str) -> dict[str, int]:
     Raises:
         LayoutError: it is no such name.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for word in re.split(r"[.·]", name.strip()):
         match = re.fullmatch(r"([a-z_]+)(\d+)", word.strip())
         if word.strip() == "1":
@@ -86,21 +80,19 @@ def sizes_of(name: str) -> dict[str, int]:
             )
         if int(match[2]) < 1:
             raise LayoutError(f"layout {name!r}: {match[1]} {match[2]}: an axis has at least 1 rank")
-        if match[1] in found:
+        if match[1] in sizes:
             raise LayoutError(f"layout {name!r} has {match[1]} twice: give each axis once")
-        found[match[1]] = int(match[2])
-    if "dp" in found and found.keys() & {"dp_replicate", "dp_shard"}:
+        sizes[match[1]] = int(match[2])
+    if "dp" in sizes and sizes.keys() & {"dp_replicate", "dp_shard"}:
         raise LayoutError(f"layout {name!r}: dp alone means dp_shard (FSDP); beside dp_replicate write dp_shard")
-    if "dp" in found:
-        found["dp_shard"] = found.pop("dp")
-    return {axis: found[axis] for axis in (*AXES, "ep") if found.get(axis, 1) > 1}
+    if "dp" in sizes:
+        sizes["dp_shard"] = sizes.pop("dp")
+    return {axis: sizes[axis] for axis in (*AXES, "ep") if sizes.get(axis, 1) > 1}
 
 
 def canonical(name: str) -> str:
-    """A layout's name with its axes outermost first and a middle dot between them: as `str(Layout)` has it."""
-    sizes = sizes_of(name)
-    short = {} if "dp_replicate" in sizes else {"dp_shard": "dp"}
-    return "·".join(f"{short.get(axis, axis)}{size}" for axis, size in sizes.items()) or "1"
+    """A layout's name with its axes outermost first and a middle dot between them."""
+    return str(Layout(**{"dp_shard": 1, **sizes_of(name)}))
 
 
 def ranks_of(texts: Sequence[str]) -> set[int]:
@@ -109,14 +101,14 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
     Raises:
         ConfigError: it is none of these.
     """
-    found: set[int] = set()
+    counts: set[int] = set()
     for word in ",".join(texts).split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(f"--ranks {word}: give a number of ranks from 1, or a range such as 1..8")
-        found.update(range(first, last + 1))
-    return found
+        counts.update(range(first, last + 1))
+    return counts
 
 
 def optimizers_for(case: ParityCase) -> tuple[str, ...]:
@@ -129,7 +121,7 @@ def optimizers_for(case: ParityCase) -> tuple[str, ...]:
 
 # Layout -> techniques, each a case of its own; + joins two in one case, - is the defaults: FSDP, ring, 1F1B.
 _ALL_DP = "fsdp ddp zero1 zero2"
-_SCHEDULES = "GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV"
+_SCHEDULES = " ".join(get_args(ScheduleName))
 _IMAGES = {
     "1": "-",
     "dp2": _ALL_DP,
@@ -267,8 +259,8 @@ FIELDS = {
 
 def matrix(model: str) -> Iterator[ParityCase]:
     """The cases of a model; of one that the matrix does not name, those of images."""
-    for layout, words in MATRIX.get(model, _IMAGES).items():
-        for word in words.split():
-            named = {FIELDS[name]: name for name in word.split("+") if name != "-"}
+    for layout, entries in MATRIX.get(model, _IMAGES).items():
+        for entry in entries.split():
+            named = {FIELDS[name]: name for name in entry.split("+") if name != "-"}
             case = ParityCase(model=model, layout=canonical(layout), **named)  # type: ignore[arg-type]
             yield replace(case, optimizers=optimizers_for(case))

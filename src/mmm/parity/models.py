@@ -45,12 +45,12 @@ def find(name: str) -> ParityModel:
 
 def _from_module(name: str) -> ModuleType | None:
     try:
-        found = importlib.util.find_spec(name) is not None
+        exists = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):  # something that a package imports
             raise
-        found = False
-    return importlib.import_module(name) if found else None
+        exists = False
+    return importlib.import_module(name) if exists else None
 
 
 def _from_file(path: Path) -> ModuleType | None:

@@ -53,12 +53,12 @@ def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, .
     Raises:
         ConfigError: digits for a model that takes no images, packed for one that takes no documents.
     """
-    numbers = torch.Generator().manual_seed(1_000_003 * training.seed + step)
+    generator = torch.Generator().manual_seed(1_000_003 * training.seed + step)
     if training.data == "packed":
         if parity.documents is None:
             raise ConfigError("--data packed: the model takes no documents (ParityModel.documents); leave it out")
-        return parity.documents(training.global_batch, numbers)
-    inputs, targets = parity.batch(training.global_batch, numbers)
+        return parity.documents(training.global_batch, generator)
+    inputs, targets = parity.batch(training.global_batch, generator)
     if training.data == "digits":
         if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
             raise ConfigError(
@@ -66,7 +66,7 @@ def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, .
                 f"{tuple(inputs.shape[1:])}; leave it out"
             )
         images = _digits(inputs.shape[-1], inputs.shape[1])
-        inputs, targets = images.images(torch.randint(images.samples, targets.shape, generator=numbers).numpy())
+        inputs, targets = images.images(torch.randint(images.samples, targets.shape, generator=generator).numpy())
     dtype = DTYPES[training.dtype]
     inputs, targets = (some.to(dtype) if some.is_floating_point() else some for some in (inputs, targets))
     return inputs, targets

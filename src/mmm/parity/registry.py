@@ -3,24 +3,9 @@
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parity.fixtures import (
-    batch_norm,
-    branches,
-    cnn,
-    gpt,
-    head_norm,
-    llama,
-    moe,
-    regression,
-    transformer,
-    vit,
-)
-from mmm.parity.fixtures.plans.batch_norm import batch_norm_plan
-from mmm.parity.fixtures.plans.branches import branches_plan
-from mmm.parity.fixtures.plans.gpt import gpt_plan
-from mmm.parity.fixtures.plans.head_norm import head_norm_plan
-from mmm.parity.fixtures.plans.regression import regression_plan
+from mmm.parity.fixtures import batch_norm, branches, cnn, gpt, head_norm, llama, moe, regression, transformer, vit
 from mmm.parity.parity_model import ParityModel
+from mmm.parity.plans import batch_norm_plan, branches_plan, gpt_plan, head_norm_plan, regression_plan
 
 REGISTRY = {
     "transformer": ParityModel(
@@ -38,21 +23,21 @@ REGISTRY = {
         after_step=moe.balance,
     ),
     "gpt": ParityModel(model=gpt.small_model, plan=gpt_plan, batch=transformer.make_batch),
-    "head_norm": ParityModel(model=head_norm.small_model, plan=head_norm_plan, batch=head_norm.make_batch),
+    "head_norm": ParityModel(model=head_norm.HeadNorm, plan=head_norm_plan, batch=head_norm.make_batch),
     "regression": ParityModel(
-        model=regression.small_model,
+        model=regression.Regression,
         plan=regression_plan,
         batch=regression.make_batch,
         loss=regression.squared_error,
     ),
     "branches": ParityModel(
-        model=branches.small_model,
+        model=branches.Branches,
         plan=branches_plan,
         batch=branches.make_batch,
         loss=regression.squared_error,
     ),
     "batch_norm": ParityModel(
-        model=batch_norm.small_model,
+        model=batch_norm.BatchNormNet,
         plan=batch_norm_plan,
         batch=batch_norm.make_batch,
         least_microbatches=1,  # a micro-batch does not know the statistics of the batch

@@ -233,8 +233,8 @@ def picture(rows: Sequence[Comparison], training: Training) -> Any:
     )
     grid = figure.subplots(2 * len(optimizers), len(models), squeeze=False, sharex=True)
     for column, model in enumerate(models):
-        for number, optimizer in enumerate(optimizers):
-            above, below = grid[2 * number][column], grid[2 * number + 1][column]
+        for index, optimizer in enumerate(optimizers):
+            above, below = grid[2 * index][column], grid[2 * index + 1][column]
             some = [row for row in drawn if (row.model, row.optimizer) == (model, optimizer)]
             above.set_title(f"{model}, {optimizer}: {len(some)} layout{'s' * (len(some) != 1)}")
             if not some:

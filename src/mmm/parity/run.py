@@ -27,7 +27,7 @@ def prepare_cases(
     """The cases that go, and those that do not with the reason."""
     import_dynamo()  # what DTensor and optimizers import at their first use, and each rank would pay for
     torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads, in them neither
-    said: set[str] = set()
+    checked_models: set[str] = set()
     good: list[PreparedCase] = []
     refused: list[tuple[ParityCase, str]] = []
     for case in cases:
@@ -37,8 +37,8 @@ def prepare_cases(
         except UserError as error:
             refused.append((case, str(error)))
             continue
-        if case.model not in said:
-            said.add(case.model)
+        if case.model not in checked_models:
+            checked_models.add(case.model)
             for text in plan_problems(parity):
                 print(f"--model {case.model}: {text}", flush=True)
     return good, refused
@@ -61,10 +61,10 @@ def count_devices(device_type: str) -> int:
             return str(error)
         return getattr(torch, device_type).device_count()
 
-    (found,) = fork_ranks(count, 1, timeout=60)
-    if isinstance(found, str):
-        raise DeviceError(found)
-    return found
+    (devices,) = fork_ranks(count, 1, timeout=60)
+    if isinstance(devices, str):
+        raise DeviceError(devices)
+    return devices
 
 
 def compare(
@@ -77,22 +77,22 @@ def compare(
         device_type: of the ranks.
     """
     references: dict[tuple[str, str], dict[str, Reference | RanksFailed]] = {}
-    for number, each in enumerate(ready):
-        case = each.case
+    for index, prepared in enumerate(ready):
+        case = prepared.case
         known = references.setdefault((case.model, case.data), {})
         for optimizer in case.optimizers:
             if optimizer not in known:
-                known[optimizer] = _reference(each, optimizer, timeout)
-        rows = list(_compare_one(each, known, timeout, folder, device_type))
+                known[optimizer] = _reference(prepared, optimizer, timeout)
+        rows = list(_compare_one(prepared, known, timeout, folder, device_type))
         what = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
-        say(f"[{number + 1}/{len(ready)}] {case}: {what}")
+        say(f"[{index + 1}/{len(ready)}] {case}: {what}")
         yield from rows
 
 
 def _compare_one(
-    each: PreparedCase, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
+    prepared: PreparedCase, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
 ) -> Iterator[Comparison]:
-    case, training = each.case, each.training
+    case, training = prepared.case, prepared.training
     good: dict[str, Reference] = {}
     try:
         for optimizer in case.optimizers:
@@ -100,19 +100,19 @@ def _compare_one(
             if isinstance(expected, RanksFailed):
                 raise expected
             good[optimizer] = expected
-        answers = fork_ranks(train, case.ranks, each, good, timeout, device_type, timeout=timeout)
+        answers = fork_ranks(train, case.ranks, prepared, good, timeout, device_type, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")
         yield from (failed(case, optimizer, training, str(error)) for optimizer in case.optimizers)
         return
-    for number, optimizer in enumerate(case.optimizers):
-        yield evaluate(case, optimizer, training, good[optimizer], [curves[number] for curves in answers])
+    for index, optimizer in enumerate(case.optimizers):
+        yield evaluate(case, optimizer, training, good[optimizer], [curves[index] for curves in answers])
 
 
-def _reference(each: PreparedCase, optimizer: str, timeout: float) -> Reference | RanksFailed:
+def _reference(prepared: PreparedCase, optimizer: str, timeout: float) -> Reference | RanksFailed:
     def alone(rank: Rank) -> Reference:
-        return reference.train(each.parity, each.training, optimizer)
+        return reference.train(prepared.parity, prepared.training, optimizer)
 
     try:
         return fork_ranks(alone, 1, timeout=timeout)[0]

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,25 +79,16 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
     """
     layout = Layout(**{"dp_shard": 1, **case.sizes}).fit(case.ranks)
     if training.global_batch % layout.dp:
-        size, dp = training.global_batch, layout.dp
-        near = " or ".join(str(some) for some in (size // dp * dp, (size // dp + 1) * dp) if some)
         raise LayoutError(
-            f"layout {case.layout}: the global batch of {size} samples does not divide over {dp} data-parallel "
-            f"coordinates: use --global_batch_size {near}, or a dp that divides {size}"
+            f"layout {case.layout}: the global batch of {training.global_batch} samples does not divide over "
+            f"{layout.dp} data-parallel coordinates: change --global_batch_size, or dp"
         )
     microbatches = case.microbatches
     if microbatches is None and layout.pp == 1:
         microbatches = min(parity.least_microbatches, training.global_batch // layout.dp)
     elif microbatches is None and case.schedule in SCHEDULES:
         microbatches = max(parity.least_microbatches, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
-    techniques = Techniques(
-        data_parallel=case.data_parallel,
-        cp_style=case.cp_style,
-        schedule=case.schedule,  # type: ignore[arg-type]
-        microbatches=microbatches,
-        stages_per_rank=case.stages_per_rank,
-        checkpointing=case.checkpointing,
-    )
+    techniques = replace(case, microbatches=microbatches)
     inputs = batch(parity, training, 0)[0][: training.global_batch // layout.dp]
     meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
     with meta_parameters(keep_values=False):
@@ -157,7 +148,7 @@ def _train(
         inputs, targets, *documents = batch(parity, training, step)
         count = None if documents else targets.numel()
         named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
-        if parallel_model.draws:
+        if parallel_model.has_dropout:
             named["sample_keys"] = sample_keys(training.seed, step, first_sample, size, device)
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
@@ -211,17 +202,18 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     ignore_gathers_in_turns()
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
     largest = worst(sizes.values())
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     for full_name, parameter in parallel_model.named_parameters():
         name, gradient = canonical_name(full_name), parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
         if gradient is None or name not in expected or gradient.shape != expected[name].shape:
-            found[name] = math.inf
+            differences[name] = math.inf
             continue
         off, size = (gradient.cpu() - expected[name]).abs().max().item(), sizes[name]
         if size <= ROUNDING * torch.finfo(gradient.dtype).eps * largest:
             size = largest
         difference = off / size if size else (0.0 if off == 0 else math.inf)
-        found[name] = worst((difference, found.get(name, 0.0)))  # of a tied weight that is in two stages of this rank
-    return found
+        # The worst of a tied weight that is in two stages of this rank.
+        differences[name] = worst((difference, differences.get(name, 0.0)))
+    return differences

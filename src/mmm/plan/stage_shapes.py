@@ -20,9 +20,9 @@ from mmm.models import weights
 from mmm.models.experts import has_experts
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.mesh import build_mesh
+from mmm.parallel.pp.p2p import to_contiguous
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.stages import take_stage
-from mmm.parallel.pp.strides import to_contiguous
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.plan.tracker import MemoryTracker
 from mmm.torch_private import pipelining

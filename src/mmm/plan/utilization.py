@@ -50,8 +50,9 @@ def named_peak(name: str, dtype: str) -> float | None:
     return next((rates[kind] for known, rates in PEAKS.items() if known in name and kind in rates), None)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s of one device at most, and where the number comes from: the table, or a product measured here.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """FLOP/s of one device at most, and where the number comes from: the table, or on a CPU a product measured here.
+    None for an accelerator that the table does not have.
 
     Args:
         dtype: of the matrix products.
@@ -62,18 +63,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     short = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
     if dtype in short and (known := named_peak(name, short[dtype])) is not None:
         return known, f"{name}: table, {'bfloat16' if short[dtype] == 'bf16' else str(dtype)[6:]}, dense"
-    if device.type == "cpu" and dtype not in (torch.float32, torch.float64):
-        dtype = torch.float32  # where narrower types are emulated
-    return measured_flops(device, dtype), f"{name or device.type}: measured, a product of {SIZE}² {str(dtype)[6:]}"
+    if device.type != "cpu":
+        return None, f"{name or device.type}: not in the table of `mmm.plan.utilization`"
+    if dtype not in (torch.float32, torch.float64):
+        dtype = torch.float32  # narrower types are emulated
+    return measured_flops(dtype), f"cpu: measured, a product of {SIZE}² {str(dtype)[6:]}"
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, tries: int = 3) -> float:
-    """FLOP/s of a product of square matrices, with the threads that this rank has: the best of some."""
-    a = torch.ones(SIZE, SIZE, device=device, dtype=dtype)
+def measured_flops(dtype: torch.dtype, tries: int = 3) -> float:
+    """FLOP/s of a product of square matrices on the CPU, with the threads that this rank has: the best of some."""
+    a = torch.ones(SIZE, SIZE, dtype=dtype)
     best = 0.0
     for attempt in range(tries + 1):
         begin = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the device
+        a @ a
         if attempt:
             best = max(best, 2 * SIZE**3 / (time.perf_counter() - begin))
     return best

@@ -68,38 +68,39 @@ class TraceFile:
         self._write({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
         self._clocks[f"rank {pid}"] = {"offset_us": trace.offset / 1e3, "error_us": trace.error / 1e3}
         order = [STEPS, CALLS]  # the first tracks
-        for each in sorted(trace.slices, key=lambda s: (s.begin, -s.end)):
-            tid = self._track(tracks, pid, each.track, each.track, order)
-            begin, end = self._at(each.begin, trace), self._at(each.end, trace)
+        for span in sorted(trace.slices, key=lambda s: (s.begin, -s.end)):
+            tid = self._track(tracks, pid, span.track, span.track, order)
+            begin, end = self._at(span.begin, trace), self._at(span.end, trace)
             duration = round(end - begin, 3)
             self._write(
                 {
                     "ph": "X",
-                    "cat": f"{OURS},{each.kind}",
-                    "name": each.name,
+                    "cat": f"{OURS},{span.kind}",
+                    "name": span.name,
                     "pid": pid,
                     "tid": tid,
                     "ts": begin,
                     "dur": duration,
                 }
             )
-            if each.key:
+            if span.key:
                 # A send is over when it pleases, but data does not arrive before it began.
                 inside = min(duration * 0.01, 1.0)
-                at = begin + (
-                    inside if each.sends else duration / 2 if each.kind == "collective" else duration - inside
+                time_us = begin + (
+                    inside if span.sends else duration / 2 if span.kind == "collective" else duration - inside
                 )
-                expected = len(self.ranks.intersection(each.ranks))
-                self._ends.setdefault(each.key, []).append(_End(at, pid, tid, each.sends, expected))
+                expected = len(self.ranks.intersection(span.ranks))
+                self._ends.setdefault(span.key, []).append(_End(time_us, pid, tid, span.sends, expected))
         for lane, name, event in _pytorchs(trace.events):
             tid = self._track(tracks, pid, (event["pid"], event["tid"], lane), name, order)
-            at = round((trace.base + trace.offset - self.zero) / 1e3 + event["ts"], 3)
-            self._write({**event, "pid": pid, "tid": tid, "ts": at} | self._own_id(event, pid))
+            time_us = round((trace.base + trace.offset - self.zero) / 1e3 + event["ts"], 3)
+            own_id = {"id": (pid + 1) * FLOWS + event["id"]} if "id" in event else {}
+            self._write({**event, "pid": pid, "tid": tid, "ts": time_us, **own_id})
 
     def close(self, **about: Any) -> Joined:
         """Write the arrows, and what there is to say `about` the trace."""
         collectives = transfers = missing = backwards = 0
-        for number, (key, ends) in enumerate(self._ends.items(), start=1):
+        for flow_id, (key, ends) in enumerate(self._ends.items(), start=1):
             if ends[0].expected < 2:
                 continue  # its other ranks are not in the trace
             if len(ends) != ends[0].expected:
@@ -114,7 +115,7 @@ class TraceFile:
             for place, end in enumerate(ordered):
                 ph = "s" if place == 0 else "f" if place == len(ends) - 1 else "t"
                 name = "send" if sender else "collective"
-                event = {"ph": ph, "cat": OURS, "name": name, "id": number, "pid": end.pid, "tid": end.tid}
+                event = {"ph": ph, "cat": OURS, "name": name, "id": flow_id, "pid": end.pid, "tid": end.tid}
                 args = {} if place else {"args": {"key": key}}  # chrome://tracing complains of what is said twice
                 self._write(event | {"ts": round(end.at, 4), "bp": "e"} | args)
         joined = Joined(collectives, transfers, missing, backwards)
@@ -133,9 +134,6 @@ class TraceFile:
             index = tracks[key] % TRACKS
             self._write({"ph": "M", "name": "thread_sort_index", **about, "args": {"sort_index": index}})
         return tracks[key]
-
-    def _own_id(self, event: dict[str, Any], pid: int) -> dict[str, Any]:
-        return {"id": (pid + 1) * FLOWS + event["id"]} if "id" in event else {}
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(("" if self._first else ",\n") + json.dumps(event, separators=(",", ":")))

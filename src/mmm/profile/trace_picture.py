@@ -72,7 +72,7 @@ def _read(path: Path) -> tuple[dict[int, _Row], dict[int, list[dict[str, Any]]]]
 def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> Any:
     from matplotlib.patches import Patch
 
-    steps = [each for each in next(iter(rows.values())).slices if each[0] == "step"] if rows else []
+    steps = [span for span in next(iter(rows.values())).slices if span[0] == "step"] if rows else []
     if not steps:
         raise ValueError("no step in the trace")
     _, name, begin, end = steps[len(steps) // 2]
@@ -120,20 +120,22 @@ def _draw(
     points = axes.get_window_extent().width * 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
     for rank, row in rows.items():
         for kind in COLORS:
-            found = [each for each in row.slices if each[0] == kind and each[3] > low and each[2] < high]
+            shown = [each for each in row.slices if each[0] == kind and each[3] > low and each[2] < high]
             part = kind in PART_COLORS
             place = places[rank] + (-0.42 if part else 0.06)
-            bars = [(begin - zero, end - begin) for _, _, begin, end in found]
+            bars = [(begin - zero, end - begin) for _, _, begin, end in shown]
             axes.broken_barh(bars, (place, 0.46 if part else 0.32), facecolors=COLORS[kind], linewidth=0, zorder=2)
-            for _, name, begin, end in found if part else ():
+            for _, name, begin, end in shown if part else ():
                 left, right = max(begin, low), min(end, high)
                 text = _short(name, (right - left) / (high - low) * points)
                 dark = kind in ("dtw", "dtf", "dtd", "dto")
-                at = ((left + right) / 2 - zero, place + 0.23)
-                axes.text(*at, text, ha="center", va="center", fontsize=7.5, color=INK if dark else "white", zorder=4)
+                text_at = ((left + right) / 2 - zero, place + 0.23)
+                axes.text(
+                    *text_at, text, ha="center", va="center", fontsize=7.5, color=INK if dark else "white", zorder=4
+                )
     for ends in arrows.values():
-        kept = [end for end in ends if end["pid"] in places and low <= end["ts"] / 1e3 <= high]
-        if len(kept) == len(ends) and ends[0]["name"] == joined:
+        inside = [end for end in ends if end["pid"] in places and low <= end["ts"] / 1e3 <= high]
+        if len(inside) == len(ends) and ends[0]["name"] == joined:
             points_of = [(end["ts"] / 1e3 - zero, places[end["pid"]] + 0.22) for end in ends]
             color = COLORS[joined]
             line = {"arrowstyle": "-|>", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
@@ -149,8 +151,8 @@ def _draw(
 
 def _short(name: str, points: float) -> str:
     """As much of a slice's name as there is room for."""
-    words: Sequence[str] = name.split()
-    for text in (name, words[-1]):
+    parts: Sequence[str] = name.split()
+    for text in (name, parts[-1]):
         if 4.4 * len(text) + 2 < points:
             return text
     return ""

@@ -58,12 +58,3 @@ def end_backward(root: Any) -> None:
 
     Private: FSDPState._root_post_backward_final_callback, seen in 2.10 to 2.14; instead: nothing."""
     state_of(root)._root_post_backward_final_callback()
-
-
-def collectives_module() -> Any:
-    """The module with ``foreach_all_gather`` and ``foreach_reduce``, which FSDP calls on streams of its own.
-
-    Private: torch.distributed.fsdp._fully_shard._fsdp_param_group, seen in 2.10 to 2.14; instead: nothing."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    return _fsdp_param_group

@@ -124,11 +124,13 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     return functional_collectives().wait_tensor(tensor)
 
 
-def all_to_all_single_autograd(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all_single_autograd(
+    x: Tensor, receive: list[int] | None, send: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:
     """Rows of `x` to their ranks, in backward their gradients the other way.
 
     Args:
-        receive: rows from each rank of the group.
+        receive: rows from each rank of the group. None: as many from each.
         send: rows to each.
 
     Private: torch.distributed._functional_collectives.all_to_all_single_autograd, seen in 2.10 to 2.14; instead:
@@ -171,14 +173,10 @@ def ignore_gathers_in_turns() -> None:
 def clear_sharding_cache() -> None:
     """Have DTensor forget how it has sharded operators.
 
-    Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14, or in 2.10 one function for each of its two caches;
-    instead: nothing."""
+    Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14; instead: nothing."""
     from torch.distributed.tensor import debug
 
-    both = getattr(debug, "_clear_sharding_prop_cache", None)
-    names = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
-    for clear in [both] if both else [getattr(debug, name) for name in names]:
-        clear()
+    debug._clear_sharding_prop_cache()
 
 
 def clear_redistribute_cache() -> None:

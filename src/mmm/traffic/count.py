@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from mmm.layout import Layout
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.groups import group_of_name
-from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, schema_name
+from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, schema_name, tree_leaves
 from mmm.traffic.collective_bytes import Call
 
 
@@ -127,26 +127,26 @@ def axes_of(layout: Layout, rank: int, experts: bool = False) -> dict[tuple[int,
         experts: as of `build_mesh`.
     """
     ranks = np.arange(layout.ranks).reshape(list(layout.sizes.values()))  # (pp, dp_replicate, dp_shard, cp, tp)
-    at = list(layout.coordinates(rank).values())
+    coordinates = list(layout.coordinates(rank).values())
 
     def along(table: np.ndarray, place: Sequence[int], *dims: int) -> tuple[int, ...]:
         index = tuple(slice(None) if dim in dims else where for dim, where in enumerate(place))
         return tuple(sorted(table[index].flatten().tolist()))
 
-    found: dict[tuple[int, ...], str] = {}
+    axes: dict[tuple[int, ...], str] = {}
     for dim, (axis, size) in enumerate(layout.sizes.items()):
         if size > 1 or axis == "dp_shard":
-            found.setdefault(along(ranks, at, dim), axis)
+            axes.setdefault(along(ranks, coordinates, dim), axis)
     if layout.cp > 1:
-        found.setdefault(along(ranks, at, 2, 3), "dp_shard_cp")
+        axes.setdefault(along(ranks, coordinates, 2, 3), "dp_shard_cp")
     if layout.ep == 1 and not (experts and layout.tp > 1):
-        return found
+        return axes
     pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
     by_expert = ranks.reshape(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
-    at[2:3] = divmod(at[2], layout.ep)
-    found.setdefault(along(by_expert, at, 2, 4, 5), "expert_dp")
-    found.setdefault(along(by_expert, at, 3), "ep")
-    return found
+    coordinates[2:3] = divmod(coordinates[2], layout.ep)
+    axes.setdefault(along(by_expert, coordinates, 2, 4, 5), "expert_dp")
+    axes.setdefault(along(by_expert, coordinates, 3), "ep")
+    return axes
 
 
 class _Count(TorchDispatchMode):
@@ -159,18 +159,18 @@ class _Count(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor dispatches operators on plain tensors, which come here
-        if func.namespace in ("c10d", "_c10d_functional") and _name(func) not in SILENT:
+        if func.namespace in ("c10d", "_c10d_functional") and operator_name(func) not in SILENT:
             self._count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read = READERS.get(_name(func))
+        read = READERS.get(operator_name(func))
         if read is None:
             raise RuntimeError(f"{func} on a process group: mmm.traffic.count does not know what it sends")
-        given = {**dict(zip((a.name for a in schema_arguments(func)), args, strict=False)), **kwargs}
-        group = process_group_of(given)
-        on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(given.values())))
-        for call in read(given, group.size(), group.rank()):
+        arguments = {**dict(zip((a.name for a in schema_arguments(func)), args, strict=False)), **kwargs}
+        group = process_group_of(arguments)
+        on_gloo = all(tensor.device.type == "cpu" for tensor in _tensors(list(arguments.values())))
+        for call in read(arguments, group.size(), group.rank()):
             self.traffic.add(self._axis(group), call, on_gloo)
 
     def _axis(self, group: dist.ProcessGroup) -> str:
@@ -184,14 +184,14 @@ class _Count(TorchDispatchMode):
         return self.names.get(ranks, other)
 
 
-def _name(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """``allreduce`` of ``c10d::allreduce_``; a functional operator's has its own underscores."""
     return schema_name(func).split("::")[1].strip("_").removesuffix("_out")
 
 
-def process_group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
+def process_group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     """The group in the arguments of an operator, by name."""
-    handle = given["process_group"] if "process_group" in given else given["group_name"]
+    handle = arguments["process_group"] if "process_group" in arguments else arguments["group_name"]
     if isinstance(handle, str):
         return group_of_name(handle)
     return handle if isinstance(handle, dist.ProcessGroup) else dist.ProcessGroup.unbox(handle)
@@ -202,9 +202,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    if isinstance(nested, Tensor):
-        return [nested]
-    return [tensor for part in nested for tensor in _tensors(part)] if isinstance(nested, (list, tuple)) else []
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def _bytes(nested: Any) -> int:
@@ -219,55 +217,57 @@ Reader = Callable[[Mapping[str, Any], int, int], list[Call]]
 def _reader(operation: str, *names: str, by_parts: bool = False) -> Reader:
     """Of an operation whose full buffer is the first of the named arguments; `by_parts`: 1 / size of it is."""
 
-    def read(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-        buffer = next(given[name] for name in names if name in given)
-        root = given.get("root_rank", given.get("src", 0))
+    def read(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+        buffer = next(arguments[name] for name in names if name in arguments)
+        root = arguments.get("root_rank", arguments.get("src", 0))
         payload = _bytes(buffer) * (size if by_parts else 1)
         return [Call(operation, size, rank, payload, root=root, tensors=len(_tensors(buffer)))]
 
     return read
 
 
-def _gather_lists(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    local = given["input_tensors"] if "input_tensors" in given else given["input_list"]
+def _gather_lists(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    local = arguments["input_tensors"] if "input_tensors" in arguments else arguments["input_list"]
     return [Call("all_gather", size, rank, _bytes(local) * size, tensors=len(local))]
 
 
-def _all_to_all_single(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    buffer = given["input"]
-    rows = list(given.get("input_split_sizes") or given.get("in_splits") or [])
+def _all_to_all_single(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    buffer = arguments["input"]
+    rows = list(arguments.get("input_split_sizes") or arguments.get("in_splits") or [])
     own = rows[rank] * math.prod(buffer.shape[1:]) if rows else buffer.numel() / size
     payload = _bytes(buffer)
     return [Call("all_to_all", size, rank, payload, leaving=round(payload - own * buffer.element_size()))]
 
 
-def _all_to_all(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    parts = given["input_tensors"]
+def _all_to_all(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    parts = arguments["input_tensors"]
     return [Call("all_to_all", size, rank, _bytes(parts), leaving=_bytes(parts) - _bytes(parts[rank]))]
 
 
-def _gather(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    local, root = _bytes(given["input_tensors"]), given["root_rank"]
+def _gather(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    local, root = _bytes(arguments["input_tensors"]), arguments["root_rank"]
     return [Call("gather", size, rank, local * size, root=root, leaving=0 if rank == root else local)]
 
 
-def _scatter(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    local, root = _bytes(given["output_tensors"]), given["root_rank"]
+def _scatter(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    local, root = _bytes(arguments["output_tensors"]), arguments["root_rank"]
     return [Call("scatter", size, rank, local * size, root=root, leaving=local * (size - 1) if rank == root else 0)]
 
 
-def _send(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    count = _bytes(given["tensors"] if "tensors" in given else given["tensor"])
+def _send(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    count = _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"])
     return [Call("send", size, rank, count, leaving=count)]
 
 
-def _receive(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    return [Call("receive", size, rank, _bytes(given["tensors"] if "tensors" in given else given["tensor"]))]
+def _receive(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    return [
+        Call("receive", size, rank, _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"]))
+    ]
 
 
-def _batch_p2p(given: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+def _batch_p2p(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
     calls = []
-    for operation, tensor in zip(given["op_list"], given["tensors"], strict=True):
+    for operation, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
         calls += (_send if operation == "isend" else _receive)({"tensor": tensor}, size, rank)
     return calls
 
@@ -292,8 +292,8 @@ READERS: dict[str, Reader] = {
     "send": _send,
     "recv": _receive,
     "recv_any_source": _receive,
-    "barrier": lambda given, size, rank: [Call("barrier", size, rank, 0)],
-    "monitored_barrier": lambda given, size, rank: [Call("barrier", size, rank, 0)],
+    "barrier": lambda arguments, size, rank: [Call("barrier", size, rank, 0)],
+    "monitored_barrier": lambda arguments, size, rank: [Call("barrier", size, rank, 0)],
     # _c10d_functional
     "all_reduce": _reader("all_reduce", "input"),
     "all_reduce_coalesced": _reader("all_reduce", "inputs"),

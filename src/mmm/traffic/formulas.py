@@ -62,7 +62,7 @@ def expected_traffic(
     layout: Layout,
     techniques: Techniques,
     partition: Partition,
-    numbers: Iterable[int] = (0,),
+    stage_ids: Iterable[int] = (0,),
     *,
     batch: int,
     seq_length: int = 0,
@@ -72,31 +72,31 @@ def expected_traffic(
 
     Args:
         model: before it is parallelized, on the meta device. layout: fitted to the number of ranks.
-        partition: of the model. numbers: of this rank's stages (``ParallelModel.modules``).
+        partition: of the model. stage_ids: of this rank's stages (``ParallelModel.modules``).
         batch: samples of a step, per data-parallel coordinate. seq_length: of the Transformer, in tokens.
 
     Raises:
         ValueError: there is no formula for a model of that kind on an axis of the layout.
     """
     count, sizes = len(partition.stages), (layout, batch, seq_length, precision)
-    own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in numbers}
-    found = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
+    own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in stage_ids}
+    by_axis = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
     if layout.tp > 1:
-        found["tp"] = sum(_tensor(stage, *sizes) for stage in own.values())
+        by_axis["tp"] = sum(_tensor(stage, *sizes) for stage in own.values())
     if layout.cp > 1:
-        found["cp"] = found.get("cp", 0.0) + sum(_context(s, *sizes, techniques.cp_style) for s in own.values())
+        by_axis["cp"] = by_axis.get("cp", 0.0) + sum(_context(s, *sizes, techniques.cp_style) for s in own.values())
     if layout.pp > 1:
         faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
         sent = _activations(next(iter(own.values())), *sizes)
-        found["pp"] = faced * sent + factor("all_reduce", layout.pp) * LOSS
+        by_axis["pp"] = faced * sent + factor("all_reduce", layout.pp) * LOSS
         for tie in stage_ties(model, partition.names()):
             local = tie.keys() & own.keys()
             for n in local:
                 named = zip(own[n].named_parameters(), local_shapes(own[n], plan, layout.tp), strict=True)
                 rows, *others = next(shape for (name, _), shape in named if name == tie[n])
                 rows = -(-rows // (layout.dp_shard * layout.cp))
-                found["pp"] += (len(tie) - len(local)) * rows * math.prod(others) * _size(precision.storage)
-    return {axis: sent for axis, sent in found.items() if sent}
+                by_axis["pp"] += (len(tie) - len(local)) * rows * math.prod(others) * _size(precision.storage)
+    return {axis: sent for axis, sent in by_axis.items() if sent}
 
 
 def _size(dtype: torch.dtype) -> int:
@@ -184,8 +184,8 @@ def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, preci
         # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
         gathers_and_scatters = 2 * (4 * layers + first + last)
         norms = 2 * layers + last  # each rank has the gradient of its local tokens
-        wide = max(_size(precision.compute), 4)
-        loss = 3 * tokens * wide * last  # the largest logit, the sum of exponentials, the target's own logit
+        accum_size = max(_size(precision.compute), 4)
+        loss = 3 * tokens * accum_size * last  # the largest logit, the sum of exponentials, the target's own logit
         summed = norms * dim * size + loss
         return part * (gathers_and_scatters * tokens * dim * size + 2 * summed)
     if isinstance(model, ViT):
@@ -203,7 +203,7 @@ def _context(model: nn.Module, layout: Layout, batch: int, seq_length: int, prec
     heads, kv_heads = config.n_heads // layout.tp, config.n_kv_heads // layout.tp
     a_head = batch * seq_length // n * config.head_dim  # elements in one head of this rank's tokens
     if style == "ring":
-        keys, wide = 2 * kv_heads * a_head, max(size, 4)
-        return len(model.layers) * keys * (2 * (n - 1) * size + n * wide)
+        keys, accum_size = 2 * kv_heads * a_head, max(size, 4)
+        return len(model.layers) * keys * (2 * (n - 1) * size + n * accum_size)
     sent = heads + 2 * math.lcm(kv_heads, n) + heads  # queries, keys and values, outputs
     return 2 * len(model.layers) * factor("all_to_all", n) * sent * a_head * size

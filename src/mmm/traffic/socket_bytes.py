@@ -16,13 +16,13 @@ def socket_bytes() -> dict[str, int]:
     Raises:
         OSError: no Linux, or one before 4.19, which does not count them.
     """
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
+    by_socket = {}
+    for descriptor in os.listdir("/proc/self/fd"):
         try:
-            name = os.readlink(f"/proc/self/fd/{number}")
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
             if not name.startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as copy:
+            with socket.socket(fileno=os.dup(int(descriptor))) as copy:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
                     continue
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -31,8 +31,8 @@ def socket_bytes() -> dict[str, int]:
         if len(info) < BYTES_SENT + 16:
             raise OSError("this kernel does not count what a TCP socket sends (Linux does since 4.19)")
         sent, again = struct.unpack_from("QQ", info, BYTES_SENT)
-        found[name] = sent - again
-    return found
+        by_socket[name] = sent - again
+    return by_socket
 
 
 def sent_since(before: Mapping[str, int]) -> int:

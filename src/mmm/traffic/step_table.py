@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mmm.parallel import Mesh
+from mmm.parallel.mesh import Mesh
 from mmm.traffic.count import Traffic, count_traffic
 from mmm.traffic.socket_bytes import sent_since, socket_bytes
 
@@ -41,21 +41,21 @@ def count_step(step: Callable[[], object], mesh: Mesh, formula: dict[str, float]
     return everyone, traffic
 
 
-def apart(sent: Sent) -> float:
+def max_rel_diff(sent: Sent) -> float:
     """The largest relative difference of counted and formula over the axes."""
     axes = {axis for side in (sent.counted, sent.formula) for axis, count in side.items() if count}
     pairs = [(sent.counted.get(axis, 0), sent.formula.get(axis, 0.0)) for axis in axes]
     return max((abs(counted / formula - 1) if formula else float("inf") for counted, formula in pairs), default=0.0)
 
 
-def table(found: Mapping[tuple[str, str], Sequence[Sent]]) -> str:
+def table(by_case: Mapping[tuple[str, str], Sequence[Sent]]) -> str:
     """A line a layout and axis, of the rank that sends most; gloo and sockets for all axes, on the first line.
 
     Args:
-        found: by name and layout, what each rank sent.
+        by_case: by name and layout, what each rank sent.
     """
     lines = [f"{'':18}{'layout':<24}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}{'gloo':>12}{'sockets':>12}"]
-    for (name, layout), by_rank in found.items():
+    for (name, layout), by_rank in by_case.items():
         most = max(by_rank, key=lambda sent: sum(sent.counted.values()))
         head = f"{name:18}{layout:<24}"
         wire = f"{most.gloo:12,}{most.sockets:12,}"

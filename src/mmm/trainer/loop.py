@@ -191,7 +191,7 @@ class _Loop:
         of_samples: dict[str, Tensor] = {}
         if batch.document_starts is not None:
             of_samples["document_starts"] = batch.document_starts
-        if model.draws and batch.sample_keys is not None:
+        if model.has_dropout and batch.sample_keys is not None:
             of_samples["sample_keys"] = batch.sample_keys
         count = None if batch.has_padding else batch.count
         loss = model.step(batch.inputs, batch.targets, count, scaler, **of_samples)

@@ -101,7 +101,7 @@ def hidden_matrices(model: ParallelModel, plan: Plan) -> list[nn.Parameter]:
     lookups = {canonical_name(name) for name, module in modules if isinstance(module, nn.Embedding)}
 
     def is_hidden(name: str) -> bool:
-        names = [name, *(other for other, first in model.first_names.items() if first == name)]  # of a tied weight
+        names = [name, *(other for other, first in model.tied_aliases.items() if first == name)]  # of a tied weight
         owners = [each.rpartition(".")[0] for each in names]
         return not any(owner in lookups or matches(plan.output, owner) for owner in owners)
 

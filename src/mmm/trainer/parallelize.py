@@ -28,7 +28,7 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         run.describe(note=text)
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     if needs_no_fsdp(run.layout, run.precision.mixed, techniques):
-        mesh = replace(mesh, one_device=True)
+        mesh = replace(mesh, no_data_parallel=True)
     if partition.stages:
         table = stage_table(partition.names(), partition.shares())
         run.log.info("%d micro-batches by %s\n%s", partition.microbatches, techniques.schedule, table)
@@ -44,9 +44,9 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         lap=run.clock.lap,
     )
     run.log.info("%s, %s", techniques.data_parallel, mesh)
-    if mesh.one_device and run.device.type == "mps":
+    if mesh.no_data_parallel and run.device.type == "mps":
         run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
-    elif mesh.one_device:
+    elif mesh.no_data_parallel:
         run.log.info("one rank: nothing to shard, so the model is trained as it is")
     for number, module in parallel.modules.items():
         run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))

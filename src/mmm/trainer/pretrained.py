@@ -70,7 +70,7 @@ def evaluation_model(
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, device.type, timeout, experts=has_experts(model))
     if layout.dp * layout.cp == 1:  # nothing for FSDP to shard: it would copy each unit, for each token
-        mesh = replace(mesh, one_device=True)
+        mesh = replace(mesh, no_data_parallel=True)
         precision = replace(precision, storage=precision.compute)
     parallel = ParallelModel(model, plan, mesh, precision, techniques, partition, device=device, seed=0)
     parallel.train(False)

@@ -235,8 +235,8 @@ class TorchProfiler:
             stack.callback(self.torch.stop)
             stack.enter_context(self.calls)
             if self.model.pipeline is not None:
-                self.model.pipeline.record_to(self.actions)
-                stack.callback(self.model.pipeline.record_to, None)
+                self.model.pipeline.times.recorder = self.actions
+                stack.callback(setattr, self.model.pipeline.times, "recorder", None)
             self.run.clock.on_mark = self._mark
             stack.callback(setattr, self.run.clock, "on_mark", None)
             self._mark(None)

@@ -37,7 +37,7 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     if run.layout.pp > 1 and keeper:
         assert isinstance(model, ParallelModel)
         state = gather_stages(state, model.mesh["pp"], run.device)
-        state |= {name: state[first] for name, first in model.first_names.items() if state}
+        state |= {name: state[first] for name, first in model.tied_aliases.items() if state}
     if run.outdir is None:
         return None
     path = run.outdir / "model.pt"

@@ -28,12 +28,7 @@ import torch
 from torch import Tensor
 
 from mmm.models.transformer import cuda_has_flash
-from mmm.torch_private.operators import (
-    cpu_attention,
-    cpu_attention_backward,
-    flash_attention,
-    flash_attention_backward,
-)
+from mmm.torch_private.operators import cpu_attention, cpu_attention_backward, flash_attention, flash_attention_backward
 
 TILE = 512  # tokens
 
@@ -113,14 +108,14 @@ def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`block_forward` in matrix products."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.zeros_like(q, dtype=accum_dtype), q.new_full(q.shape[:-1], -math.inf, dtype=accum_dtype)
     heads = k.shape[1]
     for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
-        tile_q, tile_k = _by_kv_head(q[:, :, rows].to(wide), heads), k[:, :, keys].to(wide)
+        tile_q, tile_k = _by_kv_head(q[:, :, rows].to(accum_dtype), heads), k[:, :, keys].to(accum_dtype)
         scores = _scores(tile_q, tile_k, rows, keys, diagonal, first_key)
         tile_lse = scores.logsumexp(-1, keepdim=True)  # (batch, kv heads, group · tile, 1)
-        tile_out = scores.sub_(_finite(tile_lse)).exp_() @ v[:, :, keys].to(wide)
+        tile_out = scores.sub_(_finite(tile_lse)).exp_() @ v[:, :, keys].to(accum_dtype)
         parts = (_by_head(tile_out, q.shape[1]), _by_head(tile_lse, q.shape[1]).squeeze(-1))
         out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *parts)
     return out.to(q.dtype), lse
@@ -137,13 +132,13 @@ def tiled_backward(
     first_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_backward` in matrix products."""
-    wide, heads = lse.dtype, k.shape[1]
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-    inner = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # (batch, heads, queries, 1)
+    accum_dtype, heads = lse.dtype, k.shape[1]
+    dq, dk, dv = (torch.zeros_like(t, dtype=accum_dtype) for t in (q, k, v))
+    inner = (gradient.to(accum_dtype) * out.to(accum_dtype)).sum(-1, keepdim=True)  # (batch, heads, queries, 1)
     for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
-        of_rows = (t[:, :, rows].to(wide) for t in (q, gradient, inner, lse[..., None]))
+        of_rows = (t[:, :, rows].to(accum_dtype) for t in (q, gradient, inner, lse[..., None]))
         tile_q, tile_gradient, tile_inner, tile_lse = (_by_kv_head(t, heads) for t in of_rows)
-        tile_k, tile_v = k[:, :, keys].to(wide), v[:, :, keys].to(wide)
+        tile_k, tile_v = k[:, :, keys].to(accum_dtype), v[:, :, keys].to(accum_dtype)
         weights = _scores(tile_q, tile_k, rows, keys, diagonal, first_key).sub_(tile_lse).exp_()
         dv[:, :, keys] += weights.mT @ tile_gradient
         through = (tile_gradient @ tile_v.mT).sub_(tile_inner)
@@ -180,7 +175,7 @@ def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, diagonal: bool, firs
         later = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later.repeat(group, 1), -math.inf)
     if first_key is not None:
-        number = torch.arange(keys.start, keys.stop, device=q.device)
-        earlier = number < first_key[:, None, rows, None]  # (batch, 1, rows, keys)
+        key_positions = torch.arange(keys.start, keys.stop, device=q.device)
+        earlier = key_positions < first_key[:, None, rows, None]  # (batch, 1, rows, keys)
         scores.masked_fill_(earlier.repeat(1, 1, group, 1), -math.inf)
     return scores

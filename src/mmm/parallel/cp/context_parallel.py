@@ -29,8 +29,6 @@ from mmm.parallel.cp.ulysses import UlyssesAttention
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.rules import check_cp_style
 
-STYLES = ("ring", "ulysses")
-
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan, style: str) -> None:
     """Replace ``attention_fn`` of the attention modules that the plan names, in place.

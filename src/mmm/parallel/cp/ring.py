@@ -137,9 +137,9 @@ class _RingAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, document_starts: Tensor | None
     ) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=wide)  # (batch, heads, seq / cp, head_dim)
-        lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)  # (batch, heads, seq / cp)
+        accum_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=accum_dtype)  # (batch, heads, seq / cp, head_dim)
+        lse = torch.full(q.shape[:-1], -math.inf, dtype=accum_dtype, device=q.device)  # (batch, heads, seq / cp)
         kv = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
         for hop in range(ring.size):
             next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 
 
 class UlyssesAttention:
@@ -55,27 +55,13 @@ class UlyssesAttention:
         if repeats > 1:
             k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
         pieces = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in (q, k, v)]  # (cp, batch, heads / cp, …)
-        received = AllToAll.apply(torch.cat(pieces, dim=2), self.group)  # by source shard
+        # To the ranks of the heads, by source shard; in backward the gradients the other way.
+        received = wait_tensor(all_to_all_single_autograd(torch.cat(pieces, dim=2), None, None, self.group))
         q, k, v = (join_shards(t) for t in received.split([piece.shape[2] for piece in pieces], dim=2))
         out = self.attention_fn(q, k, v, *documents)  # (batch, heads / cp, seq, head_dim)
-        back = AllToAll.apply(split_shards(out, self.size), self.group)  # (cp, batch, heads / cp, seq / cp, head_dim)
+        shards = split_shards(out, self.size)  # (cp, batch, heads / cp, seq / cp, head_dim)
+        back = wait_tensor(all_to_all_single_autograd(shards, None, None, self.group))
         return back.movedim(0, 1).flatten(1, 2)
-
-
-class AllToAll(torch.autograd.Function):
-    """Piece i of rank j becomes piece j of rank i, in forward and for the gradients in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, pieces: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        pieces = pieces.contiguous()
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return AllToAll.apply(gradient, ctx.group), None
 
 
 def join_shards(shards: Tensor) -> Tensor:

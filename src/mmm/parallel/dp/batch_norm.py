@@ -130,5 +130,5 @@ class _Forward:
         assert module.num_batches_tracked is not None
         seen = to_local(module.num_batches_tracked).add_(1)
         factor = 1.0 / seen.item() if module.momentum is None else module.momentum
-        for kept, new in ((module.running_mean, mean), (module.running_var, variance)):
-            to_local(kept).lerp_(new.to(kept.dtype), factor)
+        for running, statistic in ((module.running_mean, mean), (module.running_var, variance)):
+            to_local(running).lerp_(statistic.to(running.dtype), factor)

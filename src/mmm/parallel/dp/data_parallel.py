@@ -28,10 +28,10 @@ from torch.distributed.fsdp import FSDPModule
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.dp.batch_norm import batch_norms
+from mmm.parallel.dp.buffers import WrittenBuffers
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp, fsdp_units_of, prefetch_next
 from mmm.parallel.dp.replicas import Replicas
-from mmm.parallel.dp.written_buffers import WrittenBuffers
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan
@@ -72,7 +72,7 @@ def dp_mesh(mesh: Mesh) -> DeviceMesh:
 
 def needs_no_fsdp(layout: Layout, mixed: bool, techniques: Techniques) -> bool:
     """Whether FSDP would only copy parameters and gradients through its buffers: on a single rank, where it does not
-    cast them or move them to the host either. The trainers then leave the model as it is (`Mesh.one_device`).
+    cast them or move them to the host either. The trainers then leave the model as it is (`Mesh.no_data_parallel`).
 
     Args:
         mixed: whether weights are cast to compute.
@@ -89,7 +89,7 @@ def apply_data_parallel(
         ConfigError: offload on MPS, which has the host's memory.
     """
     technique, offload = techniques.data_parallel, techniques.offload
-    if mesh.one_device:
+    if mesh.no_data_parallel:
         if offload:
             raise ConfigError("offload on mps: it has the host's memory; leave it out", fields=("offload",))
         return model

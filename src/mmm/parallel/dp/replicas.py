@@ -95,9 +95,11 @@ class Replicas(Wrapper):
     def _reduce(self, parts: Sequence[Part]) -> None:
         """Sum the gradients of `parts` from now on, in this order."""
         self._parts = list(parts)
-        for number, part in enumerate(parts):
+        for part_index, part in enumerate(parts):
             for parameter in part.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda p, number=number: self._arrived(number, p))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, part_index=part_index: self._arrived(part_index, p)
+                )
         reduced = {id(parameter) for part in parts for parameter in part.parameters}
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if id(p) not in reduced]
 
@@ -113,11 +115,11 @@ class Replicas(Wrapper):
         self._reducing, self._missing, self._next = True, missing, 0
         at_end_of_backward(self._finish)
 
-    def _arrived(self, number: int, parameter: nn.Parameter) -> None:
-        self._parts[number].arrived(parameter)
+    def _arrived(self, part_index: int, parameter: nn.Parameter) -> None:
+        self._parts[part_index].arrived(parameter)
         if self.reduce_now:
             self._start()
-            self._missing[number] -= 1
+            self._missing[part_index] -= 1
             self._begin(lambda part: self._missing[part] <= 0)
 
     def _begin(self, ready: Callable[[int], bool]) -> None:

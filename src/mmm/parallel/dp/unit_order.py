@@ -29,7 +29,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import LayoutError
 from mmm.parallel.dp.outputs import adds_to_leaves, tensors_in
-from mmm.parallel.local import sendable
+from mmm.parallel.dp.wrapped import all_groups
+from mmm.parallel.local import to_group_device
 from mmm.runtime.log import get_logger
 from mmm.torch_private.autograd import at_end_of_backward, in_backward
 from mmm.torch_private.fsdp import (
@@ -59,17 +60,17 @@ class UnitOrder:
         self.model, self.mesh = model, mesh
         self.units: list[FSDPModule] = []
         self.names: list[str] = []
-        numbers: dict[Any, int] = {}  # modules of one unit have one state
+        unit_ids: dict[Any, int] = {}  # modules of one unit have one state
         for name, module in model.named_modules():
             if not isinstance(module, FSDPModule) or module is model:
                 continue
-            number = numbers.setdefault(state_of(module), len(self.units))
-            if number == len(self.units):
+            unit_id = unit_ids.setdefault(state_of(module), len(self.units))
+            if unit_id == len(self.units):
                 self.units.append(module)
                 self.names.append(name)
             else:
-                self.names[number] += f" and {name}"
-            module.register_forward_pre_hook(lambda *_, n=number: self._reach(n), prepend=True)  # type: ignore[attr-defined]
+                self.names[unit_id] += f" and {name}"
+            module.register_forward_pre_hook(lambda *_, n=unit_id: self._reach(n), prepend=True)  # type: ignore[attr-defined]
         self.order = list(range(len(self.units)))
         self.calls: list[int] = []
         self._place = 0  # in `order`, of the unit to gather next
@@ -84,30 +85,30 @@ class UnitOrder:
         self.calls.clear()
         self._passed.clear()
 
-    def _reach(self, number: int) -> None:
+    def _reach(self, unit_id: int) -> None:
         """Before a unit is called, and FSDP gathers it."""
         if not self._inside or in_backward():  # what is recomputed in backward is gathered
             return
-        again = number in self.calls and not all(group.is_unsharded for group in groups_of(self.units[number]))
-        self.calls.append(number)
-        place = self.order.index(number)
+        again = unit_id in self.calls and not all(group.is_unsharded for group in groups_of(self.units[unit_id]))
+        self.calls.append(unit_id)
+        place = self.order.index(unit_id)
         self._gather(len(self.order) if again and self.mesh.size() > 1 else place)
         if again and self.mesh.size() > 1:
-            self._alike(again=number)
+            self._alike(again=unit_id)
         self._place = max(self._place, place + 1)
-        self._passed.discard(number)
+        self._passed.discard(unit_id)
 
     def _gather(self, stop: int) -> None:
-        for number in self.order[self._place : stop]:
-            self.units[number].unshard()
-            self._passed.add(number)
+        for unit_id in self.order[self._place : stop]:
+            self.units[unit_id].unshard()
+            self._passed.add(unit_id)
         self._place = max(self._place, stop)
 
     def _end(self, output: Any) -> None:
         """After the model's forward."""
         self._inside = False
         self._gather(len(self.order))
-        for unit in (self.units[number] for number in self.order if number in self._passed):
+        for unit in (self.units[unit_id] for unit_id in self.order if unit_id in self._passed):
             if any(reshards_after_forward(group) for group in groups_of(unit)):
                 unit.reshard()
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
@@ -123,7 +124,7 @@ class UnitOrder:
 
     def _communicates(self) -> bool:
         """Whether backward does: in a pipeline it does not, nor alone."""
-        groups = [group for unit in (self.model, *self.units) for group in groups_of(unit)]
+        groups = all_groups(self.model)
         return self.mesh.size() > 1 and any(group.reduce_grads or reshards_after_forward(group) for group in groups)
 
     def _alike(self, again: int | None = None) -> bool:
@@ -139,7 +140,7 @@ class UnitOrder:
         ends = torch.tensor([digest, -digest])
         for axis in range(self.mesh.ndim):
             group = self.mesh.get_group(axis)
-            ends = sendable(ends, group)
+            ends = to_group_device(ends, group)
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         most, least = ends.tolist()
         if most != -least:
@@ -148,17 +149,17 @@ class UnitOrder:
 
     def _tell(self, again: int | None) -> None:
         """Name the units that some ranks have called, the first time. A collective. Raises as `_alike`."""
-        counts = [self.calls.count(number) for number in range(len(self.units))]
-        found = {dist.get_rank(): (again, counts)}
+        counts = [self.calls.count(unit_id) for unit_id in range(len(self.units))]
+        calls_by_rank = {dist.get_rank(): (again, counts)}
         for axis in range(self.mesh.ndim):
             group = self.mesh.get_group(axis)
             gathered: list = [None] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, found, group=group)
-            found = {rank: each for part in gathered for rank, each in part.items()}
-        if len({unit for unit, _ in found.values()}) > 1:
+            dist.all_gather_object(gathered, calls_by_rank, group=group)
+            calls_by_rank = {rank: counts_of_rank for part in gathered for rank, counts_of_rank in part.items()}
+        if len({unit for unit, _ in calls_by_rank.values()}) > 1:
             places = ", ".join(
                 f"rank {rank} {'ends' if unit is None else f'calls {self.names[unit]} again'}"
-                for rank, (unit, _) in sorted(found.items())
+                for rank, (unit, _) in sorted(calls_by_rank.items())
             )
             raise LayoutError(
                 f"ranks call FSDP's units a different number of times ({places}), and a unit that is called again is "
@@ -169,11 +170,13 @@ class UnitOrder:
             return
         self._told = True
         uneven = []
-        for number, name in enumerate(self.names):
-            without = [str(rank) for rank, (_, each) in sorted(found.items()) if not each[number]]
-            if 0 < len(without) < len(found):
+        for unit_id, name in enumerate(self.names):
+            without = [
+                str(rank) for rank, (_, counts_of_rank) in sorted(calls_by_rank.items()) if not counts_of_rank[unit_id]
+            ]
+            if 0 < len(without) < len(calls_by_rank):
                 uneven.append(f"{name} (not by rank {', '.join(without)})")
-        if dist.get_rank() == min(found):
+        if dist.get_rank() == min(calls_by_rank):
             get_logger().warning(
                 "FSDP's units are not called alike by all ranks: %s. In such a step every rank keeps all parameters "
                 "and gradients until backward ends",
@@ -182,11 +185,11 @@ class UnitOrder:
 
     def _defer(self, outputs: Sequence[Tensor]) -> None:
         """Gather all units, and have them reduced at the end of the next backward."""
-        for number in self.order:
-            self.units[number].unshard()
+        for unit_id in self.order:
+            self.units[unit_id].unshard()
         if not self._deferred:
             self._deferred = True
-            self._sync = any(group.reduce_grads for unit in (self.model, *self.units) for group in groups_of(unit))
+            self._sync = any(group.reduce_grads for group in all_groups(self.model))
             self.model.set_requires_gradient_sync(False)
             self.model.set_reshard_after_backward(False)
         for tensor in outputs:
@@ -203,7 +206,7 @@ class UnitOrder:
         self._queued = self._deferred = False
         self.model.set_reshard_after_backward(True)
         self.model.set_requires_gradient_sync(self._sync)
-        units = [*(self.units[number] for number in reversed(self.order)), self.model]
+        units = [*(self.units[unit_id] for unit_id in reversed(self.order)), self.model]
         if not self._sync:
             for unit in units:
                 unit.reshard()
@@ -216,7 +219,7 @@ class UnitOrder:
 
 def reduce_unused(group: Any) -> None:
     """Have FSDP reduce all gradients of a unit where it reduces any: one that a rank's samples have not used is zero.
-    FSDP itself would leave it out, on this rank alone. It may end a unit twice in a backward (PyTorch 2.10 does, a unit
+    FSDP itself would leave it out, on this rank alone. It may end a unit twice in a backward (PyTorch 2.11 does, a unit
     of several modules): the second time, before the unit is gathered again, nothing is zero but reduced.
 
     Args:
@@ -224,10 +227,10 @@ def reduce_unused(group: Any) -> None:
     """
     reduce, gather, reduced = group.post_backward, group.unshard, False
 
-    def unshard(*given: Any, **named: Any) -> None:
+    def unshard(*args: Any, **kwargs: Any) -> None:
         nonlocal reduced
         reduced = False
-        gather(*given, **named)
+        gather(*args, **kwargs)
 
     def post_backward(*unused: Any) -> None:
         nonlocal reduced

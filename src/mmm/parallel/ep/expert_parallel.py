@@ -28,8 +28,6 @@ Sources: Lepikhin et al., "GShard", 2021; Gale et al., "MegaBlocks", 2022 (dropl
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,6 +39,7 @@ from mmm.models.experts import Experts, expert_forward, to_host_list
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
+from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
@@ -97,27 +96,12 @@ class ExpertParallel:
         by_rank = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
         send, receive = by_rank[: self.size], by_rank[self.size :]
         of_experts = [sum(counts[len(tokens_per_expert) + i :: local]) for i in range(local)]
-        tokens = AllToAllTokens.apply(x, send, receive, self.group)  # sorted by source rank, then by expert
+        # Tokens to their experts, sorted by source rank, then by expert; in backward their gradients the other way.
+        tokens = wait_tensor(all_to_all_single_autograd(x, receive, send, self.group))
         of_each = torch.arange(local, device=x.device).expand_as(to_receive).flatten()
         expert = of_each.repeat_interleave(to_receive.flatten(), output_size=len(tokens))  # (tokens,): of each token
         order = expert.argsort(stable=True)
         w1, w2, w3 = (to_local(w) for w in (w1, w2, w3))  # each (local experts, …)
         output = expert_forward(tokens.index_select(0, order), to_receive.sum(0), w1, w2, w3, of_experts)
-        return AllToAllTokens.apply(output.index_select(0, order.argsort()), receive, send, self.group)
-
-
-class AllToAllTokens(torch.autograd.Function):
-    """The first ``send[0]`` tokens go to rank 0, the next to rank 1, …; gradients go back the same way."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        received = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(received, x.contiguous(), receive, send, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return AllToAllTokens.apply(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
+        output = output.index_select(0, order.argsort())
+        return wait_tensor(all_to_all_single_autograd(output, send, receive, self.group))

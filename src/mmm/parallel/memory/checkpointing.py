@@ -26,12 +26,7 @@ MODES = ("none", "full", "selective")
 
 aten = torch.ops.aten
 # bmm is not among them: attention by matrix products computes its (seq, seq) scores with it.
-KEPT = [
-    aten.mm.default,
-    aten.addmm.default,
-    aten.convolution.default,
-    *ATTENTION_KERNELS,
-]
+KEPT = [aten.mm.default, aten.addmm.default, aten.convolution.default, *ATTENTION_KERNELS]
 
 
 def check_checkpointing(plan: Plan, mode: str) -> None:
@@ -43,29 +38,18 @@ def check_checkpointing(plan: Plan, mode: str) -> None:
 
 
 def apply_checkpointing(model: nn.Module, plan: Plan, mode: str) -> None:
-    """Checkpoint the modules that the plan names, in place; their names, and those of the parameters, stay.
-
-    Raises:
-        ConfigError: as `check_checkpointing`.
-    """
-    check_checkpointing(plan, mode)
+    """Checkpoint the modules that the plan names, in place; their names, and those of the parameters, stay."""
     if mode == "none":
         return
     if mode == "selective":
-        _ignore_profiler_marks()
+        # FSDP's marks for the profiler go onto PyTorch's public list of operators that are ignored: where an FSDP unit
+        # lies inside a checkpointed module (experts), recomputation has another number of them. The list is read until
+        # the last backward, so that they stay on it.
+        torch_checkpoint.SAC_IGNORED_OPS |= profiler_marks()
     checkpointed = _full if mode == "full" else _selective
     for pattern in plan.checkpointed:
         for module in find(model, pattern):
             module.forward = checkpointed(module.forward)  # type: ignore[method-assign]
-
-
-def _ignore_profiler_marks() -> None:
-    """Add FSDP's marks for the profiler to PyTorch's public list of operators that selective checkpointing ignores.
-
-    Where an FSDP unit lies inside a checkpointed module (experts), recomputation has another number of them. The list
-    is read until the last backward, so that they stay on it.
-    """
-    torch_checkpoint.SAC_IGNORED_OPS |= profiler_marks()
 
 
 # torch.compile accepts `checkpoint` only when it is called with its arguments written out, as here: it would silently

@@ -135,26 +135,26 @@ class ChunkedLoss:
         Returns:
             Scalar, at least float32; the same on each rank of tp.
         """
-        weight, vocabulary = self.output.weight, None
+        weight, vocab_shard = self.output.weight, None
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         if mesh is not None and mesh.mesh_dim_names == ("tp",) and not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
         if isinstance(hidden, DTensor):
             assert isinstance(weight, DTensor)
             assert weight.placements == (Shard(0),), f"not gathered: {weight.placements}"
-            vocabulary = Vocabulary(weight.device_mesh, weight.shape[0])
+            vocab_shard = VocabShard(weight.device_mesh, weight.shape[0])
             # Each rank of tp computes a partial sum of the gradient, from its shard of the vocabulary.
             hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             weight = to_local(weight)
         assert not isinstance(weight, DTensor), "FSDP has not gathered the output matrix"
         dtype = self.output.dtype
-        total = _ProductAndLoss.apply(hidden.to(dtype), weight.to(dtype), targets, self.output.chunks, vocabulary)
+        total = _ProductAndLoss.apply(hidden.to(dtype), weight.to(dtype), targets, self.output.chunks, vocab_shard)
         if not torch.is_grad_enabled() and isinstance(self.output, FSDPModule):
             self.output.reshard()  # FSDP itself does so only after a backward
         return total / count
 
 
-class Vocabulary:
+class VocabShard:
     """The shard of the vocabulary that a rank of tp has logits for, as ``torch.chunk`` splits it."""
 
     def __init__(self, mesh: DeviceMesh, size: int) -> None:
@@ -171,26 +171,26 @@ class _ProductAndLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, vocabulary: Vocabulary | None
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, vocab_shard: VocabShard | None
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        lse = torch.empty(targets.shape, dtype=wide, device=hidden.device)  # (batch, seq)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        accum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        lse = torch.empty(targets.shape, dtype=accum_dtype, device=hidden.device)  # (batch, seq)
+        total = torch.zeros((), dtype=accum_dtype, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for at in _chunks(hidden.shape[1], chunks):
-                logits = (hidden[:, at] @ weight.T).to(wide)  # (batch, chunk, local vocabulary)
-                index, is_local = _local_targets(targets[:, at], logits.shape[-1], vocabulary)
+            for chunk in _chunks(hidden.shape[1], chunks):
+                logits = (hidden[:, chunk] @ weight.T).to(accum_dtype)  # (batch, chunk, local vocabulary)
+                index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], vocab_shard)
                 of_target = logits.gather(-1, index).squeeze(-1) * is_local  # (batch, chunk)
                 top = logits.amax(-1)
-                if vocabulary is not None:
-                    vocabulary.reduce(top, dist.ReduceOp.MAX)
+                if vocab_shard is not None:
+                    vocab_shard.reduce(top, dist.ReduceOp.MAX)
                 sums = torch.stack((logits.sub_(top[..., None]).exp_().sum(-1), of_target))
-                if vocabulary is not None:
-                    vocabulary.reduce(sums)
-                lse[:, at] = top + sums[0].log()
-                total += (lse[:, at] - sums[1]).masked_fill_(targets[:, at] == PADDING, 0).sum()
+                if vocab_shard is not None:
+                    vocab_shard.reduce(sums)
+                lse[:, chunk] = top + sums[0].log()
+                total += (lse[:, chunk] - sums[1]).masked_fill_(targets[:, chunk] == PADDING, 0).sum()
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunks, ctx.vocabulary = chunks, vocabulary
+        ctx.chunks, ctx.vocab_shard = chunks, vocab_shard
         return total
 
     @staticmethod
@@ -200,15 +200,15 @@ class _ProductAndLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=lse.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for at in _chunks(hidden.shape[1], ctx.chunks):
-                logits = (hidden[:, at] @ weight.T).to(lse.dtype)
-                index, is_local = _local_targets(targets[:, at], logits.shape[-1], ctx.vocabulary)
+            for chunk in _chunks(hidden.shape[1], ctx.chunks):
+                logits = (hidden[:, chunk] @ weight.T).to(lse.dtype)
+                index, is_local = _local_targets(targets[:, chunk], logits.shape[-1], ctx.vocab_shard)
                 # softmax - (1 at the target), times the gradient of the loss
-                d_logits = logits.sub_(lse[:, at, None]).exp_()
+                d_logits = logits.sub_(lse[:, chunk, None]).exp_()
                 d_logits = d_logits.scatter_add_(-1, index, -is_local[..., None].to(lse.dtype))
-                d_logits = d_logits.mul_((targets[:, at] != PADDING)[..., None] * gradient).to(hidden.dtype)
-                d_hidden[:, at] = d_logits @ weight
-                rows, tokens = d_logits.flatten(0, 1), hidden[:, at].flatten(0, 1)
+                d_logits = d_logits.mul_((targets[:, chunk] != PADDING)[..., None] * gradient).to(hidden.dtype)
+                d_hidden[:, chunk] = d_logits @ weight
+                rows, tokens = d_logits.flatten(0, 1), hidden[:, chunk].flatten(0, 1)
                 if rows.dtype == d_weight.dtype:
                     d_weight.addmm_(rows.T, tokens)
                 else:
@@ -223,9 +223,9 @@ def _chunks(length: int, chunks: int) -> Iterator[slice]:
         yield slice(length * i // chunks, length * (i + 1) // chunks)
 
 
-def _local_targets(targets: Tensor, local_size: int, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
+def _local_targets(targets: Tensor, local_size: int, vocab_shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """The indices of the targets among this rank's logits, (batch, chunk, 1), and which of them are local, (batch,
     chunk); the index of the others is 0."""
-    index = targets if vocabulary is None else targets - vocabulary.first
+    index = targets if vocab_shard is None else targets - vocab_shard.first
     is_local = (index >= 0) & (index < local_size)
     return index.where(is_local, 0)[..., None], is_local

@@ -29,12 +29,10 @@ from mmm.parallel.dp.fsdp import gathered_twice
 from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import to_local
 
-OFFLOADED = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
-
 
 def check_offload(data_parallel: str, dtype: str = "") -> None:
     """Raises ConfigError where a technique, or a precision, cannot be offloaded; needs no process group."""
-    if data_parallel not in OFFLOADED:
+    if data_parallel == "ddp":
         raise ConfigError(
             f"offload with {data_parallel}: every rank updates the full model, and PyTorch has nothing that keeps "
             f"DDP's state on the host; use zero1, zero2 or fsdp",
@@ -58,14 +56,19 @@ def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict
         ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
         host to device; by fsdp for forward, and once more for backward what `gathered_twice` says.
     """
-    kept = again = 0
+    parameter_bytes = gathered_again = 0
     for model in models:
-        kept += sum(to_local(p).nbytes for p in model.parameters())
+        parameter_bytes += sum(to_local(p).nbytes for p in model.parameters())
         if not isinstance(model, Replicas):
-            again += sum(to_local(p).nbytes for p in gathered_twice(model))
+            gathered_again += sum(to_local(p).nbytes for p in gathered_twice(model))
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
     state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)
-    return {"host_parameters": kept, "host_state": state, "down": kept, "up": kept + again}
+    return {
+        "host_parameters": parameter_bytes,
+        "host_state": state,
+        "down": parameter_bytes,
+        "up": parameter_bytes + gathered_again,
+    }
 
 
 def moved_text(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> str:

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.models.cnn import CNNConfig
-from mmm.parallel.plan import Plan, axis_problems
+from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.rules import cnn_rules, refuse
 from mmm.parallel.tp.replicated import Replicated
-from mmm.parallel.tp.sharded_dropout import ShardedDropout
+from mmm.parallel.tp.tensor_parallel import ShardedDropout
 
 
 def cnn_plan() -> Plan:
@@ -48,11 +47,6 @@ def cnn_plan() -> Plan:
 
 
 def check_cnn(config: CNNConfig, layout: Layout) -> None:
-    """Whether a CNN of these sizes fits a layout; needs no process group.
-
-    Raises:
-        LayoutError: every rule that is broken, with its numbers and what to change.
-    """
-    if wrong := config.problems() + axis_problems(cnn_plan(), layout):
-        raise LayoutError("; ".join(wrong))
+    """Raises LayoutError where a CNN of these sizes does not fit a layout, with every rule that is broken."""
+    check_axes(cnn_plan(), layout)
     refuse(cnn_rules(config, layout))

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel.plan import Plan
 from mmm.parallel.rules import check_transformer
-from mmm.parallel.tp.kv_heads import KVHeads
+from mmm.parallel.tp.tensor_parallel import KVHeads
 
 
 def transformer_plan(config: TransformerConfig | None = None) -> Plan:

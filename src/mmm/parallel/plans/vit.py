@@ -23,10 +23,9 @@ from __future__ import annotations
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.models.vit import ViTConfig
-from mmm.parallel.plan import Plan, axis_problems
+from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.rules import refuse, vit_rules
 from mmm.parallel.tp.replicated import Replicated
 
@@ -64,11 +63,6 @@ def vit_plan() -> Plan:
 
 
 def check_vit(config: ViTConfig, layout: Layout) -> None:
-    """Whether a ViT of these sizes fits a layout; needs no process group.
-
-    Raises:
-        LayoutError: every rule that is broken, with its numbers and what to change.
-    """
-    if wrong := config.problems() + axis_problems(vit_plan(), layout):
-        raise LayoutError("; ".join(wrong))
+    """Raises LayoutError where a ViT of these sizes does not fit a layout, with every rule that is broken."""
+    check_axes(vit_plan(), layout)
     refuse(vit_rules(config, layout))

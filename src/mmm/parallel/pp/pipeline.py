@@ -33,50 +33,74 @@ from mmm.models.weights import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
-from mmm.parallel.pp.p2p import P2PStage, batched_by_group
+from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
 from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.parallel.pp.strides import contiguous_between_stages
+from mmm.torch_private.pipelining import batching
 
 Lap = Callable[[str], None]
 
 
-class TimedStage(P2PStage):
-    """PyTorch's stage, telling `lap` what the time was spent on: ``dtf``, ``dtb``, and between them ``dtw``."""
+class StageTimes:
+    """Tells `lap` what a rank's stages spend a training step on, ``dtf``, ``dtb``, and between them ``dtw``; and
+    `recorder`, while there is one, who does what when. An evaluation, which is without gradients, is no part of a step.
+    """
 
-    lap: Lap
-    recorder: Recorder | None = None
+    def __init__(self, lap: Lap | None) -> None:
+        self._lap = lap
+        self.recorder: Recorder | None = None  # on all ranks of the pipeline, or on none
 
-    def _timed(self, part: str, work: Callable[[], Any]) -> Any:
+    def lap(self, part: str) -> None:
+        if self._lap is not None and torch.is_grad_enabled():
+            self._lap(part)
+
+    def timed(self, part: str, work: Callable[[], Any], action: Action | None = None) -> Any:
+        """Do the work, which takes that part of the step's time; note it as `action`."""
         self.lap("dtw")
-        result = work()
+        if self.recorder is not None and action is not None and torch.is_grad_enabled():
+            result = self.recorder.note(action, work)
+        else:
+            result = work()
         self.lap(part)
         return result
 
-    def note(self, kind: str, microbatch: int, work: Callable[[], Any]) -> Any:
-        """Do the work; note it where that was asked for, in training."""
-        if self.recorder is None or not self.has_backward:
-            return work()
-        return self.recorder.note(Action(self.stage_index, kind, microbatch), work)
+    def timed_loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """`loss` of the output and the targets of a micro-batch, timed."""
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **named: Any) -> Any:
-        forward = partial(super().forward_one_chunk, fwd_chunk_id, *given, **named)
-        return self._timed("dtf", lambda: self.note("F", fwd_chunk_id, forward))
+        def timed(output: Tensor, targets: Tensor) -> Tensor:
+            self.lap("dtw")
+            work = partial(loss, output, targets)
+            value = self.recorder.go_on(work) if self.recorder is not None and torch.is_grad_enabled() else work()
+            self.lap("dtf")
+            return value
+
+        return timed
+
+
+class TimedStage(P2PStage):
+    """PyTorch's stage, telling `times` what the time was spent on."""
+
+    times: StageTimes
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+        return self.times.timed("dtf", forward, Action(self.stage_index, "F", fwd_chunk_id))
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
-        return self._timed("dtb", lambda: self.note("B" if full_backward else "I", bwd_chunk_id, backward))
+        kind = "B" if full_backward else "I"
+        return self.times.timed("dtb", backward, Action(self.stage_index, kind, bwd_chunk_id))
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *given: Any, **named: Any) -> Any:
-        backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, *given, **named)
-        return self._timed("dtb", lambda: self.note("W", bwd_chunk_id, backward))
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, *args, **kwargs)
+        return self.times.timed("dtb", backward, Action(self.stage_index, "W", bwd_chunk_id))
 
-    def perform_reduce_grad(self, *given: Any, **named: Any) -> None:
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         if self.has_backward:  # else there are no gradients to sum over dp
             widen_gradients(self.submod)
-            self._timed("dtb", partial(super().perform_reduce_grad, *given, **named))
+            self.times.timed("dtb", partial(super().perform_reduce_grad, *args, **kwargs))
 
     # In evaluation nothing goes back between two stages of a rank; PyTorch 2.13 asserts that there is a backward.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -127,44 +151,26 @@ class Pipeline:
     ) -> None:
         self.stages, self.device, self.group = dict(stages), device, mesh["pp"].get_group()
         self.has_first, self.has_last = 0 in self.stages, count - 1 in self.stages
-        self._loss, self._lap, self._training = loss, lap, False
-        self._recorder: Recorder | None = None
+        self.times = StageTimes(lap)
         self._unsplit: dict[str, Any] = {}
-        self._wrapped: list[TimedStage] = []
-        for number, module in self.stages.items():
+        timed_stages: list[TimedStage] = []
+        for stage_id, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch. PyTorch 2.13 needs that, too, where it splits a
             # backward in two: it looks for the gathered parameters, and otherwise silently loses gradients.
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
                 unit.set_reshard_after_forward(False, recurse=False)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
-            contiguous_between_stages(module, number == 0, number == count - 1)
-            stage = TimedStage(module, number, count, device, group=self.group)
-            stage.lap, stage.p2p = self._timed, Mesh.of(mesh).p2p
-            self._wrapped.append(stage)
+            contiguous_between_stages(module, stage_id == 0, stage_id == count - 1)
+            stage = TimedStage(module, stage_id, count, device, group=self.group)
+            stage.times, stage.p2p = self.times, Mesh.of(mesh).p2p
+            timed_stages.append(stage)
         kind = SCHEDULES[schedule]
         make = kind.own or getattr(schedules, f"Schedule{schedule}")
-        stage_or_stages = self._wrapped[0] if kind.most == 1 else self._wrapped
-        self.schedule = make(stage_or_stages, microbatches, loss_fn=self._timed_loss, scale_grads=False)
+        stage_or_stages = timed_stages[0] if kind.most == 1 else timed_stages
+        self.schedule = make(stage_or_stages, microbatches, loss_fn=self.times.timed_loss(loss), scale_grads=False)
 
-    def _timed(self, part: str) -> None:
-        if self._lap is not None and self._training:
-            self._lap(part)
-
-    def _timed_loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        self._timed("dtw")
-        work = partial(self._loss, output, targets)
-        value = self._recorder.go_on(work) if self._recorder is not None and self._training else work()
-        self._timed("dtf")
-        return value
-
-    def _add_unsplit(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return given, {**self._unsplit, **named}
-
-    def record_to(self, recorder: Recorder | None) -> None:
-        """Note the actions of the next steps, on all ranks of the pipeline or on none; None: no longer."""
-        self._recorder = recorder
-        for stage in self._wrapped:
-            stage.recorder = recorder
+    def _add_unsplit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**self._unsplit, **kwargs}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this rank's stages, by their names in the full model."""
@@ -186,9 +192,8 @@ class Pipeline:
         Returns:
             The coordinate's local loss, the same on all its stages: scalar, `accum_dtype`.
         """
-        self._training = True
-        if self._recorder is not None:
-            self._recorder.start()
+        if self.times.recorder is not None:
+            self.times.recorder.start()
         return self._run(self.schedule.step, inputs, targets, split, unsplit)
 
     @torch.no_grad()
@@ -197,7 +202,6 @@ class Pipeline:
 
         Changing from `step` to this and back costs a micro-batch each, as the first step does.
         """
-        self._training = False
         loss = self._run(self.schedule.eval, inputs, targets, split, unsplit)
         for module in self.stages.values():
             reshard(module)  # FSDP itself does so only after a backward
@@ -213,9 +217,9 @@ class Pipeline:
     ) -> Tensor:
         self._unsplit = unsplit
         losses: list[Tensor] = []
-        given = (inputs,) if self.has_first else ()
-        with batched_by_group():
-            run(*given, target=targets if self.has_last else None, losses=losses, return_outputs=False, **split)
+        first_inputs = (inputs,) if self.has_first else ()
+        with batching(batch_by_group):
+            run(*first_inputs, target=targets if self.has_last else None, losses=losses, return_outputs=False, **split)
         loss = sum_over_stages(losses, self.device, self.group)
-        self._timed("dtw")
+        self.times.lap("dtw")
         return loss

@@ -32,7 +32,7 @@ class ActionSpan(NamedTuple):
 
 
 class Recorder:
-    """The actions of a rank as they happen, for `Pipeline.record_to`.
+    """The actions of a rank as they happen, for `StageTimes`.
 
     The seconds of an action are CPU time of the thread that runs it, which ranks that share cores do not lengthen; on
     an accelerator, where CPU time says nothing, the time until it has finished.

@@ -50,13 +50,6 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def find_schedule(name: str) -> Schedule:
-    """Raises ConfigError where there is no such schedule."""
-    if name not in SCHEDULES:
-        raise ConfigError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
-    return SCHEDULES[name]
-
-
 def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
     """The numbers of the stages on the rank with that coordinate on pp."""
     if SCHEDULES[schedule].v:
@@ -87,19 +80,21 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
             fields=("dtype",),
         )
     schedule, pp = techniques.schedule, layout.pp
-    kind = find_schedule(schedule)
-    each = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
+    kind = SCHEDULES[schedule]
+    stages_per_rank = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
     microbatches = kind.microbatches(pp)[0] if techniques.microbatches is None else techniques.microbatches
     wrong = []
     if pp < 2:
         wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
-    if each < kind.least or (kind.most is not None and each > kind.most):
+    if stages_per_rank < kind.least or (kind.most is not None and stages_per_rank > kind.most):
         takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
-        wrong.append(f"stages_per_rank {each}: {schedule} takes {takes}")
-    elif pp * each > parts:
+        wrong.append(f"stages_per_rank {stages_per_rank}: {schedule} takes {takes}")
+    elif pp * stages_per_rank > parts:
         wrong.append(
-            f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
-            "them: use fewer, or a model with more layers"
+            f"pp {pp} with {stages_per_rank} stages a rank is {pp * stages_per_rank} stages, and the model has {parts} "
+            "parts to put into them: use fewer, or a model with more layers"
             + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
         )
     wrong += _microbatch_problems(schedule, pp, microbatches, batch)
@@ -116,7 +111,7 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
         )
     if wrong:
         raise LayoutError("; ".join(wrong), fields=("stages_per_rank", "microbatches", "compile", "checkpointing"))
-    return each, microbatches
+    return stages_per_rank, microbatches
 
 
 def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:
@@ -131,8 +126,4 @@ def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) 
             why.append(f"{schedule} needs a multiple of pp {pp}")
         if batch % microbatches:
             why.append(f"a batch of {batch} a data-parallel coordinate cannot be split into {microbatches} equal parts")
-    if not why:
-        return []
-    good = [m for m in range(least, batch + 1) if m % multiple == 0 and batch % m == 0]
-    fix = f"microbatches {' or '.join(map(str, good[:4]))}" if good else f"a batch that is a multiple of {least}"
-    return [f"microbatches {microbatches}: {', and '.join(why)}; use {fix}"]
+    return [f"microbatches {microbatches}: {', and '.join(why)}"] if why else []

@@ -89,14 +89,14 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
         """The best value, and the first part of each stage: the largest cost, or the sum of squares within `limit`."""
         best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # parts used so far → value, first part of each stage
         for _ in range(stages):
-            found: dict[int, tuple[float, list[int]]] = {}
+            extended: dict[int, tuple[float, list[int]]] = {}
             for start, (value, firsts) in best.items():
                 for end in range(start + 1, len(costs) + 1):
                     cost = before[end] - before[start]
                     new = value + cost**2 if squares else max(value, cost)
-                    if cost <= limit and (end not in found or new < found[end][0]):
-                        found[end] = (new, [*firsts, start])
-            best = found
+                    if cost <= limit and (end not in extended or new < extended[end][0]):
+                        extended[end] = (new, [*firsts, start])
+            best = extended
         return best[len(costs)]
 
     slowest, _ = search(float("inf"), squares=False)
@@ -107,7 +107,7 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
 def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> nn.Module:
     """A copy of `model` (parameters on the meta device) with just the parts of those numbers: the others are None, or
     removed from the ModuleDict, ModuleList or Sequential that they are in. Parameter names stay as they are."""
-    others = [name for number, part in enumerate(parts) if number not in stage_parts for name in part]
+    others = [name for part_id, part in enumerate(parts) if part_id not in stage_parts for name in part]
     modules = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     # What deepcopy finds in its memo it does not copy: a deep model has many times more than a stage.
     without = {*others}
@@ -133,32 +133,32 @@ def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range
         LayoutError: a stage cannot run: most often because forward calls a part that the stage does not have.
     """
     model = copy.deepcopy(model).to("meta")
-    given: tuple[Any, ...] = (inputs,)
-    for number, stage_parts in enumerate(stages):
+    stage_inputs: tuple[Any, ...] = (inputs,)
+    for stage_id, stage_parts in enumerate(stages):
         stage = take_stage(model, parts, stage_parts)
         try:
             with torch.no_grad():
-                output = stage(*given)
+                output = stage(*stage_inputs)
         except Exception as error:  # whatever the user's forward raises
             names = [name for part in stage_parts for name in parts[part]]
-            raise LayoutError(_why(error, model, stage, number, names)) from error
-        given = output if isinstance(output, tuple) else (output,)
+            raise LayoutError(_why(error, model, stage, stage_id, names)) from error
+        stage_inputs = output if isinstance(output, tuple) else (output,)
 
 
-def _why(error: Exception, model: nn.Module, stage: nn.Module, number: int, names: Sequence[str]) -> str:
+def _why(error: Exception, model: nn.Module, stage: nn.Module, stage_id: int, names: Sequence[str]) -> str:
     """Why a stage's forward failed, with the line of the user's own file."""
     own: list[tuple[nn.Module, str, int]] = []  # frames of the user's methods, the innermost last
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
         if isinstance(module, nn.Module) and not file.startswith(TORCH):
             own.append((module, file, line))
-    what = f"pp: stage {number} of {type(model).__name__} ({', '.join(names)})"
+    what = f"pp: stage {stage_id} of {type(model).__name__} ({', '.join(names)})"
     where = ""
     if own:
         module, file, line = own[-1]
         text = linecache.getline(file, line).strip()
         where = f" ({file}:{line}: {text})"
-        path = next((name for name, each in stage.named_modules() if each is module), "")
+        path = next((name for name, inner in stage.named_modules() if inner is module), "")
         calls = [call for call in re.findall(r"self\.(\w+)", text) if own_modules(module).get(call, module) is None]
         if calls:
             name = f"{path}.{calls[0]}".lstrip(".")

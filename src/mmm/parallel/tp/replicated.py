@@ -55,24 +55,24 @@ class PartialGradient(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own: list[tuple[nn.Module, str]] = []  # those of modules inside that have another style are that style's
-        for each in module.modules():
-            for name, parameter in own_parameters(each).items():
+        for inner in module.modules():
+            for name, parameter in own_parameters(inner).items():
                 if parameter is not None and not isinstance(parameter, DTensor):
                     full = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
-                    own_parameters(each)[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                    own.append((each, name))
+                    own_parameters(inner)[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                    own.append((inner, name))
         replaced: list[tuple[nn.Module, str, Any]] = []
 
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            for each, name in own:
-                parameter: Any = own_parameters(each)[name]
-                replaced.append((each, name, parameter))
-                own_parameters(each)[name] = parameter.to_local(grad_placements=[Partial()])
+            for inner, name in own:
+                parameter: Any = own_parameters(inner)[name]
+                replaced.append((inner, name, parameter))
+                own_parameters(inner)[name] = parameter.to_local(grad_placements=[Partial()])
 
         def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             while replaced:
-                each, name, parameter = replaced.pop()
-                own_parameters(each)[name] = parameter
+                inner, name, parameter = replaced.pop()
+                own_parameters(inner)[name] = parameter
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)

@@ -9,13 +9,16 @@ Source: Shoeybi et al., "Megatron-LM", 2019; with the sequence sharded in betwee
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from mmm.errors import LayoutError
+from mmm.models.dropout import Dropout
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
@@ -30,7 +33,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     Raises:
         LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike.
     """
-    tied = {name for tie in find_ties(model) for name in tie}  # `tie_again` refuses those
+    tied = {name for tie in find_ties(model) for name in tie}  # `retie` refuses those
     _leave_generators_alone(mesh)
     paths = {id(module): path for path, module in model.named_modules()}
     # Inner modules first: what is left of a module's parameters is then for its own style.
@@ -55,3 +58,50 @@ def _leave_generators_alone(mesh: DeviceMesh) -> None:
     if mesh.device_type not in ("cuda", "xpu") or not getattr(torch, mesh.device_type).is_available():
         return  # no generator would be given away, and the tracker asks for a device
     leave_generators_alone(mesh)
+
+
+class KVHeads(ColwiseParallel):
+    """`ColwiseParallel` for a matrix that computes `heads` key or value heads. Where there are fewer than ranks, each
+    rank gets one full head, which it shares with tp / heads - 1 others.
+
+    With 2 key/value heads on 4 ranks, wk and wv are sharded by columns as usual, so that a rank computes half a head::
+
+        wk           [ k₀ │ k₀ │ k₁ │ k₁ ]      columns: each rank 1/4 of them
+          │ all-gather                           (batch, seq, kv heads · head_dim), small: that is why there are few
+          ▼
+        local          k₀   k₀   k₁   k₁         (batch, seq, head_dim) for the query heads of this rank
+          │ backward: the ranks' gradients are partial sums, zero for the heads of others: reduce-scatter
+          ▼
+        attention      q₀   q₁   q₂   q₃
+
+    Source: the rule that keys and values are shared by groups of query heads: Ainslie et al., "GQA", 2023.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.heads % device_mesh.size() == 0:
+            return super()._apply(module, device_mesh)
+        self.output_layouts, self.use_local_output = (Replicate(),), False
+        module = super()._apply(module, device_mesh)
+        n_rep = device_mesh.size() // self.heads
+        head = device_mesh.get_local_rank() // n_rep
+
+        def own_head(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+            full = output.to_local(grad_placements=[Partial()])  # (batch, seq, kv heads · head_dim)
+            return full.unflatten(-1, (self.heads, -1))[..., head, :]  # (batch, seq, head_dim)
+
+        module.register_forward_hook(own_head)
+        return module
+
+
+class ShardedDropout(ParallelStyle):
+    """For a `mmm.models.dropout.Dropout` of (batch, units), whose units are sharded in equal parts: each rank draws for
+    its own shard of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Dropout)
+        module.shard = device_mesh.get_local_rank()
+        return module

@@ -178,7 +178,7 @@ class Run:
             if isinstance(local, Tensor)
             else torch.tensor(gather_floats(local, self.device), dtype=torch.float64)
         )
-        return sums_in_order(on_host(by_rank[self.layout.of_loss_ranks]))
+        return sums_in_order(on_host(by_rank[self.layout.loss_rank_slice]))
 
     def step(
         self, step: int, loss: Tensor, *, samples: int, tokens: int = 0, last: bool = False, **more: float
@@ -244,7 +244,7 @@ class Run:
         table = None if self.outdir is None else on_host(by_rank)  # the other ranks' hosts do not wait for the device
         if table is not None:
             by_rank = torch.from_numpy(table)
-        loss_ranks = self.layout.of_loss_ranks
+        loss_ranks = self.layout.loss_rank_slice
         summary = on_host(self.losses.summary(by_rank, loss_ranks))
         total, not_finite, skipped = self.losses.read(summary, by_rank, loss_ranks, self.rank.rank)
         row = Row(at, total, samples, tokens)

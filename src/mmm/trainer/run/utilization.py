@@ -23,11 +23,12 @@ class Utilization(Hook):
 
     Attributes:
         flops: of a sample, forward and backward; 0 on ranks other than 0.
-        peak: FLOP/s of a rank's device.
+        peak: FLOP/s of a rank's device. None: it is not known, and rows have no mfu.
     """
 
     def __init__(self) -> None:
-        self.flops = self.peak = 0.0
+        self.flops = 0.0
+        self.peak: float | None = None
 
     def start(self, run: Run) -> None:
         """Costs rank 0 some tenths of a second, and the others nothing; in a later attempt of a launch, which goes by
@@ -46,13 +47,13 @@ class Utilization(Hook):
             self.flops = step_flops(resolved.model, resolved.plan, resolved.sample)
             self.peak, source = peak_flops(run.device, run.precision.compute)
         run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})
-        run.log.info("%s; peak: %.4g TFLOP/s a rank (%s)", LEGEND, self.peak / 1e12, source)
+        peak = f"{self.peak / 1e12:.4g} TFLOP/s a rank" if self.peak else "unknown, so that there is no mfu"
+        run.log.info("%s; peak: %s (%s)", LEGEND, peak, source)
 
     def row(self, run: Run, row: Row) -> None:
-        if row.numbers and self.peak:
+        if row.numbers and self.flops:
             rank_seconds = row.numbers["dt"] * run.rank.world_size
-            row.numbers |= {
-                "sps_per_gpu": row.samples / rank_seconds,
-                "tps_per_gpu": row.tokens / rank_seconds,
-                "mfu": row.samples * self.flops / (rank_seconds * self.peak),
-            }
+            row.numbers["sps_per_gpu"] = row.samples / rank_seconds
+            row.numbers["tps_per_gpu"] = row.tokens / rank_seconds
+            if self.peak:
+                row.numbers["mfu"] = row.samples * self.flops / (rank_seconds * self.peak)

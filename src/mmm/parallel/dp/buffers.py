@@ -1,14 +1,19 @@
-"""Buffers that forward writes, such as a running mean of a model's own: each rank would write what its samples say.
+"""Buffers in forward: in which dtype they are read, and which may be written.
 
-The first time that forward writes a buffer in training, the ranks compare it. What is the same on all of them (a
-counter, what a spectral norm keeps) may be written; what differs is refused by its name. What a checkpoint does not
-have, such as a table for the length of a sequence, is passed over.
+Under FSDP's mixed precision they have the dtype of compute there, as parameters do. FSDP casts parameters and inputs,
+and leaves buffers wide: `x - self.mean` is then wide as well, and the next matrix product fails. Each module casts its
+own just for its forward (in one that is recomputed too); what is saved is wide.
+
+What forward writes, such as a running mean of a model's own, each rank would write as its samples say. The first time
+that forward writes a buffer in training, the ranks compare it. What is the same on all of them (a counter, what a
+spectral norm keeps) may be written; what differs is refused by its name. What a checkpoint does not have, such as a
+table for the length of a sequence, is passed over.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +21,42 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError
+from mmm.models.experts import MixtureOfExperts
 from mmm.models.weights import canonical_name
 from mmm.parallel.local import to_local
-from mmm.torch_private.module import BatchNorm, unsaved_buffers, version_of
+from mmm.torch_private.module import BatchNorm, own_buffers, unsaved_buffers, version_of
+
+WIDE = (BatchNorm, MixtureOfExperts)  # add up in them, and cast for themselves
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have forward find the floating-point buffers of `model` in `dtype`, in place. Complex ones and integers stay."""
+    for path, module in model.named_modules():
+        if own_buffers(module) and not isinstance(module, WIDE):
+            module.forward = _with_cast(module, module.forward, path, dtype)  # type: ignore[method-assign]
+
+
+def _with_cast(module: nn.Module, forward: Callable[..., Any], path: str, dtype: torch.dtype) -> Callable[..., Any]:
+    def cast_forward(*args: Any, **kwargs: Any) -> Any:
+        named = ((name, buffer) for name, buffer in own_buffers(module).items() if buffer is not None)
+        wide = {name: buffer for name, buffer in named if buffer.is_floating_point() and buffer.dtype != dtype}
+        narrow = {name: buffer.to(dtype) for name, buffer in wide.items()}
+        versions = {name: version_of(buffer) for name, buffer in narrow.items()}
+        own_buffers(module).update(narrow)
+        try:
+            output = forward(*args, **kwargs)
+            for name, buffer in narrow.items():
+                if own_buffers(module).get(name) is not buffer or version_of(buffer) != versions[name]:
+                    raise ConfigError(
+                        f"forward writes the buffer {f'{path}.{name}' if path else name}, which it has in "
+                        f"{str(dtype).removeprefix('torch.')} there, too coarse to add up in: write it after the "
+                        f"step, or use dtype fp32"
+                    )
+        finally:
+            own_buffers(module).update(wide)
+        return output
+
+    return cast_forward
 
 
 class WrittenBuffers:
@@ -68,9 +106,9 @@ class WrittenBuffers:
         for group in self.groups:
             gathered: list = [None] * dist.get_world_size(group)
             dist.all_gather_object(gathered, everyone, group=group)
-            everyone = [each for part in gathered for each in part]
-        names = {name for each in everyone for name in each}
-        if wrong := sorted(name for name in names if len({each.get(name) for each in everyone}) > 1):
+            everyone = [digests for part in gathered for digests in part]
+        names = {name for digests in everyone for name in digests}
+        if wrong := sorted(name for name in names if len({digests.get(name) for digests in everyone}) > 1):
             raise ConfigError(
                 f"forward writes the buffer {canonical_name(wrong[0])}, other values on other ranks: each rank would "
                 f"keep the statistics of its own samples; give forward the sum over the data-parallel ranks "
