@@ -6,8 +6,8 @@ import pytest
 
 from mmm.checkpoint.open_weights import open_weights
 from mmm.errors import CheckpointError
+from mmm.generate.weights import config_of
 from mmm.models.rope import RopeScaling
-from mmm.trainer.pretrained import config_of
 from support.llamas import CONFIG, write_gguf, write_hugging_face
 
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

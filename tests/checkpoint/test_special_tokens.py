@@ -11,7 +11,7 @@ from mmm.checkpoint.hugging_face import export
 from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.own import write_own
 from mmm.errors import CheckpointError
-from mmm.trainer.pretrained import tokenizer_on_disk
+from mmm.generate.weights import tokenizer_on_disk
 from support.llamas import CONFIG, begin_with, byte_bpe, write_gguf, write_hugging_face
 
 BEGIN, END = "<|begin|>", "<|end|>"  # tokens 256 and 257

@@ -14,9 +14,9 @@ from mmm.checkpoint.hugging_face import export
 from mmm.checkpoint.open_weights import open_weights
 from mmm.checkpoint.own import write_own
 from mmm.errors import CheckpointError
+from mmm.generate.weights import config_of
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer
-from mmm.trainer.pretrained import config_of
 from support.llamas import CONFIG, logits, tensors, write_gguf, write_hugging_face
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67

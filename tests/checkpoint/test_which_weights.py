@@ -7,8 +7,8 @@ import torch
 
 from mmm.checkpoint.open_weights import open_weights
 from mmm.errors import CheckpointError
+from mmm.generate.weights import config_of
 from mmm.models.transformer import Transformer
-from mmm.trainer.pretrained import config_of
 from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67

@@ -9,9 +9,9 @@ from mmm.checkpoint.open_weights import open_weights
 from mmm.cli import main as cli
 from mmm.cli import sample
 from mmm.errors import UserError
+from mmm.generate.weights import config_of, tokenizer_on_disk
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import Transformer
-from mmm.trainer.pretrained import config_of, tokenizer_on_disk
 from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face

@@ -24,7 +24,7 @@ from mmm.checkpoint.own import OwnWeights, write_own
 from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.checkpoint.weights import slices
 from mmm.cli import export
-from mmm.trainer.pretrained import config_of, tokenizer_on_disk
+from mmm.generate.weights import config_of, tokenizer_on_disk
 from support.llamas import CONFIG, begin_with, byte_bpe, tensors, write_gguf, write_hugging_face
 
 SMALL = {**CONFIG, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,

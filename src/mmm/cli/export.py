@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
     from mmm.checkpoint.hugging_face import export
     from mmm.checkpoint.open_weights import open_weights
-    from mmm.trainer.pretrained import config_of
+    from mmm.generate.weights import config_of
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     began = time.monotonic()

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 
     from mmm.checkpoint.open_weights import open_weights
     from mmm.checkpoint.own import write_own  # imports torch
-    from mmm.trainer.pretrained import config_of, tokenizer_on_disk
+    from mmm.generate.weights import config_of, tokenizer_on_disk
 
     began = time.monotonic()
     weights = open_weights(args.weights)
