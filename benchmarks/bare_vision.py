@@ -1,6 +1,6 @@
 """The bare loop that benchmarks/step_overhead.py compares the vision trainers with: FSDP2 × tensor parallel in PyTorch.
 
-The same model, plan, data, batch and optimizer as ``mmm.trainer.vit`` or ``mmm.trainer.fsdp``, with PyTorch's own
+The same model, plan, data, batch and optimizer as ``mmm.trainer.vit`` or ``mmm.trainer.cnn``, with PyTorch's own
 calls; no log, no record, no clock, no check of the loss. Rank 0 prints the time stamp of every step, in seconds.
 """
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from mmm.plan.dry_run import dry_run
 from mmm.plan.measured import Measured, measure
-from mmm.trainer.dry_run import for_a_few_steps
-from mmm.trainer.options import parse
+from mmm.trainer.config.dry_run import for_a_few_steps
+from mmm.trainer.config.options import parse
 
 MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3
 MOST = 5  # runs of the real ranks

@@ -26,8 +26,8 @@ from mmm.plan.calibrate import calibrate
 from mmm.plan.machine import Machine, changed, load
 from mmm.plan.measured import StepTime, step_times
 from mmm.plan.predict import predict
-from mmm.trainer.dry_run import for_a_few_steps
-from mmm.trainer.options import parse
+from mmm.trainer.config.dry_run import for_a_few_steps
+from mmm.trainer.config.options import parse
 
 CORRELATION, MEDIAN = 0.9, 0.15
 STEPS = 5

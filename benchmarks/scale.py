@@ -39,8 +39,8 @@ from mmm.runtime.clock import StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
-from mmm.trainer.optimizer import make_optimizer  # noqa: E402
-from mmm.trainer.options import RunOptions  # noqa: E402
+from mmm.trainer.config.options import RunOptions  # noqa: E402
+from mmm.trainer.optim.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.run.core import Run  # noqa: E402
 
 LAYOUTS = {

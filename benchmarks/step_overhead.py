@@ -64,7 +64,7 @@ def cnn(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tupl
     batch = 256 // ranks
     flags = f"--tpsize {tp} --dataset digits --no-dropout --batch_size {batch} --no-plots --epochs 2 --dtype fp32"
     epoch = 1437 // (batch * ranks // tp)
-    log = run(launch, "-m", "mmm.trainer.fsdp", *flags.split(), "--outdir", folder)
+    log = run(launch, "-m", "mmm.trainer.cnn", *flags.split(), "--outdir", folder)
     bare = run(launch, HERE / "bare_vision.py", "--model", "cnn", "--tp", tp, "--batch", batch, "--steps", 2 * epoch)
     times = [float(line) for line in bare.split()]
     return float(re.findall(r" dt=(\S+)", log)[1]) / epoch, (times[-1] - times[epoch - 1]) / epoch

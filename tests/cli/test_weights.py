@@ -8,9 +8,9 @@ import torch
 from mmm.cli import main as cli
 from mmm.cli import sample
 from mmm.errors import UserError
+from mmm.generate.weights import config_of, tokenizer_on_disk
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import Transformer
-from mmm.trainer.pretrained import config_of, tokenizer_on_disk
 from mmm.weights.open_weights import open_weights
 from support.clock import PATIENCE
 from support.launcher import Launcher

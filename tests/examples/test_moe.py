@@ -20,7 +20,7 @@ from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
-from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer.optim.optimizer import make_optimizer
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")

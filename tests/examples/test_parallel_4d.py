@@ -20,8 +20,8 @@ from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
-from mmm.trainer.flags import run_main
-from mmm.trainer.options import parse
+from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.options import parse
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -89,7 +89,7 @@ def test_what_is_given_is_not_chosen():
     [
         ("--pp 4 --tp 2", "pp 4 · tp 2 needs a multiple of 8 ranks, and there are 4"),
         ("--pp 2 --dp_shard 4", "has 8 ranks, and there are 4"),
-        ("--model cnn --cp 2", "the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp"),
+        ("--model cnn --cp 2", "the ViT is mmm.trainer.vit, the CNN mmm.trainer.cnn"),
         ("--tp 4 --n_kv_heads 2", "n_kv_heads 2 is not divisible by tp 4"),
         (
             "--pp 2 --microbatches 3",

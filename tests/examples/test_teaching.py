@@ -23,7 +23,7 @@ from mmm.models.weights import parameter_count
 from mmm.parallel import Layout
 from mmm.runtime.device import choose_precision
 from mmm.traffic.collective_bytes import factor
-from mmm.trainer.resolve_plan import resolve
+from mmm.trainer.config.resolve_plan import resolve
 from support.clock import PATIENCE
 from support.runs import make_run
 
@@ -80,7 +80,7 @@ def test_hsdp(alone, tmp_path):
 def stages(rank):
     """Every stage of `zero.train`, without a folder: what is held, and the losses."""
     options, layout = zero.Config(**SIZES, preset="debug"), Layout().fit(rank.world_size)
-    with patch("mmm.trainer.resolve_text.whoami", lambda: rank):
+    with patch("mmm.trainer.config.resolve_text.whoami", lambda: rank):
         resolved = resolve(options)
     run, _ = make_run(rank, options, layout, choose_precision("fp64", CPU))
     mesh = init_device_mesh("cpu", (layout.dp,), mesh_dim_names=("dp_shard",))

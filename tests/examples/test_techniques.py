@@ -27,7 +27,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import choose_precision
 from mmm.testing import free_port
-from mmm.trainer.dry_run import for_a_few_steps
+from mmm.trainer.config.dry_run import for_a_few_steps
 from support.clock import PATIENCE
 from support.runs import make_run
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import tyro
 
 from mmm.examples import fsdp_tp, parallel_4d
-from mmm.trainer import fsdp, lm, vit
+from mmm.trainer import cnn as fsdp
+from mmm.trainer import lm, vit
 
 PROGRAMS: dict[str, ModuleType] = {
     "lm": lm,

@@ -13,8 +13,8 @@ from fuzz import draw as drawing
 from fuzz.draw import ANYTHING, GIVEN, NOT_SPOILT, UnknownFlag, draw
 from fuzz.flags import HARMLESS, LAYOUT, PROGRAMS, arguments, flags_of
 from mmm.trainer import lm
-from mmm.trainer.layout import LayoutOptions
-from mmm.trainer.options import RunOptions, parse
+from mmm.trainer.config.layout import LayoutOptions
+from mmm.trainer.config.options import RunOptions, parse
 
 DATA = Path("/data")
 

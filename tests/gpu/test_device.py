@@ -25,8 +25,8 @@ from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import get_logger, ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions
+from mmm.trainer.config.options import RunOptions
+from mmm.trainer.optim.optimizer import make_optimizer
 from mmm.trainer.run.core import Run
 
 pytestmark = pytest.mark.gpu

@@ -14,12 +14,12 @@ import torch
 
 from mmm.cli import export, import_
 from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.generate.text import sample_text
+from mmm.generate.weights import config_of, evaluation_model, load_weights, tokenizer_on_disk
 from mmm.layout import PADDING
 from mmm.models.sampling import Sampling
 from mmm.parallel import Layout
 from mmm.runtime.device import Precision
-from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
-from mmm.trainer.samples import sample_text
 from mmm.weights.open_weights import open_weights
 
 pytestmark = pytest.mark.interop

@@ -12,9 +12,8 @@ from mmm.parallel.memory.measure import local_elements
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
-from mmm.trainer import fsdp as fsdp_trainer
-from mmm.trainer import lm, vit
-from mmm.trainer.optimizer import make_optimizer
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.optim.optimizer import make_optimizer
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
 CPU = torch.device("cpu")
@@ -32,7 +31,7 @@ PROGRAMS = [
     zero,
     lm,
     vit,
-    fsdp_trainer,
+    cnn,
 ]
 
 
@@ -43,7 +42,7 @@ def test_every_program_that_trains(monkeypatch, tmp_path, program):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     monkeypatch.setattr(footprint, "host_memory", lambda: 1_000_000)
-    images = {"dataset": "digits"} if program in (fsdp, fsdp_trainer) else {}
+    images = {"dataset": "digits"} if program in (fsdp, cnn) else {}
     with pytest.raises(LayoutError, match=r"would hold at least .* GB of parameters, .* this host has 0.0 GB left"):
         program.train(program.Config(**images, device="cpu"))
     assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parity import models
 from mmm.runtime.device import Precision
-from mmm.trainer.parallelize import parallelize
+from mmm.trainer.run.parallelize import parallelize
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)

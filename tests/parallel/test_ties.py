@@ -31,7 +31,7 @@ from mmm.parity.reference import Training, batch
 from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
-from mmm.trainer.save import full_tensors, second_names
+from mmm.trainer.loop.save import full_tensors, second_names
 from support.clock import PATIENCE
 
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from mmm.plan.pictures import frontier
 from mmm.plan.report import as_json, missing, text_of, why_each
 from mmm.plan.script import job_script, launch_line
 from mmm.plan.search import Search
-from mmm.trainer import fsdp, lm, vit
-from mmm.trainer.options import parse
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.options import parse
 
-TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit, "mmm.trainer.fsdp": fsdp}
+TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit, "mmm.trainer.cnn": cnn}
 
 
 def searched(model, site, hosts, batch, seq=2048, dtype="bf16", sizes=None, fixed=None, **machine):

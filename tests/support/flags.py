@@ -15,8 +15,8 @@ from typing import get_type_hints
 import tyro
 
 from mmm.layout import Layout, Techniques
-from mmm.trainer.flags import FLAGS
-from mmm.trainer.options import BaseOptions, values_of
+from mmm.trainer.config.flags import FLAGS
+from mmm.trainer.config.options import BaseOptions, values_of
 from mmm.trainer.run.core import Run
 
 ROOMS = ("mmm.examples.", "mmm.trainer.")

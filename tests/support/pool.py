@@ -15,7 +15,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from mmm.runtime.ranks import Rank
 
 # The modules that may ask which rank they are on.
-ASK = ("mmm.trainer.run.core", "mmm.trainer.resolve_text", "mmm.trainer.text", "mmm.trainer.vision", "mmm.trainer.vit")
+ASK = (
+    "mmm.trainer.run.core",
+    "mmm.trainer.config.resolve_text",
+    "mmm.trainer.config.text",
+    "mmm.trainer.config.vision",
+    "mmm.trainer.vit",
+)
 
 
 def meeting_only(rank: Rank, device: torch.device, timeout: float, meet: Callable[[Any], None]) -> Any:

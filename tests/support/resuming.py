@@ -69,7 +69,7 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: P
         stack.enter_context(patch.dict(os.environ, {MEMORY_VARIABLE: str(memory)} if memory is not None else {}))
         stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
-        stack.enter_context(patch("mmm.trainer.loop.seed_step", ending))
+        stack.enter_context(patch("mmm.trainer.loop.fit.seed_step", ending))
         try:
             module.train(module.Config(device="cpu", plots=False, flush_every=3, **flags))
         except Ended:

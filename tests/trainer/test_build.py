@@ -30,7 +30,7 @@ from mmm.parallel import (
 from mmm.runtime.device import Precision
 from mmm.testing import RanksFailed
 from mmm.trainer import BatchOptions, build_model, start_run
-from mmm.trainer.save import full_tensors
+from mmm.trainer.loop.save import full_tensors
 from mmm.weights.safetensors import header_of
 from mmm.weights.weights import TensorEntry
 from support.pool import program_on

@@ -8,9 +8,10 @@ import pytest
 
 from mmm.contract import DRY_RUN_VARIABLE
 from mmm.examples import fsdp_tp
-from mmm.trainer import dry_run, lm
-from mmm.trainer.dry_run import follow_alias, for_a_few_steps
-from mmm.trainer.options import BatchOptions, parse
+from mmm.trainer import lm
+from mmm.trainer.config import dry_run
+from mmm.trainer.config.dry_run import follow_alias, for_a_few_steps
+from mmm.trainer.config.options import BatchOptions, parse
 
 RANK = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 

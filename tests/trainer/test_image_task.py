@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmm.data.images.batches import ImageBatches
-from mmm.trainer import image_task
+from mmm.trainer.loop.fit import image_task
 
 
 @pytest.mark.parametrize(("kind", "pinned"), [("cuda", True), ("xpu", True), ("cpu", False)])

@@ -18,9 +18,9 @@ from mmm.errors import ConfigError, DataError, DivergedError, RecordError, UserE
 from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer
 from mmm.trainer import lm
-from mmm.trainer.options import parse
-from mmm.trainer.resolve_plan import resolve
-from mmm.trainer.tasks import fetched_ahead
+from mmm.trainer.config.options import parse
+from mmm.trainer.config.resolve_plan import resolve
+from mmm.trainer.loop.tasks import fetched_ahead
 from support.clock import PATIENCE
 from support.pool import program_on
 
@@ -287,7 +287,7 @@ LARGE = {"vocab_size": 128_256, "dataset": "random", "seq_length": 4096, "global
     ids=str,
 )
 def test_large_logits_are_computed_in_chunks(monkeypatch, flags, ranks, chunks, logits):
-    monkeypatch.setattr("mmm.trainer.resolve_text.whoami", lambda: SimpleNamespace(world_size=ranks))
+    monkeypatch.setattr("mmm.trainer.config.resolve_text.whoami", lambda: SimpleNamespace(world_size=ranks))
     resolved = resolve(lm.Config(**{**SMALL, **LARGE, "dtype": "fp32", **flags}))
     assert resolved.techniques.loss_chunks == chunks
     text = f"--loss_chunks {chunks}: the full logits would have {logits} on a rank"

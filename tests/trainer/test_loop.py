@@ -18,15 +18,15 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.image_task import ImageTask
-from mmm.trainer.layout import LayoutOptions
-from mmm.trainer.loop import Fit, fit
-from mmm.trainer.options import RunOptions
-from mmm.trainer.parallelize import parallelize
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.resolve_plan import resolve_plan
-from mmm.trainer.resolve_text import TextData
-from mmm.trainer.tasks import TokenTask
+from mmm.trainer.config.layout import LayoutOptions
+from mmm.trainer.config.options import RunOptions
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.resolve_plan import resolve_plan
+from mmm.trainer.config.resolve_text import TextData
+from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.loop.image_task import ImageTask
+from mmm.trainer.loop.tasks import TokenTask
+from mmm.trainer.run.parallelize import parallelize
 from support import reference as texts
 from support.runs import make_run
 

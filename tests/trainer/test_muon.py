@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 import mmm.history
-from mmm.trainer import lm, muon
-from mmm.trainer.muon import Muon, orthogonalized
+from mmm.trainer import lm
+from mmm.trainer.optim import muon
+from mmm.trainer.optim.muon import Muon, orthogonalized
 from support.pool import program_on
 
 FLAGS = {

@@ -5,8 +5,8 @@ import pytest
 from mmm.errors import ConfigError
 from mmm.examples import context_parallel, parallel_4d, startup
 from mmm.parallel import Layout
-from mmm.trainer import fsdp, lm, vit
-from mmm.trainer.options import check_needs
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.options import check_needs
 from support.flags import flags
 
 STAGES = "without --pp: there is one stage, the model"
@@ -24,12 +24,12 @@ EXPERTS = "without --n_experts: there are no experts"
         (lm, {"expert_dim": 64}, f"--expert_dim 64 {EXPERTS}"),
         (lm, {"balance_rate": 0.01}, f"--balance_rate 0.01 {EXPERTS}"),
         (vit, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
-        (fsdp, {"schedule": "GPipe", "dataset": "digits"}, f"--schedule GPipe {STAGES}"),
+        (cnn, {"schedule": "GPipe", "dataset": "digits"}, f"--schedule GPipe {STAGES}"),
         (context_parallel, {"cp_style": "ulysses"}, "--cp_style ulysses without --cp: no sequence is sharded"),
         (lm, {"schedule": "GPipe", "parallel": "ddp"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"microbatches": 2}, f"--microbatches 2 {STAGES}"),
-        (parallel_4d, {"model": "vit"}, "--model vit: the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp"),
+        (parallel_4d, {"model": "vit"}, "--model vit: the ViT is mmm.trainer.vit, the CNN mmm.trainer.cnn"),
         (startup, {"ways": ("forked",), "mpiexec": "mpiexec"}, "--mpiexec mpiexec without --ways mpiexec"),
     ],
     ids=str,
@@ -53,7 +53,7 @@ def test_of_use():
     assert (techniques.schedule, techniques.cp_style) == ("1F1B", "ring")
 
 
-@pytest.mark.parametrize("program", [lm, vit, fsdp, context_parallel, parallel_4d, startup])
+@pytest.mark.parametrize("program", [lm, vit, cnn, context_parallel, parallel_4d, startup])
 def test_what_stands_in_a_table_can_be_told_from_what_was_not_given(program):
     tables = [vars(owner).get("NEEDS", {}) for owner in program.Config.__mro__]
     named = {flag for table in tables for flag in table}

@@ -17,13 +17,13 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.loop import Fit, fit
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import RunOptions
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.resolve_plan import resolve_plan
-from mmm.trainer.resolve_text import TextData
-from mmm.trainer.tasks import TokenTask
+from mmm.trainer.config.options import RunOptions
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.resolve_plan import resolve_plan
+from mmm.trainer.config.resolve_text import TextData
+from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.loop.tasks import TokenTask
+from mmm.trainer.optim.optimizer import make_optimizer
 from support import reference as texts
 from support.runs import make_run
 

@@ -10,9 +10,9 @@ from mmm.cli import main as cli
 from mmm.errors import CheckpointError, ConfigError
 from mmm.examples import fsdp_tp
 from mmm.models.transformer import PRESETS
-from mmm.trainer import fsdp, lm, vit
-from mmm.trainer.options import parse
-from mmm.trainer.presets import TRAINING, preset_defaults
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.options import parse
+from mmm.trainer.config.presets import TRAINING, preset_defaults
 from mmm.weights.open_weights import open_weights
 
 
@@ -73,7 +73,7 @@ CNN = {"max_iters": 1, "plots": False, "device": "cpu", "dataset": "digits"}
         (lm, RANDOM, "this run will leave no weights; --checkpoint_every N"),
         pytest.param(lm, {**RANDOM, "save_model": True}, "leave model.pt, which plain", marks=pytest.mark.long),
         pytest.param(vit, LITTLE, "this run will leave no weights", marks=pytest.mark.long),
-        pytest.param(fsdp, CNN, "this run will leave no weights", marks=pytest.mark.long),
+        pytest.param(cnn, CNN, "this run will leave no weights", marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_leaves_no_weights_says_so_at_its_start(tmp_path, program, flags, said):

@@ -11,9 +11,9 @@ import torch
 
 import mmm.history
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
+from mmm.generate.weights import tokenizer_on_disk
 from mmm.trainer import lm
-from mmm.trainer.pretrained import tokenizer_on_disk
-from mmm.trainer.resolve_plan import resolve
+from mmm.trainer.config.resolve_plan import resolve
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
 from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
@@ -174,7 +174,7 @@ def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch,
     content = byte_bpe(("<|begin|>", "<|end|>"), begin_with("<|begin|>"))
     (path / "tokenizer.json").write_bytes(content)
     prompts = []
-    monkeypatch.setattr("mmm.parallel.generate.generate", lambda model, prompt, *_: prompts.append(prompt) or [256])
+    monkeypatch.setattr("mmm.generate.text.generate", lambda model, prompt, *_: prompts.append(prompt) or [256])
     flags = {"init_from": path, "text": (text,), "prompt": "ab", "checkpoint_every": 2, "max_iters": 2}
     if other:
         (tmp_path / "other.json").write_bytes(byte_bpe(("<|end|>",), begin_with("<|end|>")))

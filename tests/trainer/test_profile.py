@@ -11,7 +11,8 @@ import torch
 from mmm.errors import ConfigError
 from mmm.history import load
 from mmm.runtime.clock_offset import clock_offset
-from mmm.trainer import lm, profile_options
+from mmm.trainer import lm
+from mmm.trainer.config import profile_options
 from support.pool import program_on
 from support.traces import check_for_perfetto, flows
 
@@ -108,7 +109,7 @@ def test_a_profile_that_fails_costs_a_warning(broken, monkeypatch, tmp_path):
         profiler.undo.close()
         raise RuntimeError("no counters\nhere")
 
-    monkeypatch.setattr(f"mmm.trainer.profile.TorchProfiler.{broken}", fails)
+    monkeypatch.setattr(f"mmm.trainer.loop.profile.TorchProfiler.{broken}", fails)
     config = train(tmp_path, profile="torch", batch_size=2)
     assert len(load(tmp_path).loss) == 4
     assert config["options"]["profile"] == "torch"

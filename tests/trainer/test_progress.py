@@ -12,7 +12,7 @@ import pytest
 
 from mmm.errors import UserError
 from mmm.runtime.ranks import Rank
-from mmm.trainer.progress import StepsBar, terminal
+from mmm.trainer.loop.progress import StepsBar, terminal
 
 RUN = ["-m", "mmm.trainer.lm", "--preset", "debug", "--seq_length", "16", "--batch_size", "2", "--max_iters", "4"]
 RUN += ["--device", "cpu", "--no-plots", "--eval_batches", "1"]

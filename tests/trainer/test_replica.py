@@ -12,7 +12,7 @@ from mmm.trainer.lm import Config
 from mmm.trainer.run import resume
 from support.resuming import curve, tensors, train
 
-LM, CNN = "mmm.trainer.lm", "mmm.trainer.fsdp"
+LM, CNN = "mmm.trainer.lm", "mmm.trainer.cnn"
 STEPS, EVERY, REPLICA, ENDS = 16, 8, 3, 13  # the last copy is of step 12, the last checkpoint of step 8
 FLAGS = {"max_iters": STEPS, "checkpoint_every": EVERY, "replica": REPLICA, "dtype": "fp64"}
 TEXT = {

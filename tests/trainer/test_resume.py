@@ -27,7 +27,7 @@ from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train
 
 STEPS, EVERY, ENDS = 20, 10, 13
-LM, FSDP, VIT = "mmm.trainer.lm", "mmm.trainer.fsdp", "mmm.trainer.vit"
+LM, FSDP, VIT = "mmm.trainer.lm", "mmm.trainer.cnn", "mmm.trainer.vit"
 TEXT = {
     "preset": "debug",
     "dim": 32,
@@ -505,7 +505,10 @@ def stopped(rank, flags, number, at, ahead=False):
             os.kill(os.getpid(), number)
 
     event = torch.cpu.Event if ahead else None
-    with patch("support.resuming.before_step", step), patch("mmm.trainer.checkpoints.event_class", lambda _: event):
+    with (
+        patch("support.resuming.before_step", step),
+        patch("mmm.trainer.loop.checkpoints.event_class", lambda _: event),
+    ):
         try:
             return train(rank, LM, flags)
         except SystemExit as ended:

@@ -68,9 +68,9 @@ def test_retries_go_on(launcher, number):
 KILLED_IN_ITS_END = """
 import os, signal
 from mmm.contract import ATTEMPT_VARIABLE
-from mmm.trainer.flags import run_main
+from mmm.trainer.config.flags import run_main
 from mmm.trainer import lm
-from mmm.trainer.options import parse
+from mmm.trainer.config.options import parse
 
 def save_model(run, model, save=lm.save_model):
     if os.environ[ATTEMPT_VARIABLE] == "0" and run.rank.is_main:
@@ -110,9 +110,10 @@ def test_random_kills(tmp_path, mode):
 
 CTRL_C = """
 import os, time
-from mmm.trainer.flags import run_main
-from mmm.trainer import lm, loop
-from mmm.trainer.options import parse
+from mmm.trainer.config.flags import run_main
+from mmm.trainer import lm
+from mmm.trainer.loop.fit import fit as loop
+from mmm.trainer.config.options import parse
 
 def seed_step(seed, step, coordinate, real=loop.seed_step):
     if step == 2 and not os.path.exists("again"):

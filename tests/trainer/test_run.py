@@ -20,12 +20,12 @@ from mmm.errors import DeviceError, DivergedError, RecordError, UserError
 from mmm.parallel import Layout
 from mmm.runtime.device import Precision, _computes_bf16
 from mmm.testing import free_port
-from mmm.trainer import fsdp, lm, vit
-from mmm.trainer.options import BaseOptions, RunOptions
-from mmm.trainer.resolve_plan import resolve
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.options import BaseOptions, RunOptions
+from mmm.trainer.config.resolve_plan import resolve
+from mmm.trainer.config.text import TextProgramOptions
 from mmm.trainer.run.standard import start_run
 from mmm.trainer.run.utilization import Utilization
-from mmm.trainer.text import TextProgramOptions
 from support.clock import PATIENCE
 from support.launcher import OURS
 from support.pool import program_on
@@ -272,7 +272,7 @@ def test_mps_runs_the_trainers_alone(monkeypatch):
     refused = pytest.raises(DeviceError, match=r"--device mps: zero .* mmm\.trainer\.lm")
     with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
         pass
-    assert all(each.RUNS_ON_MPS for each in (lm.Config, vit.Config, fsdp.Config))
+    assert all(each.RUNS_ON_MPS for each in (lm.Config, vit.Config, cnn.Config))
 
 
 @pytest.mark.parametrize("peak", [None, 8.0])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmm.trainer.loop_options import TrainingOptions
-from mmm.trainer.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
+from mmm.trainer.config.loop_options import TrainingOptions
+from mmm.trainer.optim.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
 
 
 def test_warmup_then_cosine():

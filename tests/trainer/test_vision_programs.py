@@ -17,9 +17,9 @@ from mmm.data.images.datasets import load_images
 from mmm.errors import UserError
 from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.trainer import fsdp as fsdp_trainer
+from mmm.trainer import cnn as cnn_trainer
 from mmm.trainer import vit
-from mmm.trainer.options import parse
+from mmm.trainer.config.options import parse
 from support.clock import PATIENCE, children_cpu
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -80,7 +80,7 @@ def test_the_saved_model_is_plain_pytorch(cnn):
 
 @pytest.mark.long
 def test_the_trainer_saves_full_parameters_of_zero2(cnn, tmp_path):
-    launch(3, "mmm.trainer.fsdp", tmp_path, *CNN_FLAGS, "--save_model", "--parallel", "zero2")
+    launch(3, "mmm.trainer.cnn", tmp_path, *CNN_FLAGS, "--save_model", "--parallel", "zero2")
     saved, expected = (torch.load(path / "model.pt", weights_only=True) for path in (tmp_path, cnn[0] / "3"))
     assert list(saved) == list(expected)
     for name, tensor in saved.items():
@@ -89,7 +89,7 @@ def test_the_trainer_saves_full_parameters_of_zero2(cnn, tmp_path):
 
 @pytest.mark.long
 def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
-    config = fsdp_trainer.Config(
+    config = cnn_trainer.Config(
         dataset="digits",
         global_batch_size=24,
         max_iters=3,
@@ -97,7 +97,7 @@ def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
         microbatches=3,
         outdir=tmp_path,
     )
-    fsdp_trainer.train(config)
+    cnn_trainer.train(config)
     one, other = (mmm.history.load(path) for path in (cnn[0] / "1", tmp_path))
     np.testing.assert_allclose(other.train_loss, one.train_loss, rtol=1e-9)
     assert other.test_acc.values.tolist() == one.test_acc.values.tolist()
@@ -138,8 +138,8 @@ def test_vit_on_tp(tmp_path):
     ("program", "flags", "layout"),
     [
         (vit, "--pp 2 --schedule GPipe", "pp2·dp2"),
-        (fsdp_trainer, "--pp 2 --tp 2 --microbatches 4", "pp2·tp2"),
-        (fsdp_trainer, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),
+        (cnn_trainer, "--pp 2 --tp 2 --microbatches 4", "pp2·tp2"),
+        (cnn_trainer, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),
     ],
 )
 def test_losses_of_one_rank_on_several_axes(tmp_path, program, flags, layout):
@@ -192,10 +192,10 @@ def idx(folder, damage):
         (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2 needs a multiple of 2 ranks"),
         (fsdp, {"dataset": "digits", "dp_replicate": 2}, "dp_replicate 2 needs a multiple of 2 ranks"),
         (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
-        (fsdp_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0: a batch of 32"),
-        (fsdp_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99: a batch of 32"),
-        (fsdp_trainer, {"dataset": "digits", "activation_checkpointing": "full"}, "names no modules to checkpoint"),
-        (fsdp_trainer, {"dataset": "digits", "pp": 2}, "pp 2 needs a multiple of 2 ranks"),
+        (cnn_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0: a batch of 32"),
+        (cnn_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99: a batch of 32"),
+        (cnn_trainer, {"dataset": "digits", "activation_checkpointing": "full"}, "names no modules to checkpoint"),
+        (cnn_trainer, {"dataset": "digits", "pp": 2}, "pp 2 needs a multiple of 2 ranks"),
         (vit, {"patch_size": 7}, "image_size 32 is not divisible by patch_size 7"),
         (vit, {"dataset": "digits", "channels": 2}, "2 channels"),
         (vit, {"dataset": "digits", "classes": 7}, "--classes 7, but digits has 10"),
@@ -227,7 +227,7 @@ def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config
     ("program", "flags"),
     [
         (fsdp, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every", "accumulate")),
-        (fsdp_trainer, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every")),
+        (cnn_trainer, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every")),
         (collectives, ("lr", "seed", "dtype", "compile", "max_iters", "log_every", "plots", "summary")),
         (tensor_parallel, ("lr", "compile", "max_iters", "log_every", "plots", "summary")),
     ],
@@ -251,7 +251,7 @@ def test_a_flag_that_would_do_nothing_is_none(program, flags, monkeypatch, capsy
 
 def test_flags_of_the_loop_that_are_used(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fsdp", "--accumulate", "2", "--max_norm", "1", "--save_model"])
-    config = parse(fsdp_trainer.Config)
+    config = parse(cnn_trainer.Config)
     assert (config.microbatches, config.max_norm, config.save_model) == (2, 1.0, True)
     with pytest.raises(UserError, match=r"--tile 99: .* the 16 tokens \(of an image, patches\)"):
         vit.train(vit.Config(tile=99))

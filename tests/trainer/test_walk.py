@@ -10,8 +10,8 @@ import mmm
 from mmm.examples import fsdp_tp
 from mmm.parallel import Techniques
 from mmm.runtime.clock import StepClock
-from mmm.trainer.options import BaseOptions
-from mmm.trainer.resolve import Resolved
+from mmm.trainer.config.options import BaseOptions
+from mmm.trainer.config.resolve import Resolved
 
 ROOT = Path(mmm.__file__).parent
 CARRIERS = (BaseOptions, Techniques, Resolved)  # the flags, and what they become

@@ -9,9 +9,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmm.errors import CheckpointError
+from mmm.generate.weights import config_of
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer
-from mmm.trainer.pretrained import config_of
 from mmm.weights import llama, own
 from mmm.weights import weights as rows
 from mmm.weights.hugging_face import export

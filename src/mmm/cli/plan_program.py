@@ -23,8 +23,8 @@ def train(program: str, flags: Sequence[str], outdir: Path | None = None, steps:
     Args:
         program: module. outdir: of its record. steps: None for those of a dry run.
     """
-    from mmm.trainer.dry_run import for_a_few_steps
-    from mmm.trainer.options import parse
+    from mmm.trainer.config.dry_run import for_a_few_steps
+    from mmm.trainer.config.options import parse
 
     trainer = importlib.import_module(program)
     sys.argv = [program, *flags]

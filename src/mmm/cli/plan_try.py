@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CHECK_SECONDS = 900  # of each run on real ranks
 CHECK_FAILED = 1
-DATA = {"mmm.trainer.lm": "random", "mmm.trainer.vit": "digits", "mmm.trainer.fsdp": "digits"}  # without a download
+DATA = {"mmm.trainer.lm": "random", "mmm.trainer.vit": "digits", "mmm.trainer.cnn": "digits"}  # without a download
 
 
 def sizes_of(text: str) -> dict[str, int]:

@@ -57,14 +57,14 @@ def main(argv: list[str]) -> int:
 
 def _sample(args: Any) -> None:
     from mmm.errors import ConfigError
+    from mmm.generate.text import checked, encode_prompt, sample_text
+    from mmm.generate.weights import config_of, evaluation_model, load_weights, tokenizer_on_disk
     from mmm.layout import Layout
     from mmm.models.sampling import Sampling
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami
-    from mmm.trainer.options import BatchOptions
-    from mmm.trainer.pretrained import config_of, evaluation_model, load_weights, tokenizer_on_disk
-    from mmm.trainer.samples import checked, encode_prompt, sample_text
+    from mmm.trainer.config.options import BatchOptions
     from mmm.weights.open_weights import open_weights  # imports torch
 
     for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):

@@ -12,7 +12,7 @@ Every rank has its own samples of each step. What differs is what a rank keeps, 
 
 The losses are the same for all of them. 10 epochs unless told otherwise (digits: 8), one row each; every test image
 counts once, whatever the number of ranks. At the end a line says what this rank keeps, beside DDP.
-With ZeRO-1 and ZeRO-2, accumulation and clipping: ``mmm.trainer.fsdp``.
+With ZeRO-1 and ZeRO-2, accumulation and clipping: ``mmm.trainer.cnn``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
 from mmm.parallel.footprint import STATE
 from mmm.parallel.memory.measure import local_elements
-from mmm.trainer.save import save_model
-from mmm.trainer.vision import CNNOptions, resolve
+from mmm.trainer.config.vision import CNNOptions, resolve
+from mmm.trainer.loop.save import save_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ N ranks stand on a mesh of pp × dp × cp × tp, tp varying fastest; the 16 of p
     pp   0 8        other layers: the activations of a micro-batch, once a stage
 
 Those are the ranks that talk to rank 0; what talks most stands innermost. 20 steps. Other techniques on any layout, and
-other models: ``mmm.trainer.lm``, ``mmm.trainer.vit``, ``mmm.trainer.fsdp``.
+other models: ``mmm.trainer.lm``, ``mmm.trainer.vit``, ``mmm.trainer.cnn``.
 """
 
 from __future__ import annotations

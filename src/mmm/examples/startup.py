@@ -31,8 +31,8 @@ from mmm.examples import _startup_cost as measure
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
-from mmm.trainer.flags import run_main
-from mmm.trainer.options import BaseOptions, Need, check_needs, parse
+from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.options import BaseOptions, Need, check_needs, parse
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.record import add_row
 from mmm.trainer.run.standard import start_run

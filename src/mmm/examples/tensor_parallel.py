@@ -44,8 +44,8 @@ from mmm.examples import _support as example
 from mmm.examples._support.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
-from mmm.trainer.flags import run_main
-from mmm.trainer.options import BreakOptions, parse
+from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.options import BreakOptions, parse
 
 Ways = tuple[list[Tensor], list[Tensor]]  # [output, gradients …] of the sharded computation, and of the full one
 

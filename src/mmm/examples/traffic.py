@@ -34,12 +34,12 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.traffic.formulas import expected_traffic
 from mmm.traffic.step_table import Sent, count_step, max_rel_diff, table
-from mmm.trainer.flags import run_main
-from mmm.trainer.options import BatchOptions, parse
+from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.options import BatchOptions, parse
+from mmm.trainer.config.text import TextOptions
+from mmm.trainer.config.transformer_options import TransformerOptions
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.standard import start_run
-from mmm.trainer.text import TextOptions
-from mmm.trainer.transformer_options import TransformerOptions
 
 LIMIT = 0.05
 

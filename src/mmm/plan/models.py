@@ -202,7 +202,7 @@ def cnn_spec(config: CNNConfig) -> ModelSpec:
         tied=False,
         tokens=1,
         seq_length=0,
-        program="mmm.trainer.fsdp",
+        program="mmm.trainer.cnn",
         flags=("--dataset", "mnist"),
     )
 

@@ -39,7 +39,7 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
     """What a run will need and take; None for a model that has no formulas. With a machine it counts FLOPs, 20 ms.
 
     Args:
-        resolved: a `mmm.trainer.resolve.Resolved`. device: type of the device. dtype: name of the precision.
+        resolved: a `mmm.trainer.config.resolve.Resolved`. device: type of the device. dtype: name of the precision.
         machine: on which; None: then only memory is predicted.
     """
     layout, sample = resolved.layout, resolved.sample

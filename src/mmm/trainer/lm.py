@@ -16,27 +16,30 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from mmm.errors import ConfigError
+from mmm.generate.weights import without_draws
 from mmm.parallel.memory.offload import moved_text
-from mmm.trainer.flags import run_main
-from mmm.trainer.layout import LayoutOptions, MemoryOptions
-from mmm.trainer.loop import Fit, fit
-from mmm.trainer.loop_options import TrainingOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import parse
-from mmm.trainer.parallelize import parallelize
-from mmm.trainer.presets import preset_defaults
-from mmm.trainer.pretrained import PretrainedOptions, start_from, without_draws
-from mmm.trainer.resolve_plan import resolve
-from mmm.trainer.resolve_text import ValidationOptions
+from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.layout import LayoutOptions, MemoryOptions
+from mmm.trainer.config.loop_options import TrainingOptions
+from mmm.trainer.config.options import parse
+from mmm.trainer.config.presets import preset_defaults
+from mmm.trainer.config.pretrained import PretrainedOptions
+from mmm.trainer.config.resolve_plan import resolve
+from mmm.trainer.config.resolve_text import ValidationOptions
+from mmm.trainer.config.samples import SampleOptions
+from mmm.trainer.config.text import DocumentOptions, TextProgramOptions
+from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.loop.pretrained import start_from
+from mmm.trainer.loop.samples import log_sample
+from mmm.trainer.loop.save import save_model
+from mmm.trainer.loop.tasks import TokenTask
+from mmm.trainer.optim.optimizer import make_optimizer
+from mmm.trainer.optim.schedule import schedule_of
 from mmm.trainer.run.core import start_run
+from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_once
 from mmm.trainer.run.utilization import Utilization
-from mmm.trainer.samples import SampleOptions, log_sample
-from mmm.trainer.save import save_model
-from mmm.trainer.schedule import schedule_of
-from mmm.trainer.tasks import TokenTask
-from mmm.trainer.text import DocumentOptions, TextProgramOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def train(config: Config) -> None:
         start_from(run, model, weights)
         rates = (config.lr, config.weight_decay, config.decayed)
         if config.optimizer == "muon":
-            from mmm.trainer.muon import make_muon
+            from mmm.trainer.optim.muon import make_muon
 
             optimizer: Optimizer = make_muon(model, resolved.plan, *rates)
         else:

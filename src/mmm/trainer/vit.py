@@ -20,22 +20,22 @@ from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.ranks import whoami
 from mmm.runtime.sdpa import check_sdpa
-from mmm.trainer.flags import run_main
-from mmm.trainer.image_task import ImageTask
-from mmm.trainer.layout import LayoutOptions
-from mmm.trainer.loop import Fit, fit
-from mmm.trainer.loop_options import TrainingOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Unused, parse
-from mmm.trainer.parallelize import parallelize
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.resolve_plan import ResolvedPlan, resolve_plan
+from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.layout import LayoutOptions
+from mmm.trainer.config.loop_options import TrainingOptions
+from mmm.trainer.config.options import Unused, parse
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.resolve_plan import ResolvedPlan, resolve_plan
+from mmm.trainer.config.vision import ImageOptions, check_images
+from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.loop.image_task import ImageTask
+from mmm.trainer.loop.save import save_model
+from mmm.trainer.optim.optimizer import make_optimizer
+from mmm.trainer.optim.schedule import schedule_of
 from mmm.trainer.run.core import start_run
+from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_once
-from mmm.trainer.save import save_model
-from mmm.trainer.schedule import schedule_of
-from mmm.trainer.vision import ImageOptions, check_images
 
 
 @dataclass(frozen=True, kw_only=True)

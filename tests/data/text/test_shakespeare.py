@@ -9,7 +9,7 @@ import mmm.data.text.shakespeare as module
 from mmm.data import read_text_files
 from mmm.data.text.shakespeare import FILE, shakespeare
 from mmm.errors import ConfigError, DataError
-from mmm.trainer.text import TextOptions
+from mmm.trainer.config.text import TextOptions
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100
 

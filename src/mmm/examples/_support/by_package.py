@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mmm.parallel import Mesh
-from mmm.trainer.on_mesh import on_mesh
-from mmm.trainer.resolve_plan import ResolvedPlan
+from mmm.trainer.config.resolve_plan import ResolvedPlan
 from mmm.trainer.run.core import Run
+from mmm.trainer.run.on_mesh import on_mesh
 
 
 def parallelize(run: Run, resolved: ResolvedPlan) -> Mesh:

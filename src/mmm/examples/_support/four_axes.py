@@ -9,9 +9,9 @@ import tyro
 
 from mmm.errors import ConfigError
 from mmm.examples._support.text_options import TextExampleOptions
-from mmm.trainer.options import PIPELINE, Need
+from mmm.trainer.config.options import PIPELINE, Need
+from mmm.trainer.config.transformer_options import Preset
 from mmm.trainer.run.core import Run
-from mmm.trainer.transformer_options import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class FourAxesOptions(TextExampleOptions):
 
     NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "microbatches": PIPELINE}
     model: str = "transformer"
-    """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.fsdp."""
+    """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.cnn."""
     pp: int | None = None
     """Ranks along pp. Where no axis has a size, each in turn gets 2 ranks, as long as they divide; else 1."""
     dp_shard: Annotated[int | None, tyro.conf.arg(aliases=["--dp"])] = None
@@ -43,7 +43,7 @@ class FourAxesOptions(TextExampleOptions):
 
     def axes(self, ranks: int) -> dict[str, int]:
         if self.model != "transformer":
-            raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.fsdp")
+            raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.cnn")
         asked = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
         unset = {"pp": 1, "dp_shard": -1, "cp": 1, "tp": 1}
         sizes = {axis: unset[axis] if size is None else size for axis, size in asked.items()}

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.examples._support.mistakes import STEPS, OneDevice, without_labels
 from mmm.models.cnn import CNN
-from mmm.trainer.image_task import ImageTask, evaluate_images
-from mmm.trainer.progress import epochs_bar
+from mmm.trainer.config.vision import ResolvedCNN
+from mmm.trainer.loop.image_task import ImageTask, evaluate_images
+from mmm.trainer.loop.progress import epochs_bar
+from mmm.trainer.loop.steps import Step, laps_updates
 from mmm.trainer.run.core import Run
-from mmm.trainer.steps import Step, laps_updates
-from mmm.trainer.vision import ResolvedCNN
 
 
 def image_steps(

@@ -11,10 +11,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.examples._support.mistakes import STEPS, OneDevice
 from mmm.models.transformer import Transformer
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.resolve_text import ValidationOptions, validation_batches
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.resolve_text import ValidationOptions
+from mmm.trainer.loop.steps import Step, mean_loss, steps_over
+from mmm.trainer.loop.validation import validation_batches
 from mmm.trainer.run.core import Run
-from mmm.trainer.steps import Step, mean_loss, steps_over
 
 
 def text_steps(

@@ -9,9 +9,9 @@ from mmm.data.text.byte_tokenizer import BYTES
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.tokens import TextTokens
 from mmm.errors import ConfigError
-from mmm.trainer.options import BreakOptions, RunOptions, TensorParallelOptions, Unused
-from mmm.trainer.resolve_text import TextData, ValidationOptions
-from mmm.trainer.transformer_options import TransformerOptions
+from mmm.trainer.config.options import BreakOptions, RunOptions, TensorParallelOptions, Unused
+from mmm.trainer.config.resolve_text import TextData, ValidationOptions
+from mmm.trainer.config.transformer_options import TransformerOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ class Run:
     Attributes:
         name: of the program, short.
         options: the command line's: ``seed``, ``timeout``, ``log_every`` and the like.
-        resolved: what has been decided (`mmm.trainer.resolve.Resolved`); of a program that has no model, its layout.
+        resolved: a `mmm.trainer.config.resolve.Resolved`; of a program that has no model, its layout.
         rank: this process. device, precision: its own.
         clock: for the parts of a step.
         hooks: in order.
@@ -306,7 +306,7 @@ def start_run(name: str, options: Any, resolved: Any, hooks: Sequence[Hook]) -> 
     if device.type == "mps" and not options.RUNS_ON_MPS:
         raise DeviceError(
             f"--device mps: {name} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or "
-            f"one of mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.fsdp"
+            f"one of mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.cnn"
         )
     precision = choose_precision(options.dtype, device)
     layout: Layout = getattr(resolved, "layout", resolved)

@@ -137,7 +137,7 @@ def add_row(run: Run, numbers: Mapping[str, float]) -> None:
 
 
 def data_of(resolved: Any) -> Mapping[str, Any] | None:
-    """What the record keeps of the data of a `mmm.trainer.resolve.Resolved`; None where there are none. Its name
+    """What the record keeps of the data of a `mmm.trainer.config.resolve.Resolved`; None where there are none. Its name
     (``dataset``) and hash (``sha256``) have to be equal on all ranks; its ``note`` is for the user."""
     data = getattr(resolved, "data", None)
     return None if data is None else data.describe()

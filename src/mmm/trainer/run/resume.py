@@ -306,7 +306,7 @@ def _check(origin: Origin, identity: Mapping[str, Any], resolved: Any, interrupt
 
 
 def _has_state(manifest: Manifest) -> bool:
-    """Whether a manifest has what `mmm.trainer.checkpoints` reads of it, each of its type."""
+    """Whether a manifest has what `mmm.trainer.loop.checkpoints` reads of it, each of its type."""
     state, number = manifest.state, (int, float)
     scaler, losses, ranks = (state.get(name) for name in ("scaler", "losses", "loss_ranks"))
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Sequence
@@ -20,19 +19,6 @@ from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami
 
 RANKS_SHOWN = 32
-
-
-def model_summary(model: nn.Module, inputs: Tensor) -> str:
-    """torchinfo's summary of a model on the meta device, which costs no memory and next to no time.
-
-    Args:
-        inputs: what forward takes, on the meta device.
-    """
-    import torchinfo
-
-    model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
-    columns = ("output_size", "num_params")
-    return str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))
 
 
 def print_once(text: str) -> None:

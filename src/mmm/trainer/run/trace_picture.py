@@ -1,4 +1,4 @@
-"""A picture of the trace that --profile has left (`mmm.trainer.profile`)."""
+"""A picture of the trace that --profile has left (`mmm.trainer.loop.profile`)."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from mmm.layout import PADDING
 from mmm.models.dropout import sample_keys
 from mmm.parallel.local import detached
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.trainer.resolve import Resolved
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.loop.tasks import Task
 from mmm.trainer.run.core import Run
-from mmm.trainer.tasks import Task
 
 TEST_BATCH = 64
 

@@ -17,9 +17,9 @@ from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig
 from mmm.outside import parse_json
 from mmm.runtime.ranks import whoami
-from mmm.trainer.options import RunOptions
-from mmm.trainer.resolve_text import TextData
-from mmm.trainer.transformer_options import ExpertOptions, TransformerOptions
+from mmm.trainer.config.options import RunOptions
+from mmm.trainer.config.resolve_text import TextData
+from mmm.trainer.config.transformer_options import ExpertOptions, TransformerOptions
 
 
 @dataclass(frozen=True, kw_only=True)

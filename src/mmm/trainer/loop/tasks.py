@@ -1,6 +1,6 @@
 """What the training loop trains on: where batches come from, what the loss is, how the model is evaluated.
 
-Text here, images in `mmm.trainer.image_task`.
+Text here, images in `mmm.trainer.loop.image_task`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data import Batch
 from mmm.errors import DataError
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.resolve_text import validation_batches
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.loop.validation import validation_batches
 from mmm.trainer.run.core import Run
 
 

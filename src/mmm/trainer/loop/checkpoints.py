@@ -24,8 +24,8 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats
 from mmm.runtime.ranks import command_line
-from mmm.trainer.optimizer import learning_rate
-from mmm.trainer.options import BaseOptions
+from mmm.trainer.config.options import BaseOptions
+from mmm.trainer.optim.optimizer import learning_rate
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import CHECKPOINTS, ResumableRecord
 

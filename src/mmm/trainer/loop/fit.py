@@ -15,13 +15,13 @@ from mmm.parallel.ep.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
-from mmm.trainer.checkpoints import Checkpoints, RowSoFar
-from mmm.trainer.optimizer import learning_rate
-from mmm.trainer.profile_options import ProfileOptions
-from mmm.trainer.progress import StepsBar, epochs_bar
+from mmm.trainer.config.profile_options import ProfileOptions
+from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
+from mmm.trainer.loop.progress import StepsBar, epochs_bar
+from mmm.trainer.loop.tasks import Task
+from mmm.trainer.optim.optimizer import learning_rate
+from mmm.trainer.optim.schedule import Schedule, constant
 from mmm.trainer.run.core import Run
-from mmm.trainer.schedule import Schedule, constant
-from mmm.trainer.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +262,6 @@ def _profile_of(run: Run, model: ParallelModel, first: int, end: int) -> Callabl
     options = run.options
     if not isinstance(options, ProfileOptions) or options.profile is None or run.dry or first >= end:
         return lambda step: None
-    from mmm.trainer.profile import Profile  # a run with --profile only
+    from mmm.trainer.loop.profile import Profile  # a run with --profile only
 
     return Profile(run, model, options, first, end).at

@@ -20,8 +20,8 @@ from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
 from mmm.runtime.failure import said_once
 from mmm.runtime.ranks import DRY_RUN, LONGEST, command_line, whoami
-from mmm.trainer.dry_run import follow_alias, for_a_few_steps
-from mmm.trainer.flags import FLAGS
+from mmm.trainer.config.dry_run import follow_alias, for_a_few_steps
+from mmm.trainer.config.flags import FLAGS
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound="BaseOptions")

@@ -1,4 +1,4 @@
-"""The flags of a profile (`mmm.trainer.profile`)."""
+"""The flags of a profile (`mmm.trainer.loop.profile`)."""
 
 from __future__ import annotations
 

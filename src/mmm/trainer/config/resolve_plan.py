@@ -12,8 +12,8 @@ from mmm.parallel.footprint import Footprint, footprint_of
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.resolve_text import resolve_own
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.resolve_text import resolve_own
 
 LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmm.data import Batch, Tokens
 from mmm.layout import Layout
 from mmm.parallel.footprint import Footprint, footprint_of
-from mmm.trainer.options import RunOptions
-from mmm.trainer.run.tables import model_summary
+from mmm.trainer.config.options import RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +61,16 @@ class Resolved:
     def local_batch(self, tokens: Tokens, step: int, coordinate: int) -> Batch:
         """The samples of a step of a data-parallel coordinate."""
         return tokens.batch(step, self.global_batch_size, coordinate * self.local_batch_size, self.local_batch_size)
+
+
+def model_summary(model: nn.Module, inputs: Tensor) -> str:
+    """torchinfo's summary of a model on the meta device, which costs no memory and next to no time.
+
+    Args:
+        inputs: what forward takes, on the meta device.
+    """
+    import torchinfo
+
+    model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
+    columns = ("output_size", "num_params")
+    return str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))

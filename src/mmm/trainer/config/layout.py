@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from mmm.layout import Layout, ScheduleName, check_data_parallel
-from mmm.trainer.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions, TensorParallelOptions
+from mmm.trainer.config.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions, TensorParallelOptions
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 

@@ -30,7 +30,7 @@ from mmm.profile.trace_file import TraceFile
 from mmm.runtime.clock_offset import clock_offset
 from mmm.runtime.ranks import command_line
 from mmm.traffic.count import axes_of
-from mmm.trainer.profile_options import ProfileOptions, parse_steps
+from mmm.trainer.config.profile_options import ProfileOptions, parse_steps
 from mmm.trainer.run.core import Run
 
 SKIPPED, STEPS_PROFILED = 3, 3  # the first steps, in which things are made; and how many follow

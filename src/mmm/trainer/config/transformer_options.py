@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from mmm.errors import ConfigError
 from mmm.models.transformer import PRESETS, TransformerConfig
-from mmm.trainer.options import EXPERTS, Need
+from mmm.trainer.config.options import EXPERTS, Need
 
 Preset = Literal[
     "debug",

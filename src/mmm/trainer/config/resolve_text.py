@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmm.data import Batch, Tokens
+from mmm.data import Tokens
 from mmm.errors import ConfigError, DataError, LayoutError
 from mmm.layout import batch_sizes
 from mmm.models.transformer import Transformer
 from mmm.parallel.rules import check_transformer
 from mmm.runtime.ranks import whoami
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.run.core import Run
+from mmm.trainer.config.resolve import Resolved
 
 if TYPE_CHECKING:
     from mmm.data.text.byte_tokenizer import Tokenizer
@@ -118,11 +116,3 @@ def check_own_kv_heads(resolved: Resolved) -> None:
     if heads % tp:
         text = f"n_kv_heads {heads} is not divisible by tp {tp}"
         raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
-
-
-def validation_batches(run: Run, resolved: Resolved, batches: int) -> Iterator[Batch]:
-    """This rank's samples of the first global batches of the validation text, on the run's device: the same on every
-    mesh, every time. Where the text has fewer, all of them."""
-    validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
-    for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
-        yield resolved.local_batch(validation, step, coordinate).to(run.device)

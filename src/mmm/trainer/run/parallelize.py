@@ -11,7 +11,7 @@ from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects
-from mmm.trainer.resolve_plan import ResolvedPlan
+from mmm.trainer.config.resolve_plan import ResolvedPlan
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.tables import local_parameters, sharded_model, stage_table
 

@@ -34,7 +34,7 @@ def with_flags(error: UserError) -> str:
 
 
 def run_main(fn: Callable[[], object]) -> NoReturn:
-    """`mmm.runtime.failure.run_main`, for a program whose flags are made by `mmm.trainer.options.parse`."""
+    """`mmm.runtime.failure.run_main`, for a program whose flags are made by `mmm.trainer.config.options.parse`."""
 
     def main() -> None:
         try:

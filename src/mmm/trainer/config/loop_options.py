@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 from mmm.errors import ConfigError
 from mmm.history.trackers import check_tracker
-from mmm.trainer.options import Need, RunOptions
-from mmm.trainer.profile_options import ProfileOptions
+from mmm.trainer.config.options import Need, RunOptions
+from mmm.trainer.config.profile_options import ProfileOptions
 
 SAVES = Need(
     lambda options, layout: options.checkpoint_every is not None,

@@ -15,10 +15,10 @@ from mmm.layout import batch_sizes
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.runtime.ranks import Rank, whoami
-from mmm.trainer.layout import DataParallelOptions
-from mmm.trainer.options import Unused
-from mmm.trainer.resolve import Resolved
-from mmm.trainer.resolve_plan import ResolvedPlan, resolve_plan
+from mmm.trainer.config.layout import DataParallelOptions
+from mmm.trainer.config.options import Unused
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.resolve_plan import ResolvedPlan, resolve_plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Train the MNIST net with the shared loop: what ``mmm.examples.fsdp`` does, and also over pp and tp.
 
-    launch python3 -m mmm.trainer.fsdp --epochs 2 --microbatches 2
-    launch -n 4 python3 -m mmm.trainer.fsdp --epochs 2 --pp 2
+    launch python3 -m mmm.trainer.cnn --epochs 2 --microbatches 2
+    launch -n 4 python3 -m mmm.trainer.cnn --epochs 2 --pp 2
 
 10 epochs unless told otherwise (digits: 8), one row each.
 """
@@ -11,20 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmm.trainer.flags import run_main
-from mmm.trainer.image_task import ImageTask
-from mmm.trainer.layout import LayoutOptions
-from mmm.trainer.loop import Fit, fit
-from mmm.trainer.loop_options import LoopOptions
-from mmm.trainer.optimizer import make_optimizer
-from mmm.trainer.options import Unused, parse
-from mmm.trainer.parallelize import parallelize
+from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.layout import LayoutOptions
+from mmm.trainer.config.loop_options import LoopOptions
+from mmm.trainer.config.options import Unused, parse
+from mmm.trainer.config.vision import CNNOptions, resolve
+from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.loop.image_task import ImageTask
+from mmm.trainer.loop.save import save_model
+from mmm.trainer.optim.optimizer import make_optimizer
+from mmm.trainer.optim.schedule import step_decay
 from mmm.trainer.run.core import start_run
+from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_once
-from mmm.trainer.save import save_model
-from mmm.trainer.schedule import step_decay
-from mmm.trainer.vision import CNNOptions, resolve
 
 
 @dataclass(frozen=True, kw_only=True)

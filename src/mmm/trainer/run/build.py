@@ -16,8 +16,8 @@ from mmm.parallel.initial_weights import InitName
 from mmm.parallel.state_dict import StateDict
 from mmm.runtime.ranks import DRY_RUN
 from mmm.runtime.seed import States, derived_seed, generator_states, restore_generators, seed_all
-from mmm.trainer.on_mesh import on_mesh
 from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.on_mesh import on_mesh
 
 
 def build_model(

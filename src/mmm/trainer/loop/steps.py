@@ -28,7 +28,7 @@ from torch import Tensor
 from mmm.errors import ConfigError, DataError
 from mmm.parallel.local import detached
 from mmm.runtime.seed import seed_step
-from mmm.trainer.optimizer import learning_rate
+from mmm.trainer.optim.optimizer import learning_rate
 from mmm.trainer.run.core import Run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from mmm.trainer.loop_options import TrainingOptions
+from mmm.trainer.config.loop_options import TrainingOptions
 from mmm.trainer.run.core import Run
 
 Schedule = Callable[[int], float]

@@ -1,0 +1,1 @@
+"""Text from a language model, and models that start from weights on disk."""

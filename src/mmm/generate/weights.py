@@ -1,0 +1,100 @@
+"""A model from weights on disk: of which sizes it is, and each rank's part of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mmm.checkpoint.model_metadata import ModelMetadata
+from mmm.data.text.byte_tokenizer import Tokenizer
+from mmm.data.text.tokenizer import tokenizer_of
+from mmm.errors import CheckpointError
+from mmm.layout import Layout, Techniques
+from mmm.models.experts import has_experts
+from mmm.models.rope import RopeScaling
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.weights import Init
+from mmm.parallel import build_mesh, partition_model
+from mmm.parallel.local import local_box, to_local
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.device import Precision
+from mmm.runtime.process_group import broadcast_object, gather_objects
+from mmm.runtime.ranks import Rank
+from mmm.weights.weights import Weights
+
+
+def config_of(weights: Weights) -> TransformerConfig:
+    """The sizes of a model on disk.
+
+    Raises:
+        CheckpointError: they do not go together.
+    """
+    try:
+        scaling = RopeScaling.of(weights.sizes.get("rope_scaling"))
+    except ValueError as error:
+        raise CheckpointError(f"{weights.path}: {error}") from None
+    config = TransformerConfig(**{**weights.sizes, "rope_scaling": scaling})
+    if wrong := config.problems():
+        raise CheckpointError(f"{weights.path}: {wrong[0]}")
+    return config
+
+
+def tokenizer_on_disk(metadata: ModelMetadata) -> Tokenizer | None:
+    """The tokenizer of a model on disk, if it has one."""
+    return None if metadata.tokenizer is None else tokenizer_of(Path(metadata.tokenizer[0]), metadata.tokenizer[1])
+
+
+def evaluation_model(
+    config: TransformerConfig, layout: Layout, precision: Precision, device: torch.device, timeout: float
+) -> ParallelModel:
+    """A model to load weights into, for forward alone. A collective.
+
+    Raises:
+        UserError: it does not go onto the layout.
+    """
+    with torch.device("meta"):
+        model = without_draws(Transformer(config))
+        inputs = torch.zeros(layout.pp, 2 * layout.cp * layout.tp, dtype=torch.int64)
+    plan, techniques = transformer_plan(config), Techniques()
+    partition = partition_model(model, plan, layout, techniques, inputs)
+    mesh = build_mesh(layout, device.type, timeout, experts=has_experts(model))
+    if layout.dp * layout.cp == 1:  # nothing for FSDP to shard: it would copy each unit, for each token
+        mesh = replace(mesh, no_data_parallel=True)
+        precision = replace(precision, storage=precision.compute)
+    parallel = ParallelModel(model, plan, mesh, precision, techniques, partition, device=device, seed=0)
+    parallel.train(False)
+    return parallel
+
+
+def without_draws(model: Transformer) -> Transformer:
+    """The model, whose weights start as zeros: others are loaded over them."""
+    model.init_rule = lambda name: Init("constant", 0.0)  # type: ignore[method-assign]
+    return model
+
+
+@torch.no_grad()
+def load_weights(rank: Rank, model: ParallelModel, weights: Weights) -> None:
+    """Load this rank's part of each tensor, in place. A collective: every rank checks some of the files.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tensor is missing or of another shape; on every rank.
+    """
+    error: CheckpointError | None = None
+    try:
+        if problem := weights.check(rank.rank, rank.world_size):
+            raise CheckpointError(problem)
+        for name, tensor in [*model.named_parameters(), *model.saved_buffers().items()]:
+            box, entry = local_box(tensor.detach()), weights.entries.get(name)
+            if entry is None or entry.shape != box.full:
+                there = "no such tensor" if entry is None else f"it as {'×'.join(map(str, entry.shape))}"
+                own = "×".join(map(str, box.full))
+                raise CheckpointError(f"{weights.path} has {there}: {name}, which is {own} in the model")
+            to_local(tensor.detach()).copy_(weights.read(name, box.start, box.length))
+    except CheckpointError as found:
+        error = found
+    if wrong := broadcast_object(next(filter(None, gather_objects(rank, error and str(error))), None)):
+        raise CheckpointError(wrong, on_every_rank=True)
+    model.gather_updated()

@@ -1,0 +1,29 @@
+"""A sample of text at each evaluation: ``--prompt``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmm.generate.text import encode_prompt, sample_text
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.record import Record
+
+
+def log_sample(run: Run, model: ParallelModel, resolved: Resolved, bos: Sequence[int], stop: Sequence[int]) -> None:
+    """Have the model go on with ``--prompt``; log it, and keep it in the record. A collective."""
+    options: Any = run.options
+    if options.prompt is None:
+        return
+    data, vocabulary = resolved.data, resolved.sizes.vocab_size
+    block = data.train.seq_length
+    prompt = encode_prompt(options.prompt, data.tokenizer, block, vocabulary, bos)
+    tokens, sampling = options.sample_tokens or 100, options.sampling()
+    text, _ = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop, bos)
+    run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
+    record = run.hook(Record)
+    before = () if record is None else record.facts.get("samples", ())
+    kept = [*before, {"iter": run.clock.step, "text": text}]
+    run.describe(samples=kept)

@@ -1,0 +1,1 @@
+"""Optimizers, and the schedule of their learning rate."""
