@@ -20,7 +20,6 @@ NAME = re.compile(r"\bmmm(?:\.\w+)+")
 # The modules of other rooms that a string names (`lint-imports` sees no strings): most in help texts, messages and
 # printed lines, which people read and no code does.
 IN_STRINGS = {
-    ("examples/_startup_cost.py", "mmm.launch"),  # which it runs
     ("examples/_support/four_axes.py", "mmm.trainer.cnn"),
     ("examples/_support/four_axes.py", "mmm.trainer.vit"),
     ("trainer/config/dry_run.py", "mmm.cli.main"),  # which the program becomes

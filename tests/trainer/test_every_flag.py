@@ -19,7 +19,6 @@ NOTHING_TO_DRAW = {"plots"}
 # What shared code reads, and the program has no flag for: by design.
 FIXED = {
     "mmm.examples.collectives": {"seed", "dtype", *NOTHING_TO_DRAW},  # counts, in float32
-    "mmm.examples.startup": {"seed", "dtype"},  # starts programs, computes nothing
     "mmm.examples.traffic": NOTHING_TO_DRAW,
     "mmm.trainer.cnn": {"log_every", "ep", "cp", "cp_style", "activation_checkpointing"},
     "mmm.trainer.vit": {"ep", "cp", "cp_style"},

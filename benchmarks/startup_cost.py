@@ -44,18 +44,18 @@ def run(command: Sequence[str], folder: str, extra: Mapping[str, str] | None = N
     """
     environ = {name: value for name, value in os.environ.items() if name not in FOREIGN} | dict(extra or {})
     with tempfile.TemporaryFile("w+") as output:
-        at, begin = time.time(), time.perf_counter()
+        begin, started = time.time(), time.perf_counter()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environ
         )
         _, status, used = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         text = output.read()
     if status:
         raise LaunchError(f"{' '.join(command)} failed ({process.returncode}):\n{text[-4000:]}")
-    return Cost(at, seconds, used.ru_utime + used.ru_stime, text)
+    return Cost(begin, seconds, used.ru_utime + used.ru_stime, text)
 
 
 def command(way: str, ranks: int, target: Sequence[str], mpiexec: str = "mpiexec") -> list[str]:
@@ -91,7 +91,7 @@ class Start(NamedTuple):
 
 
 def start(way: str, ranks: int, program: Sequence[str], mpiexec: str, folder: str) -> Start:
-    """Start a program that says ``up RANKS TIME`` once its ranks have met, and see that all of them did.
+    """Start a program that prints ``up RANKS TIME`` once its ranks have met, and see that all of them did.
 
     Raises:
         LaunchError: they did not.

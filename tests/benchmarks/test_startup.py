@@ -1,15 +1,18 @@
-"""The example that measures start-up: its numbers are those of real starts, and its arithmetic is right."""
+"""The benchmark that measures start-up: its numbers are those of real starts, and its arithmetic is right."""
 
-import json
+import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
-import mmm.history
 from mmm.errors import ConfigError, LaunchError
-from mmm.examples import _startup_cost as measure
-from mmm.examples._startup_cost import Start, one_import, start
-from mmm.examples.startup import PROGRAM, Config, growth, table, train
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+measure = importlib.import_module("startup_cost")
+startup = importlib.import_module("startup")
+Start, one_import, start = measure.Start, measure.one_import, measure.start
+PROGRAM, growth, table = startup.PROGRAM, startup.growth, startup.table
 
 BY_RANKS = {
     1: {"forked": Start(3.0, 4.0), "torchrun": Start(5.0, 6.0)},
@@ -51,47 +54,37 @@ def test_mpiexec(tmp_path, says, flavour):
     assert measure.mpi_flavour(str(tmp_path / "none")) is None
 
 
-@pytest.mark.parametrize("options", [{"ranks": ()}, {"ranks": (0,)}, {"ways": ()}, {"repeats": 0}])
-def test_refused(options):
-    with pytest.raises(ConfigError, match="at least one of each, from 1"):
-        train(Config(**options))
+@pytest.mark.parametrize("flags", [["--ranks", "0"], ["--repeats", "0"]])
+def test_refused(flags):
+    with pytest.raises(ConfigError, match="each from 1"):
+        startup.main(["--curve", *flags])
 
 
-def test_no_way_is_left_before_anything_is_written(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_no_way_is_left():
     with pytest.raises(ConfigError, match="no no-such-mpiexec here that answers; give --mpiexec"):
-        train(Config(ways=("mpiexec",), mpiexec="no-such-mpiexec"))
-    assert not list(tmp_path.iterdir())
+        startup.main(["--curve", "--ways", "mpiexec", "--mpiexec", "no-such-mpiexec"])
 
 
-def test_refused_as_a_rank(monkeypatch):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(ConfigError, match="starts ranks itself"):
-        train(Config())
+@pytest.mark.parametrize(("further", "code"), [(0.1, 0), (1.0, 1)])
+def test_the_curve(monkeypatch, tmp_path, capsys, further, code):
+    """The costs of starts are made up."""
+    forked = {1: Start(3.0, 4.0), 8: Start(3.5, 4.0 + 7 * further)}
+    costs = {ranks: {"forked": forked[ranks], "torchrun": BY_RANKS[ranks]["torchrun"]} for ranks in forked}
+    monkeypatch.setattr(measure, "start", lambda way, ranks, *_: costs[ranks][way])
+    monkeypatch.setattr(measure, "one_import", lambda *_: 4.0)
+    ways = ["--ways", "forked", "torchrun", "mpiexec", "--mpiexec", "no-such-mpiexec"]
+    assert startup.main(["--curve", "--ranks", "1", "8", *ways, "--png", str(tmp_path / "startup.png")]) == code
+    assert (tmp_path / "startup.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "a forked   b torchrun" in printed
+    assert "mpiexec is left out: no no-such-mpiexec here that answers" in printed
 
 
 @pytest.mark.long
-def test_a_run(tmp_path, monkeypatch, capsys):
-    """One real start; the others' costs are made up."""
+def test_a_start(tmp_path):
     real = start("forked", 2, PROGRAM, "mpiexec", str(tmp_path))
     assert real.seconds > 0
     assert real.cpu > 0.5
-    monkeypatch.setattr(measure, "start", lambda way, ranks, *_: BY_RANKS[ranks][way])
-    monkeypatch.setattr(measure, "one_import", lambda *_: 4.0)
-    ways = ("forked", "torchrun", "mpiexec")
-    config = Config(ranks=(1, 8), ways=ways, mpiexec="no-such-mpiexec", outdir=tmp_path / "o")
-    by_ranks, imported = train(config)
-    assert (by_ranks, imported) == (BY_RANKS, 4.0)
-    data = mmm.history.load(tmp_path / "o")
-    assert data.ranks.values.tolist() == [1, 8]
-    assert data.torchrun_cpu.values.tolist() == [6.0, 34.0]
-    assert (tmp_path / "o/plots/mplot/pngs/startup.png").stat().st_size > 10_000
-    kept = json.loads((tmp_path / "o/config.json").read_text())
-    assert kept["cpu_of_a_further_rank"]["forked"] == pytest.approx(0.1)
-    assert kept["startup"]["marks"]["first_step"] == [None]  # nothing is trained here
-    assert kept["notes"] == ["mpiexec is left out: no no-such-mpiexec here that answers"]
-    assert "a forked   b torchrun" in capsys.readouterr().out
 
 
 @pytest.mark.long

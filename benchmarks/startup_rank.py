@@ -1,6 +1,7 @@
-"""The program that ``mmm.examples.startup`` starts: import what the examples import, make the process group, leave.
+"""The program that ``benchmarks/startup.py --curve`` starts: import what the examples import, make the process group,
+leave.
 
-It says when all ranks were there. ``-m mmm.examples._startup_rank import`` ends after the imports.
+It prints ``up RANKS TIME`` once all ranks have met. ``startup_rank.py import`` ends after the imports.
 """
 
 from __future__ import annotations
