@@ -14,9 +14,10 @@ import pytest
 from mmm.contract import PORTS, Report
 from mmm.errors import LaunchError
 from mmm.launch import main
-from mmm.launch.control import commands, stacks
-from mmm.launch.control.commands import RemoteAgent
-from mmm.launch.control.failures import Failure
+from mmm.launch.channel import commands
+from mmm.launch.channel.commands import RemoteAgent
+from mmm.launch.channel.failures import Failure
+from mmm.launch.control import stacks
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, walltime
 from mmm.launch.job.job import Job

@@ -31,7 +31,7 @@ STRANGERS = {STRANGERS!r}
 """
     + """
 import json, os, socket, sys, time
-from mmm.launch.control import handshake
+from mmm.launch.channel import handshake
 entry = json.loads(os.environ["MMM_CLUSTER"])
 kind = sys.argv[1]
 def hello(rank, **more):

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from mmm import contract, streams
 from mmm.errors import LaunchError, UserError
-from mmm.launch.control.failures import say
+from mmm.launch.channel.failures import say
+from mmm.launch.channel.wire import CPUS_VARIABLE
 from mmm.launch.control.run import RunControl
-from mmm.launch.control.wire import CPUS_VARIABLE
-from mmm.launch.job import binding, cluster, local, scheduler, staging, target, walltime
+from mmm.launch.job import binding, cluster, local, scheduler, stage, target, walltime
 from mmm.launch.job.cluster import ClusterPlan
 from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split, untold
@@ -69,7 +69,7 @@ def _main(words: list[str], begin: float) -> int:
         **startup(os.environ, begin),
     }
     plan = plan_run(what, options, shared)
-    for note in [*plan.notes, *(staging.notes(options.stage) if options.stage is not None else [])]:
+    for note in [*plan.notes, *(stage.notes(options.stage) if options.stage is not None else [])]:
         say(f"launch: {note}")
     its_job = plan.job if isinstance(plan, ClusterPlan) else scheduler.detect(os.environ, options.scheduler)
     limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
@@ -102,7 +102,7 @@ def run_attempts(
     """Start a plan, and where it fails, plan and start again, up to `retries` times; the exit code of the last."""
     staged: AbstractContextManager[str | None] = nullcontext()
     if options.stage is not None and isinstance(plan, LaunchPlan):
-        from mmm.launch.host.stage import on_this_host
+        from mmm.launch.staging.host import on_this_host
 
         staged = on_this_host(options.stage)
     memory: AbstractContextManager[None] = nullcontext()

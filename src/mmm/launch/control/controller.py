@@ -18,17 +18,17 @@ from typing import Any
 
 from mmm.contract import open_files
 from mmm.errors import LaunchError
+from mmm.launch.channel.commands import RemoteAgent, addresses, read_failure, start_commands
+from mmm.launch.channel.failures import Failure, say, signal_name
+from mmm.launch.channel.handshake import Reception
+from mmm.launch.channel.link import Lost, Message
 from mmm.launch.control import processes
-from mmm.launch.control.commands import RemoteAgent, addresses, read_failure, start_commands
-from mmm.launch.control.failures import Failure, say, signal_name
-from mmm.launch.control.handshake import Reception
-from mmm.launch.control.link import Lost, Message
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import GRACE, Limits, RunControl
 from mmm.launch.control.stacks import Stack
-from mmm.launch.control.staging import Staging
 from mmm.launch.job import hosts, mpi
 from mmm.launch.job.cluster import ClusterPlan
+from mmm.launch.staging.spread import Staging
 
 START_TIMEOUT = 300.0  # s until every process has connected
 LAST_WORDS = 3.0  # s beyond the grace that hosts have to say that their ranks are gone

@@ -26,11 +26,12 @@ from typing import Any
 from mmm import contract
 from mmm.contract import SAVED_EXIT
 from mmm.errors import LaunchError
-from mmm.launch.control import failures, processes
-from mmm.launch.control.commands import RemoteAgent, addresses, slot_commands
+from mmm.launch.channel import failures
+from mmm.launch.channel.commands import RemoteAgent, addresses, slot_commands
+from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.link import Lost, Message
+from mmm.launch.control import processes
 from mmm.launch.control.controller import LAST_WORDS, LAUNCHER_END, START_TIMEOUT, Controller
-from mmm.launch.control.failures import Failure, say
-from mmm.launch.control.link import Lost, Message
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import Limits
 from mmm.launch.job import mpi, variables

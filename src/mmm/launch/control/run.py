@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from mmm.contract import ENDING, REPEAT
-from mmm.launch.control import failures, stacks
-from mmm.launch.control.failures import Failure, say, signal_name
+from mmm.launch.channel import failures
+from mmm.launch.channel.failures import Failure, say, signal_name
+from mmm.launch.channel.wire import PASSED_ON
+from mmm.launch.control import stacks
 from mmm.launch.control.output import Output
-from mmm.launch.control.wire import PASSED_ON
 from mmm.launch.job.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL

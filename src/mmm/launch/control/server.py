@@ -10,9 +10,10 @@ import uuid
 from typing import Any
 
 from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, TERMINAL_VARIABLE, VERDICT_VARIABLE
-from mmm.launch.control import processes, wire
+from mmm.launch.channel import wire
+from mmm.launch.channel.wire import Instructions
+from mmm.launch.control import processes
 from mmm.launch.control.output import Output
-from mmm.launch.control.wire import Instructions
 from mmm.launch.job.local import LaunchPlan
 
 

@@ -11,12 +11,12 @@ import socket
 import time
 
 from mmm.contract import SOCKET_BUFFER, Report
+from mmm.launch.channel.failures import Failure, say, signal_name
+from mmm.launch.channel.wire import Status
 from mmm.launch.control import processes, stacks
-from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import Limits, RunControl
 from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.control.wire import Status
 from mmm.launch.job.local import LaunchPlan
 
 DRAIN = 1.0  # s for the rest of the output

@@ -16,20 +16,20 @@ from typing import Any, NoReturn
 
 from mmm.contract import LOOPBACK, NUMBERINGS, check_loopback, read_number
 from mmm.errors import LaunchError, UserError
-from mmm.launch.control import commands, handshake
-from mmm.launch.control import link as links
-from mmm.launch.control.failures import Failure, say
-from mmm.launch.control.link import Link, Lost
+from mmm.launch.channel import commands, handshake
+from mmm.launch.channel import link as links
+from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.link import Link, Lost
+from mmm.launch.channel.wire import CPUS_VARIABLE
 from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.control.wire import CPUS_VARIABLE
 from mmm.launch.host.entry import Entry, OneAttempt, host_name
 from mmm.launch.host.memory import host_memory
-from mmm.launch.host.stage import Stager
 from mmm.launch.job import binding, hosts, local
 from mmm.launch.job import target as targets
 from mmm.launch.job.local import LaunchPlan
 from mmm.launch.job.mpi import AGENT_VARIABLE
 from mmm.launch.job.target import Target
+from mmm.launch.staging.host import Stager
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
 NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `NUMBERINGS`

@@ -9,16 +9,16 @@ import time
 from pathlib import Path
 
 from mmm.contract import ENDING
-from mmm.launch.control import commands
-from mmm.launch.control import link as links
-from mmm.launch.control.failures import say
-from mmm.launch.control.link import Link, Lost
+from mmm.launch.channel import commands
+from mmm.launch.channel import link as links
+from mmm.launch.channel.failures import say
+from mmm.launch.channel.link import Link, Lost
+from mmm.launch.channel.wire import PASSED_ON, Status
 from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.control.wire import PASSED_ON, Status
-from mmm.launch.host.stage import Stager
 from mmm.launch.job import hosts
 from mmm.launch.job.local import LaunchPlan
+from mmm.launch.staging.host import Stager
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
 HELPERS = ("hydra_pmi_proxy", "orted", "prted")

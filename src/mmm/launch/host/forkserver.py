@@ -22,8 +22,7 @@ from typing import NoReturn
 
 from mmm import contract
 from mmm.contract import ENDING, MARKER_VARIABLE
-from mmm.launch.control import processes
-from mmm.launch.control.wire import (
+from mmm.launch.channel.wire import (
     CHILD,
     CPUS_VARIABLE,
     FAILURE_VARIABLE,
@@ -33,6 +32,7 @@ from mmm.launch.control.wire import (
     Instructions,
     Status,
 )
+from mmm.launch.control import processes
 from mmm.launch.host import child, lifeline, memory
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.host.threads import renew_thread_pools

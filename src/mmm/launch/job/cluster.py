@@ -35,7 +35,7 @@ from mmm.launch.job.elastic import Elastic
 from mmm.launch.job.job import Job
 from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.sites import Site
-from mmm.launch.job.staging import Stage
+from mmm.launch.job.stage import Stage
 from mmm.launch.job.target import Target
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, check_loopback, numbering, read_number
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, hosts, staging, variables
+from mmm.launch.job import accelerators, hosts, stage, variables
 from mmm.launch.job.target import Target
 
 DEFAULT_CPU_RANKS = 4
@@ -90,11 +90,11 @@ def plan(
 
 def from_copy(plan: LaunchPlan, source: str, copy: str) -> LaunchPlan:
     """The plan with ranks that run from `copy`, a copy of the environment `source`."""
-    target, python = plan.target, staging.interpreter(source, copy) or plan.python
+    target, python = plan.target, stage.interpreter(source, copy) or plan.python
     if not target.is_python:
-        first = python if target.command[0] == sys.executable else staging.mapped(target.command[0], source, copy)
+        first = python if target.command[0] == sys.executable else stage.mapped(target.command[0], source, copy)
         target = replace(target, command=(first, *target.command[1:]))
-    changed = staging.environment({**os.environ, **plan.shared}, source, copy)
+    changed = stage.environment({**os.environ, **plan.shared}, source, copy)
     return replace(plan, target=target, python=python, shared=plan.shared | changed)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmm.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
-from mmm.launch.control.wire import Status
+from mmm.launch.channel.wire import Status
 
 WAIT = 0.06  # s to wait, after a first failure, for one that came before it
 WAIT_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mmm.contract import Report
-from mmm.launch.control import link as links
-from mmm.launch.control.failures import Failure
-from mmm.launch.control.link import Link, Message
+from mmm.launch.channel import link as links
+from mmm.launch.channel.failures import Failure
+from mmm.launch.channel.link import Link, Message
 from mmm.launch.job import hosts
 from mmm.launch.job.cluster import ClusterPlan
 
