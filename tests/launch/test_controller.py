@@ -192,8 +192,8 @@ def test_launch_listens_where_the_hosts_are(own, bound):
     """All of them here: on loopback alone."""
     made = controller.Controller.__new__(controller.Controller)
     made.token, made.selector = "secret", selectors.DefaultSelector()
-    at = made.listen(own, 2)
+    made.listen(own, 2)
     host, port = made.reception.server.getsockname()
-    assert (host, at) == (bound, [[address, port] for address in own])
+    assert (host, made.at) == (bound, [[address, port] for address in own])
     made.reception.close()
     made.selector.close()

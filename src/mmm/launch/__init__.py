@@ -1,7 +1,7 @@
 """From a shell to running ranks. Imports no torch, and nothing of `mmm.runtime`.
 
     main        the command: reads the options, makes a plan, runs it
-    job/        what to start and where: a `LaunchPlan` for this host, a `ClusterPlan` for the hosts of a job or a list
+    job/        what to start and where: a `LaunchPlan`, of this host or of those of a job or a list
     control/    the process of `launch`: `Supervisor` runs a plan on this host, `Controller` one on many, and
                 `ElasticController` one attempt after the other
     host/       what runs on each host: the agent that mpiexec or srun starts, the fork server, a rank's first code

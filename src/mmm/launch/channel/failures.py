@@ -104,6 +104,13 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
+def end_of_process(code: int) -> tuple[str, int]:
+    """How a process of launch's ended that should not have, in words, and the exit code that this means for launch."""
+    if code < 0:
+        return f"was killed by {signal_name(-code)}", 128 - code
+    return f"exited with code {code}", code or 1
+
+
 def say(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full: what is to be done still is
         print(text, file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # file descriptor of its instru
 # What schedulers send to every process before a job's end: for the program to handle, and no other process.
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
-CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
 FORK_SERVER = "mmm.launch.host.forkserver"  # the module by which launch, or an agent, starts a host's ranks
 CHILD = "mmm.launch.host.child"  # the module that an exec'd Python rank begins with
 

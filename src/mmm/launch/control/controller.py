@@ -18,6 +18,7 @@ from typing import Any
 
 from mmm.contract import open_files
 from mmm.errors import LaunchError
+from mmm.launch.channel import failures
 from mmm.launch.channel.commands import RemoteAgent, addresses, read_failure, start_commands
 from mmm.launch.channel.failures import Failure, say, signal_name
 from mmm.launch.channel.handshake import Reception
@@ -27,7 +28,7 @@ from mmm.launch.control.output import Output
 from mmm.launch.control.run import GRACE, Limits, RunControl
 from mmm.launch.control.stacks import Stack
 from mmm.launch.job import hosts, mpi
-from mmm.launch.job.cluster import ClusterPlan
+from mmm.launch.job.plan import LaunchPlan
 from mmm.launch.staging.spread import Staging
 
 START_TIMEOUT = 300.0  # s until every process has connected
@@ -40,11 +41,12 @@ SPARE_FILES = 64
 
 
 class Controller(RunControl):
-    def __init__(self, plan: ClusterPlan, limits: Limits | None = None, start_timeout: float = START_TIMEOUT) -> None:
+    def __init__(self, plan: LaunchPlan, limits: Limits | None = None, start_timeout: float = START_TIMEOUT) -> None:
         super().__init__(plan.ranks, limits)
         self.plan = plan
         self.start_timeout = start_timeout
         self.token = secrets.token_hex(16)
+        self.at: list[list[Any]] = []  # addresses and ports at which agents find launch
         self.connections: dict[int, RemoteAgent] = {}  # by file descriptor
         self.agents: dict[int, RemoteAgent] = {}  # by index
         self.under_way = False  # every agent has connected and been told to go
@@ -67,35 +69,40 @@ class Controller(RunControl):
                 f"{plan.processes} ranks each hold a connection to launch, which may open {limit} files "
                 "(ulimit -Hn).\n  Use --ranks-by host: one connection a host."
             )
-        at = self.listen(addresses(plan), plan.processes)
-        entry = {"at": at, "token": self.token, "launcher": plan.launcher, "port": plan.wished_port}
-        entry["processes"] = plan.processes
+        self.listen(addresses(plan), plan.processes)
         self.output = Output(self.selector)
         self.rendezvous_ends = time.monotonic() + self.start_timeout
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
+        self.launcher = self.start_backend(plan.command, processes=plan.processes)
+        self.output.started()
+
+    def start_backend(self, command: list[str], **told: int) -> subprocess.Popen:
+        """Have the launcher backend start agents, `told` this beside where launch is. Raises `LaunchError`."""
+        plan, output = self.plan, self.output
+        launcher = plan.launcher.value
+        entry = {"at": self.at, "token": self.token, "launcher": launcher, "port": plan.wished_port, **told}
         try:
-            self.launcher = subprocess.Popen(
-                plan.command,
+            return subprocess.Popen(
+                command,
                 stdin=subprocess.DEVNULL,
-                stdout=self.output.stdout,
-                stderr=self.output.stderr,
+                stdout=output.stdout if output is not None else None,
+                stderr=output.stderr if output is not None else None,
                 start_new_session=True,
                 env={**os.environ, **plan.environ, mpi.AGENT_VARIABLE: json.dumps(entry)},
             )
         except OSError as error:
             raise LaunchError(
-                f"{plan.command[0]}, which is to start the ranks ({plan.why['launcher']}), cannot be run: "
+                f"{command[0]}, which is to start the ranks ({plan.launcher.source}), cannot be run: "
                 f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: "
                 "--scheduler none"
             ) from None
-        self.output.started()
 
-    def listen(self, own: list[str], processes: int) -> list[list[Any]]:
-        """Have agents connect here: at which addresses and port. own: this host's addresses, as the hosts know it."""
+    def listen(self, own: list[str], processes: int) -> None:
+        """Have agents connect here. own: this host's addresses, as the hosts know it."""
         local = all(address.startswith("127.") for address in own)
         server = socket.create_server((own[0] if local else "", 0), backlog=min(processes + 8, 4096))
         self.reception = Reception(server, self.token, self.selector)
-        return [[address, server.getsockname()[1]] for address in own]
+        self.at = [[address, server.getsockname()[1]] for address in own]
 
     def clean_up(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -118,15 +125,10 @@ class Controller(RunControl):
 
     def serve(self) -> bool:
         """Take in what has happened. False once the launcher backend has ended and nobody is connected."""
-        ready = self.wait()
-        self.welcome(ready)
-        for fd in ready & self.connections.keys():
-            self.hear(self.connections[fd])
-        now = time.monotonic()
+        now = self.listen_to_agents()
         if self.rendezvous_ends is not None and now >= self.rendezvous_ends and self.exit_code is None:
             self.rendezvous_ends = None
             self.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
-        self.locate_due(now)
         if self.stop_launcher_at is not None and now >= self.stop_launcher_at:
             self.stop_launcher_at = None
             self.stop_launcher()
@@ -141,10 +143,18 @@ class Controller(RunControl):
             self.launcher_died()
         return bool(self.connections) and self.kill_at is not None
 
-    def locate_due(self, now: float) -> None:
+    def listen_to_agents(self) -> float:
+        """Take in what agents say, or that they are late with it. Returns the time, of `time.monotonic()`."""
+        ready = self.wait()
+        self.welcome(ready)
+        for fd in ready & self.connections.keys():
+            if fd in self.connections:
+                self.hear(self.connections[fd])
+        now = time.monotonic()
         if self.locate_until is not None and now >= self.locate_until:
             self.locate_until = None
             self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
+        return now
 
     def welcome(self, ready: set[int]) -> None:
         """Take in the agents that have proven that they are of this run."""
@@ -172,10 +182,14 @@ class Controller(RunControl):
             if agent.index >= 0 and not agent.done:
                 self.on_lost(agent, str(lost))
 
-    def drop(self, agent: RemoteAgent) -> None:
+    def disconnect(self, agent: RemoteAgent) -> None:
         self.selector.unregister(agent.link)
         del self.connections[agent.link.fileno()]
         agent.link.close()
+
+    def drop(self, agent: RemoteAgent) -> None:
+        """An agent's connection is over."""
+        self.disconnect(agent)
         if not self.connections and (self.under_way or self.exit_code is not None):
             left = LAUNCHER_END if self.exit_code is not None else LAUNCHER_LINGERS
             self.stop_launcher_at = time.monotonic() + left
@@ -191,11 +205,12 @@ class Controller(RunControl):
 
     def join(self, agent: RemoteAgent) -> None:
         """Take in an agent that has said hello."""
-        index, there, wanted = agent.hello["rank"], agent.hello["world"], self.plan.processes
-        if there != wanted or index in self.agents:
-            text = f"{self.plan.launcher} has started {there} processes where {wanted} were asked for"
-            if there == wanted:
-                text = f"{self.plan.launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
+        index, world, wanted = agent.hello["rank"], agent.hello["world"], self.plan.processes
+        launcher = self.plan.launcher.value
+        if world != wanted or index in self.agents:
+            text = f"{launcher} has started {world} processes where {wanted} were asked for"
+            if world == wanted:
+                text = f"{launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
             text += ": its options (--launcher-args) contradict launch's."
             self.failures.append(Failure.of_user(index, text))
             return
@@ -241,7 +256,7 @@ class Controller(RunControl):
             number = message["interrupted"]
             text = (
                 f"{signal_name(number)} came to the ranks on {agent.host}, and not from launch: the scheduler, or "
-                f"{self.plan.launcher}, ends the run"
+                f"{self.plan.launcher.value}, ends the run"
             )
             self.failures.append(Failure(min(agent.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True))
         elif "saves" in message:
@@ -274,9 +289,8 @@ class Controller(RunControl):
 
     def launcher_died(self) -> None:
         assert self.launcher is not None
-        code = self.launcher.returncode
-        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        self.give_up(f"{self.plan.command[0]} {reason} while its ranks ran", 128 - code if code < 0 else code or 1)
+        reason, code = failures.end_of_process(self.launcher.returncode)
+        self.give_up(f"{self.plan.command[0]} {reason} while its ranks ran", code)
 
     def give_up(self, text: str, code: int) -> None:
         self.exit_code, self.again = code, True
@@ -285,13 +299,13 @@ class Controller(RunControl):
 
     def missing(self) -> str:
         """Who has not connected."""
-        absent = self.plan.processes - len(self.agents)
-        known = {m.host.partition(".")[0] for m in self.agents.values()}
-        silent = [name for name in self.plan.hosts if name.partition(".")[0] not in known and not hosts.is_here(name)]
+        known = {agent.host.partition(".")[0] for agent in self.agents.values()}
+        others = [name for name in self.plan.hosts.value if not hosts.is_here(name)]
+        silent = [name for name in others if name.partition(".")[0] not in known]
         where = f"; nothing was heard from {', '.join(silent[:8])}{' …' if len(silent) > 8 else ''}" if silent else ""
         return (
-            f"{absent} of {self.plan.processes} processes that {self.plan.launcher} was to start have not connected "
-            f"to launch{where}"
+            f"{self.expected()} of {self.plan.processes} processes that {self.plan.launcher.value} was to start have "
+            f"not connected to launch{where}"
         )
 
     def send(self, number: int) -> bool:
@@ -345,8 +359,8 @@ class Controller(RunControl):
             return self.exit_code
         if len(self.ended) == self.total:
             return 0
-        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        reason, code = failures.end_of_process(code)
         what = "while its ranks ran" if self.under_way else f"before the ranks could start: {self.missing()}"
         say(f"launch: {self.plan.command[0]} {reason} {what}")
         self.again = True
-        return 128 - code if code < 0 else code or 1
+        return code

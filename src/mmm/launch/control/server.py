@@ -14,7 +14,7 @@ from mmm.launch.channel import wire
 from mmm.launch.channel.wire import Instructions
 from mmm.launch.control import processes
 from mmm.launch.control.output import Output
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
 
 
 class ForkServerProcess:
@@ -26,7 +26,7 @@ class ForkServerProcess:
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: HostPlan,
         output: Output | None,
         *,
         shielded: bool,
@@ -80,7 +80,7 @@ class ForkServerProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def begin(self, plan: LaunchPlan) -> None:
+    def begin(self, plan: HostPlan) -> None:
         """Have it start the ranks of the next attempt; those before have ended."""
         if self.verdict_fd is not None:
             os.ftruncate(self.verdict_fd, 0)

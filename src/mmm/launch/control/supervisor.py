@@ -11,13 +11,14 @@ import socket
 import time
 
 from mmm.contract import SOCKET_BUFFER, Report
-from mmm.launch.channel.failures import Failure, say, signal_name
+from mmm.launch.channel import failures
+from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.wire import Status
 from mmm.launch.control import processes, stacks
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import Limits, RunControl
 from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
 
 DRAIN = 1.0  # s for the rest of the output
 LEFTOVER_GRACE = 0.3  # s for processes that outlive their ranks, between SIGTERM and SIGKILL
@@ -30,7 +31,7 @@ class Supervisor(RunControl):
     shielded = False  # a scheduler may signal all of the run's processes, the fork server too
     stays = False  # the fork server, for another attempt
 
-    def __init__(self, plan: LaunchPlan, limits: Limits | None = None, server: ForkServerProcess | None = None) -> None:
+    def __init__(self, plan: HostPlan, limits: Limits | None = None, server: ForkServerProcess | None = None) -> None:
         super().__init__(len(plan.ranks), limits)
         self.plan = plan
         self.server = server
@@ -160,9 +161,9 @@ class Supervisor(RunControl):
         if len(self.ended) == len(self.plan.ranks):
             return 0
         self.again = True
-        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        reason, code = failures.end_of_process(code)
         say(f"launch: the process that holds the ranks (pid {server.pid}) {reason}; the ranks were killed")
-        return 128 - code if code < 0 else code or 1
+        return code
 
     def stop(self) -> None:
         """Ctrl-Z: stop the ranks and launch, until launch is continued. The fork server goes on, to notice its end."""

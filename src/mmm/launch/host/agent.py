@@ -20,13 +20,12 @@ from mmm.launch.channel import commands, handshake
 from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
-from mmm.launch.channel.wire import CPUS_VARIABLE
 from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.host.entry import Entry, OneAttempt, host_name
 from mmm.launch.host.memory import host_memory
-from mmm.launch.job import binding, hosts, local
+from mmm.launch.job import binding, host_plan, hosts
 from mmm.launch.job import target as targets
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
 from mmm.launch.job.mpi import AGENT_VARIABLE
 from mmm.launch.job.target import Target
 from mmm.launch.staging.host import Stager
@@ -46,7 +45,7 @@ def main() -> int:
     entry = json.loads(os.environ.pop(AGENT_VARIABLE))
     target = read_target(words)
     inherit = inheritable()
-    hello: dict[str, Any] = {"host": host_name(), "cores": local.available_cores(), "pid": os.getpid()}
+    hello: dict[str, Any] = {"host": host_name(), "cores": host_plan.available_cores(), "pid": os.getpid()}
     if hasattr(os, "sched_getaffinity"):
         hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
     hello["port"] = hosts.free_port("", entry["port"])
@@ -156,32 +155,12 @@ def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int
     return rank[1], world if total is None else total[1], None if local_rank is None else local_rank[1]
 
 
-def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
+def make_plan(target: Target, go: dict[str, Any], host: str) -> HostPlan:
     """This process's ranks. Raises `LaunchError`: the master address or the binding is not possible on this host."""
-    shared, places = dict(go["shared"]), [dict(place) for place in go["ranks"]]
-    if any(place["RANK"] == "0" for place in places) and shared["WORLD_SIZE"] != "1":
+    shared = go["shared"]
+    if any(rank["RANK"] == "0" for rank in go["ranks"]) and shared["WORLD_SIZE"] != "1":
         check_master_address(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), host)
-    per_host = int(shared["LOCAL_WORLD_SIZE"])
-    cpus = binding.split(go["bind"], per_host) if go["bind"] else [None] * per_host
-    order = go.get("device_order", [])
-    threads = []
-    for place in places:
-        local_rank = int(place["LOCAL_RANK"])
-        own_cpus = cpus[local_rank]
-        if own_cpus is not None:
-            place[CPUS_VARIABLE] = own_cpus
-        unbound = go.get("cores") or max(1, local.available_cores() // len(places))
-        threads.append(go["threads"] or (len(binding.cpu_list(own_cpus)) if own_cpus is not None else unbound))
-        if local_rank < len(order):
-            place[go["device_variable"]] = str(order[local_rank])
-    if "OMP_NUM_THREADS" not in shared:
-        binding.set_threads(shared, places, threads)
-    if go["by"] == "host":
-        fork, why = local.start_method(target, go["prefork"], go["device"])
-    else:
-        fork, why = False, "one process a rank: there is nothing to share an import with"
-    plan = LaunchPlan(target, shared, places, go["device"], fork, {"start": why})
-    return local.from_copy(plan, **go["stage"]) if "stage" in go else plan
+    return host_plan.make(target, go)
 
 
 def check_master_address(address: str, port: int, host: str) -> None:

@@ -17,7 +17,7 @@ from mmm.launch.channel.wire import PASSED_ON, Status
 from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.control.supervisor import Supervisor
 from mmm.launch.job import hosts
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
 from mmm.launch.staging.host import Stager
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
@@ -31,7 +31,7 @@ class Entry(Supervisor):
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: HostPlan,
         link: Link,
         launcher: str,
         inherit: tuple[int, ...] = (),

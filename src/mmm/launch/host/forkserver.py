@@ -24,7 +24,6 @@ from mmm import contract
 from mmm.contract import ENDING, MARKER_VARIABLE
 from mmm.launch.channel.wire import (
     CHILD,
-    CPUS_VARIABLE,
     FAILURE_VARIABLE,
     FORK_SERVER,
     FORK_SERVER_VARIABLE,
@@ -220,7 +219,7 @@ class ForkServer:
         for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
             os.close(fd)
         os.environ.update(variables)
-        if cpus := os.environ.pop(CPUS_VARIABLE, None):
+        if cpus := os.environ.pop(binding.CPUS_VARIABLE, None):
             os.sched_setaffinity(0, binding.cpu_list(cpus))
         if forked:
             contract.attach(self.todo.failure)

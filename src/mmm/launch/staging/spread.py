@@ -12,7 +12,7 @@ from typing import Any
 from mmm.launch.channel.commands import RemoteAgent, addresses
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Lost, Message
-from mmm.launch.job.cluster import ClusterPlan
+from mmm.launch.job.plan import LaunchPlan
 
 FANOUT = 2  # hosts that one host serves
 
@@ -20,9 +20,14 @@ FANOUT = 2  # hosts that one host serves
 class Staging:
     """From the moment all `agents` (by index) are there, to the removal. `failures` gets what goes wrong."""
 
-    def __init__(self, plan: ClusterPlan, agents: list[RemoteAgent], failures: list[Failure]) -> None:
+    def __init__(self, plan: LaunchPlan, agents: list[RemoteAgent], failures: list[Failure]) -> None:
         assert plan.stage is not None
-        self.stage, self.suffix, self.agents, self.failures = plan.stage, plan.site.host_suffix, agents, failures
+        self.stage, self.suffix, self.agents, self.failures = (
+            plan.stage,
+            plan.machine.value.host_suffix,
+            agents,
+            failures,
+        )
         self.addresses = addresses(plan)
         self.released = False
         self.began = time.monotonic()
