@@ -31,10 +31,10 @@ class Instructions:
     fork: bool  # fork the ranks from this process, or exec each
     command: list[str]  # what each rank executes that cannot be forked
     launch_pid: int  # launch's, or an agent's
-    shielded: bool = False  # SIGTERM comes to every process of the run: not the fork server's
+    ignore_sigterm: bool = False  # SIGTERM comes to every process of the run: not the fork server's
     ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
     skip: list[str] = field(default_factory=list)  # modules not to preload; ["*"]: none at all
-    stays: bool = False  # when these ranks have ended: for the ranks of the next attempt
+    persistent: bool = False  # when these ranks have ended: for the ranks of the next attempt
 
     def write(self) -> int:
         """Into a file without a name, which a new process inherits: its descriptor.

@@ -28,8 +28,9 @@ from mmm.launch.channel.commands import RemoteAgent, addresses, slot_commands
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Lost, Message
 from mmm.launch.control import processes
-from mmm.launch.control.controller import LAST_WORDS, LAUNCHER_END, START_TIMEOUT, Controller
+from mmm.launch.control.controller import LAUNCHER_END
 from mmm.launch.control.output import Output
+from mmm.launch.control.remote import LAST_WORDS, START_TIMEOUT, RemoteRun
 from mmm.launch.control.run import Limits
 from mmm.launch.job import variables
 from mmm.launch.job.plan import LaunchPlan, Value
@@ -53,7 +54,7 @@ class Host:
         return [(self, slot) for slot in range(slots) if slot not in unused] if self.agent is not None else []
 
 
-class ElasticController(Controller):
+class ElasticController(RemoteRun):
     """All attempts of one run. `retries`: how many failures it may go on after; None: any number."""
 
     def __init__(
@@ -82,7 +83,6 @@ class ElasticController(Controller):
         self.listen(addresses(everywhere), len(self.hosts))
         if self.plan.launcher.value != "direct" or self.limits.timeout is not None:
             self.output = Output(self.selector)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
         self.call_hosts()
 
     def call_hosts(self) -> None:
@@ -189,9 +189,7 @@ class ElasticController(Controller):
         self.total, self.places = ranks, self.free()[:ranks]
         self.failures, self.ended, self.first, self.verdict = [], set(), None, ""
         self.decide_at = self.kill_at = self.grace = self.ask_at = self.drop_at = None
-        self.again, self.under_way, self.saves = False, True, False
-        if self.output is not None:
-            self.output.last = time.monotonic()
+        self.again = self.saves = False
         by_host: dict[int, list[int]] = {}
         for host, slot in self.places:
             by_host.setdefault(host.index, []).append(slot)
@@ -206,18 +204,8 @@ class ElasticController(Controller):
         shared[contract.ELASTIC_VARIABLE] = f"{self.elastic.least}:{self.elastic.most}"
         if self.attempt:  # whose start-up is its own
             shared |= {contract.BEGAN_VARIABLE: repr(time.time()), contract.STARTED_VARIABLE: ""}
-        for index, message in slot_commands(plan, by_host, shared).items():
-            agent = self.hosts[index].agent
-            assert agent is not None
-            agent.ranks, agent.done = [int(rank["RANK"]) for rank in message["ranks"]], False
-            try:
-                agent.link.send({"go": message})
-            except Lost as lost:
-                self.drop(agent)
-                self.on_lost(agent, str(lost))
-        for number in self.pending:
-            self.send(number)
-        self.pending = []
+        commands = slot_commands(plan, by_host, shared)
+        self.command([(self.agents[index], message) for index, message in commands.items()])
 
     def fail(self) -> None:
         self.first, known = failures.cause(self.failures), list(self.failures)
@@ -287,10 +275,6 @@ class ElasticController(Controller):
     def kill(self) -> None:
         self.tell({"kill": True})
         self.kill_at, self.drop_at = None, time.monotonic() + LAUNCHER_END
-
-    def end(self, number: int, verdict: str = "") -> None:
-        super().end(number, verdict)
-        self.stop_launcher_at = None
 
     # The end.
 

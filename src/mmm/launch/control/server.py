@@ -18,7 +18,7 @@ from mmm.launch.job.host_plan import HostPlan
 
 
 class ForkServerProcess:
-    """One for the ranks of `plan`; if it `stays`, for those of any number of attempts, until it is closed.
+    """One for the ranks of `plan`; if it is `persistent`, for those of any number of attempts, until it is closed.
 
     Attributes:
         status, reports: to read. marker: in the environment of every process of the run.
@@ -29,13 +29,13 @@ class ForkServerProcess:
         plan: HostPlan,
         output: Output | None,
         *,
-        shielded: bool,
+        ignore_sigterm: bool,
         ignored: set[int],
         passed_fds: tuple[int, ...],
-        stays: bool,
+        persistent: bool,
     ) -> None:
         """Start it, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
-        self.stays, self.marker = stays, uuid.uuid4().hex
+        self.persistent, self.marker = persistent, uuid.uuid4().hex
         control_read, self.control = os.pipe()
         self.status, status_write = os.pipe()
         self.reports, failure_write = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -50,7 +50,14 @@ class ForkServerProcess:
             command = [plan.python, *target.flags, "-m", wire.CHILD, *target.tail()]
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(
-            *inherited, plan.ranks, plan.fork, command, os.getpid(), shielded, ignored=sorted(ignored), stays=stays
+            *inherited,
+            plan.ranks,
+            plan.fork,
+            command,
+            os.getpid(),
+            ignore_sigterm,
+            ignored=sorted(ignored),
+            persistent=persistent,
         )
         instructions = todo.write()
         own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}

@@ -28,20 +28,26 @@ class Supervisor(RunControl):
     """This host's ranks. No process of the run is left after `run`."""
 
     host = ""  # said of failures where it is not clear which host is meant
-    shielded = False  # a scheduler may signal all of the run's processes, the fork server too
-    stays = False  # the fork server, for another attempt
+    ignore_sigterm = False  # a scheduler may signal all of the run's processes, the fork server too
+    inherit: tuple[int, ...] = ()  # further file descriptors that the ranks get
 
-    def __init__(self, plan: HostPlan, limits: Limits | None = None, server: ForkServerProcess | None = None) -> None:
+    def __init__(
+        self,
+        plan: HostPlan,
+        limits: Limits | None = None,
+        server: ForkServerProcess | None = None,
+        persistent: bool = False,
+    ) -> None:
+        """`server`: the fork server of the attempt before. persistent: it is to stay, for another attempt."""
         super().__init__(len(plan.ranks), limits)
-        self.plan = plan
-        self.server = server
+        self.plan, self.server, self.persistent = plan, server, persistent
         self.pids: dict[int, int] = {}  # rank → pid, of those started
         self.buffer = b""
 
     @property
     def at_rest(self) -> bool:
         """Whether all ranks have ended, and their fork server waits for the next."""
-        return self.stays and len(self.ended) == self.total
+        return self.persistent and len(self.ended) == self.total
 
     def clean_up(self) -> None:
         if self.server is not None and not self.at_rest:
@@ -55,10 +61,10 @@ class Supervisor(RunControl):
             self.server = ForkServerProcess(
                 self.plan,
                 self.output,
-                shielded=self.shielded,
+                ignore_sigterm=self.ignore_sigterm,
                 ignored=self.ignored,
-                passed_fds=self.passed_fds(),
-                stays=self.stays,
+                passed_fds=self.inherit,
+                persistent=self.persistent,
             )
             if self.output is not None:
                 self.output.started()
@@ -122,14 +128,10 @@ class Supervisor(RunControl):
     def locate(self) -> None:
         self.located(self.stacks(), dict.fromkeys(self.pids, socket.gethostname()))
 
-    def passed_fds(self) -> tuple[int, ...]:
-        """Further file descriptors that the ranks inherit."""
-        return ()
-
     def kill(self) -> None:
         self.kill_at = None
         assert self.server is not None
-        if self.stays and len(self.pids) == self.total:
+        if self.persistent and len(self.pids) == self.total:
             processes.send(self.others(), signal.SIGKILL)
         else:  # not reaped yet, so the number is still the fork server's
             self.server.kill()

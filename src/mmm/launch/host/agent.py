@@ -21,7 +21,7 @@ from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
 from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.host.entry import Entry, OneAttempt, host_name
+from mmm.launch.host.agent_supervisor import AgentSupervisor, host_name
 from mmm.launch.host.memory import host_memory
 from mmm.launch.job import binding, host_plan, hosts
 from mmm.launch.job import target as targets
@@ -52,72 +52,75 @@ def main() -> int:
     if "index" in entry:  # the only one on its host
         hello["index"] = entry["index"]
         with host_memory():
-            return run_attempts(entry, target, hello)
+            return serve(entry, target, hello, ())
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
     except UserError as error:
         hello |= {"error": f"{error} (on {hello['host']})"}
+    return serve(entry, target, hello, inherit)
+
+
+def serve(entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit: tuple[int, ...]) -> int:
+    """Do what launch asks for, until it wants no more: copies, and one attempt; in an elastic run attempt after
+    attempt, all ranks from one fork server. Returns this process's exit code."""
+    is_elastic = "index" in entry
     stager: Stager | None = None
-    command: links.Message = {}
+    server: ForkServerProcess | None = None
+    has_begun = False
     try:
         link = handshake.reach(entry["at"], entry["token"], links.CONNECT_TIMEOUT)
         link.send({"hello": hello})
-        command = link.one(None)
-        while "stage" in command:
-            stager = stager or Stager(link, entry["token"])
-            if not stager.answer(command["stage"]):
-                return 0
-            command = link.one(None)
+        while True:
+            message = link.one(None)
+            if "stage" in message:
+                stager = stager or Stager(link, entry["token"])
+                if not stager.answer(message["stage"]):
+                    return 0
+            elif "go" in message:
+                has_begun = True
+                ranks = start(link, entry, target, message["go"], hello["host"], inherit, stager, server)
+                code = ranks.run() if ranks is not None else 0
+                server = ranks.server if ranks is not None else server
+                if not is_elastic or (ranks is not None and ranks.lost):
+                    return code
+            elif "quit" in message or not is_elastic:
+                return 0  # or launch ends before anything has begun; another message is for ranks that have ended
     except Lost as lost:
-        say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
+        if not has_begun:
+            say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
         return 0 if stager is not None else 1  # at a 1 an MPI kills other hosts, which still remove their copies
     finally:
-        if stager is not None and "go" not in command:
+        if stager is not None and not has_begun:
             stager.farewell(None)
-    if "go" not in command:
-        return 0  # launch ends before anything has begun
-    try:
-        plan = make_plan(target, command["go"], hello["host"])
-    except UserError as error:
-        refuse(link, command["go"], error)
-        if stager is not None:
-            stager.farewell(link)
-        return 0
-    if command["go"]["by"] == "host":
-        forget_mpi()
-        inherit = ()
-    return Entry(plan, link, entry["launcher"], inherit, stager).run()
-
-
-def run_attempts(entry: dict[str, Any], target: Target, hello: dict[str, Any]) -> int:
-    """Run what launch sends, attempt after attempt, all ranks from one fork server, until launch wants no more."""
-    forget_mpi()
-    server: ForkServerProcess | None = None
-    try:
-        link = handshake.reach(entry["at"], entry["token"], links.CONNECT_TIMEOUT)
-        link.send({"hello": hello})
-        while "quit" not in (message := link.one(None)):
-            if "go" not in message:
-                continue  # it was for ranks that have ended
-            try:
-                plan = make_plan(target, message["go"], hello["host"])
-            except UserError as error:
-                refuse(link, message["go"], error)
-                continue
-            attempt = OneAttempt(plan, link, entry["launcher"], server=server)
-            attempt.run()
-            server = attempt.server
-            if attempt.lost:
-                return 1
-        return 0
-    except Lost as lost:
-        if server is None:
-            say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
-        return 1
-    finally:
         if server is not None:
             server.close()
+
+
+def start(
+    link: Link,
+    entry: dict[str, Any],
+    target: Target,
+    go: dict[str, Any],
+    host: str,
+    inherit: tuple[int, ...],
+    stager: Stager | None,
+    server: ForkServerProcess | None,
+) -> AgentSupervisor | None:
+    """What runs this host's ranks; None where they cannot be, and launch has been told. Raises `Lost`."""
+    try:
+        plan = make_plan(target, go, host)
+    except UserError as error:
+        try:
+            refuse(link, go, error)
+        finally:
+            if stager is not None:
+                stager.farewell(link)
+        return None
+    if go["by"] == "host":
+        forget_mpi()
+        inherit = ()
+    return AgentSupervisor(plan, link, entry["launcher"], inherit, stager, server, persistent="index" in entry)
 
 
 def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:

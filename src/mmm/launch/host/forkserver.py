@@ -59,9 +59,9 @@ def main() -> NoReturn:
     """The fork server's whole life, and that of each rank it forks."""
     todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
-    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.shielded else [])):
+    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.ignore_sigterm else [])):
         signal.signal(number, signal.SIG_IGN)
-    if todo.stays:  # a rank that cannot save does not end of being asked to
+    if todo.persistent:  # a rank that cannot save does not end of being asked to
         todo.ignored.append(signal.SIGUSR1)
     lifeline.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
@@ -111,7 +111,7 @@ def preload(target: Target, todo: Instructions) -> None:
             start_anew(todo, each.module)
     later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
     ours = any(each.module.partition(".")[0] == OURS for each in wanted)
-    for name in (*later, *(READING if todo.stays and ours else ())):
+    for name in (*later, *(READING if todo.persistent and ours else ())):
         with contextlib.suppress(ImportError):
             __import__(name)
     if _shadowed(target.first_path()):
@@ -240,7 +240,7 @@ class ForkServer:
             The variables of each rank to start next; none where launch wants no more.
         """
         self.reap()
-        while self.ranks or self.todo.stays:
+        while self.ranks or self.todo.persistent:
             while self.messages:
                 message = self.messages.pop(0)
                 if "ranks" in message:

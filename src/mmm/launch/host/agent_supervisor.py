@@ -24,10 +24,14 @@ from mmm.launch.staging.host import Stager
 HELPERS = ("hydra_pmi_proxy", "orted", "prted")
 
 
-class Entry(Supervisor):
-    """Supervises the ranks that this process stands for."""
+class AgentSupervisor(Supervisor):
+    """Supervises the ranks that this process stands for.
 
-    shielded = True
+    Attributes:
+        told: failures that launch knows of. lost: launch is gone.
+    """
+
+    ignore_sigterm = True
 
     def __init__(
         self,
@@ -37,13 +41,12 @@ class Entry(Supervisor):
         inherit: tuple[int, ...] = (),
         stager: Stager | None = None,
         server: ForkServerProcess | None = None,
+        persistent: bool = False,
     ) -> None:
-        super().__init__(plan, server=server)
-        self.stager = stager
-        self.launcher = launcher
+        super().__init__(plan, server=server, persistent=persistent)
+        self.stager, self.launcher, self.inherit = stager, launcher, inherit
         self.link: Link | None = link
-        self.inherit = inherit
-        self.told = 0  # failures that launch knows of
+        self.told = 0
         self.lost = False
         self.host = host_name()
 
@@ -53,9 +56,6 @@ class Entry(Supervisor):
         self.selector.register(self.link, selectors.EVENT_READ)
         while self.link.early:
             self.on_command(self.link.early.pop(0))
-
-    def passed_fds(self) -> tuple[int, ...]:
-        return self.inherit
 
     def wait(self) -> set[int]:
         ready = super().wait()
@@ -147,12 +147,6 @@ class Entry(Supervisor):
             end_helper()
             return 1
         return 0 if self.exit_code is not None or self.failures else code
-
-
-class OneAttempt(Entry):
-    """Of several: the fork server stays."""
-
-    stays = True
 
 
 def host_name() -> str:
