@@ -195,6 +195,6 @@ def test_launch_listens_where_the_hosts_are(own, bound):
     made.token, made.selector = "secret", selectors.DefaultSelector()
     made.listen(own, 2)
     host, port = made.reception.server.getsockname()
-    assert (host, made.at) == (bound, [[address, port] for address in own])
+    assert (host, made.addresses) == (bound, [[address, port] for address in own])
     made.reception.close()
     made.selector.close()

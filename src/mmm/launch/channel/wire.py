@@ -3,7 +3,7 @@
 launch ── control pipe: {"signal": number} to pass on, {"ranks": …} to start; its end: launch is gone ──▶ fork server
 launch ◀── status pipe: one JSON line a rank that started or ended ───────────────────  fork server
 launch ◀── failure socket: one JSON datagram a failed rank, sent before it exits ─────  ranks
-launch ── verdict: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
+launch ── reason: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
 """
 
 import json

@@ -158,8 +158,8 @@ class Controller(RemoteRun):
             f"not connected to launch{where}"
         )
 
-    def end(self, number: int, verdict: str = "") -> None:
-        super().end(number, verdict)
+    def end(self, number: int, termination_reason: str = "") -> None:
+        super().end(number, termination_reason)
         if self.under_way and not self.connections:
             self.stop_launcher_at = time.monotonic() + LAUNCHER_END
 

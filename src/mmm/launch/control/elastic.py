@@ -67,7 +67,7 @@ class ElasticController(RemoteRun):
         super().__init__(plan, limits, start_timeout)
         assert plan.elastic is not None
         self.elastic, self.retries = plan.elastic, retries
-        self.hosts = [Host(name, index) for index, name in enumerate(plan.each)]
+        self.hosts = [Host(name, index) for index, name in enumerate(plan.agent_commands)]
         self.attempt = -1
         self.places: list[tuple[Host, int]] = []  # of the ranks
         self.fits: dict[int, bool] = {}  # number of ranks → whether CMD has taken it
@@ -79,7 +79,7 @@ class ElasticController(RemoteRun):
         self.over = False
 
     def start(self) -> None:
-        everywhere = replace(self.plan, hosts=Value(tuple(self.plan.each), ""))
+        everywhere = replace(self.plan, hosts=Value(tuple(self.plan.agent_commands), ""))
         self.listen(addresses(everywhere), len(self.hosts))
         if self.plan.launcher.value != "direct" or self.limits.timeout is not None:
             self.output = Output(self.selector)
@@ -90,7 +90,7 @@ class ElasticController(RemoteRun):
         self.rendezvous_ends = time.monotonic() + self.start_timeout
         for host in self.hosts:
             if host.agent is None and host.launcher is None:
-                host.launcher = self.start_backend(self.plan.each[host.name], index=host.index)
+                host.launcher = self.start_backend(self.plan.agent_commands[host.name], index=host.index)
 
     def deadlines(self) -> list[float | None]:
         return [*super().deadlines(), self.rejoin_at, self.ask_at, self.drop_at]
@@ -187,7 +187,7 @@ class ElasticController(RemoteRun):
         """Tell the hosts what to run."""
         self.attempt += 1
         self.total, self.places = ranks, self.free()[:ranks]
-        self.failures, self.ended, self.first, self.verdict = [], set(), None, ""
+        self.failures, self.ended, self.first, self.termination_reason = [], set(), None, ""
         self.decide_at = self.kill_at = self.grace = self.ask_at = self.drop_at = None
         self.again = self.saves = False
         by_host: dict[int, list[int]] = {}

@@ -37,7 +37,7 @@ class RemoteRun(RunControl):
     """A run over links to agents. `Controller` and `ElasticController` say who starts these, and what comes when.
 
     Attributes:
-        at: addresses and ports at which agents find launch.
+        addresses: and ports at which agents find launch.
         connections: agents by file descriptor. agents: those that have said hello, by index.
         under_way: the agents have been told to go.
         rendezvous_ends: when all have to be there, `time.monotonic()`.
@@ -49,7 +49,7 @@ class RemoteRun(RunControl):
         super().__init__(plan.ranks, limits)
         self.plan, self.start_timeout = plan, start_timeout
         self.token = secrets.token_hex(16)
-        self.at: list[list[Any]] = []
+        self.addresses: list[list[Any]] = []
         self.reception: Reception | None = None
         self.connections: dict[int, RemoteAgent] = {}
         self.agents: dict[int, RemoteAgent] = {}
@@ -77,7 +77,7 @@ class RemoteRun(RunControl):
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `wait`
         plan, output = self.plan, self.output
         launcher = plan.launcher.value
-        entry = {"at": self.at, "token": self.token, "launcher": launcher, "port": plan.wished_port, **told}
+        entry = {"at": self.addresses, "token": self.token, "launcher": launcher, "port": plan.wished_port, **told}
         try:
             return subprocess.Popen(
                 command,
@@ -99,7 +99,7 @@ class RemoteRun(RunControl):
         local = all(address.startswith("127.") for address in own)
         server = socket.create_server((own[0] if local else "", 0), backlog=min(processes + 8, 4096))
         self.reception = Reception(server, self.token, self.selector)
-        self.at = [[address, server.getsockname()[1]] for address in own]
+        self.addresses = [[address, server.getsockname()[1]] for address in own]
 
     def clean_up(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -219,7 +219,7 @@ class RemoteRun(RunControl):
     def send(self, number: int) -> bool:
         if not self.under_way:
             return False
-        self.tell({"signal": number, "verdict": self.verdict, "grace": self.grace})
+        self.tell({"signal": number, "termination_reason": self.termination_reason, "grace": self.grace})
         return True
 
     def forward_signal(self, number: int) -> None:
@@ -236,8 +236,9 @@ class RemoteRun(RunControl):
         self.locate_until = time.monotonic() + LOCATE
         self.tell({"where": True})
 
-    def end(self, number: int, verdict: str = "") -> None:
+    def end(self, number: int, termination_reason: str = "") -> None:
         """The hosts see to the grace of their ranks; launch waits for them a little longer."""
-        self.verdict, self.kill_at = verdict, time.monotonic() + (self.grace or GRACE) + LAST_WORDS
+        self.termination_reason = termination_reason
+        self.kill_at = time.monotonic() + (self.grace or GRACE) + LAST_WORDS
         if not self.send(number):
             self.kill()

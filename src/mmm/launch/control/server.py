@@ -61,10 +61,10 @@ class ForkServerProcess:
         )
         instructions = todo.write()
         own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}
-        self.verdict_fd: int | None = None  # why the ranks are ended, once they are
+        self.reason_fd: int | None = None  # why the ranks are ended, once they are
         if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
-            self.verdict_fd = os.memfd_create("verdict")
-            own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
+            self.reason_fd = os.memfd_create("reason")
+            own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.reason_fd}"
         if output is not None and os.isatty(1):  # launch copies what ranks write there
             size = os.get_terminal_size(1)
             own[TERMINAL_VARIABLE] = f"{size.columns}x{size.lines}"
@@ -89,8 +89,8 @@ class ForkServerProcess:
 
     def begin(self, plan: HostPlan) -> None:
         """Have it start the ranks of the next attempt; those before have ended."""
-        if self.verdict_fd is not None:
-            os.ftruncate(self.verdict_fd, 0)
+        if self.reason_fd is not None:
+            os.ftruncate(self.reason_fd, 0)
         self.tell({"ranks": [plan.shared | rank for rank in plan.ranks]})
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -98,9 +98,9 @@ class ForkServerProcess:
         with contextlib.suppress(BrokenPipeError):
             os.write(self.control, json.dumps(message).encode() + b"\n")
 
-    def say_verdict(self, text: str) -> None:
-        if self.verdict_fd is not None:
-            os.pwrite(self.verdict_fd, text.encode("utf-8", "backslashreplace"), 0)
+    def write_termination_reason(self, text: str) -> None:
+        if self.reason_fd is not None:
+            os.pwrite(self.reason_fd, text.encode("utf-8", "backslashreplace"), 0)
 
     def kill(self) -> None:
         """It, and every rank that has stayed in its session."""
@@ -112,7 +112,7 @@ class ForkServerProcess:
         if self.process.returncode is None:
             processes.end(self.pid, self.marker, grace=0.0)
             self.process.wait()
-        for fd in (self.control, self.status, self.verdict_fd):
+        for fd in (self.control, self.status, self.reason_fd):
             if fd is not None:
                 os.close(fd)
         self.reports.close()

@@ -111,8 +111,8 @@ class Supervisor(RunControl):
             self.failures.append(Failure.ended(status, self.host))
 
     def send(self, number: int) -> bool:
-        if self.verdict and self.server is not None:
-            self.server.say_verdict(self.verdict)
+        if self.termination_reason and self.server is not None:
+            self.server.write_termination_reason(self.termination_reason)
         if self.pids:
             self.forward_signal(number)
         return bool(self.pids)

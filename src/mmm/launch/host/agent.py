@@ -92,7 +92,7 @@ def serve(entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit:
         return 0 if stager is not None else 1  # at a 1 an MPI kills other hosts, which still remove their copies
     finally:
         if stager is not None and not has_begun:
-            stager.farewell(None)
+            stager.wait_and_remove(None)
         if server is not None:
             server.close()
 
@@ -115,7 +115,7 @@ def start(
             refuse(link, go, error)
         finally:
             if stager is not None:
-                stager.farewell(link)
+                stager.wait_and_remove(link)
         return None
     if go["by"] == "host":
         forget_mpi()

@@ -75,7 +75,7 @@ class AgentSupervisor(Supervisor):
             self.exit_code = 0
             self.grace = message["grace"]
             ignored = message["signal"] in self.ignored  # on this host, by who started its processes
-            self.end(signal.SIGTERM if ignored else message["signal"], message["verdict"])
+            self.end(signal.SIGTERM if ignored else message["signal"], message["termination_reason"])
         elif "where" in message:
             self.tell({"stacks": self.stacks()})
         elif "signal" in message:
@@ -115,11 +115,11 @@ class AgentSupervisor(Supervisor):
         self.selector.unregister(self.link)
         self.link.close()
         self.link, self.lost = None, True
-        verdict = f"{self.host} has lost launch ({reason})"
-        say(f"launch: {verdict}: ending {self.left()}")
+        why = f"{self.host} has lost launch ({reason})"
+        say(f"launch: {why}: ending {self.left()}")
         if self.exit_code is None:
             self.exit_code = 1
-            self.end(signal.SIGTERM, verdict)
+            self.end(signal.SIGTERM, why)
 
     def fail(self) -> None:
         self.tell_failures()
@@ -142,7 +142,7 @@ class AgentSupervisor(Supervisor):
         self.tell_failures()
         self.tell({"bye": True, "port": hosts.free_port("")})  # for the next attempt
         if self.stager is not None:
-            self.stager.farewell(self.link)
+            self.stager.wait_and_remove(self.link)
         if self.lost:
             end_helper()
             return 1

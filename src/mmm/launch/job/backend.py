@@ -96,7 +96,7 @@ def request_of(
 def each_host(
     target: Target, options: LaunchOptions, backend: Backend, request: Request, job: Job
 ) -> dict[str, list[str]]:
-    """`LaunchPlan.each`. Raises `LaunchError`: the spare hosts cannot be used."""
+    """`LaunchPlan.agent_commands`. Raises `LaunchError`: the spare hosts cannot be used."""
     elastic.check_hosts(options.spare, request.hosts, job.hosts)
     one = replace(request, counts=(1,), hostfile=None, subset=True)
     names = (*request.hosts, *options.spare)

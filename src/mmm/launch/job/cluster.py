@@ -68,7 +68,7 @@ def plan(
     order = _device_order(site, options, backend, device.value)
     settings = variables.of_site(site, options, environ)
     shared = variables.of_cluster(options, site, job, used, sum(counts), device, environ, build) | settings
-    told = {name: setting.value for name, setting in settings.items()}
+    told = {name: variable.value for name, variable in settings.items()}
     if site.name:
         record = {"name": site.name, "set": told, "device_order": order}
         shared[SITE_VARIABLE] = Value(json.dumps(record), "launch")
@@ -95,7 +95,7 @@ def plan(
         stage=options.stage,
         notes=(*job.notes, *placed.notes, *by_notes),
         elastic=options.elastic,
-        each=each_host(target, options, backend, request, job) if options.elastic is not None else {},
+        agent_commands=each_host(target, options, backend, request, job) if options.elastic is not None else {},
     )
 
 

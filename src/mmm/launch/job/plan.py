@@ -40,7 +40,8 @@ class LaunchPlan:
         machine: the known machine's data, or the empty `Site`.
         settings: its variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
         environ: what the launcher backend itself gets on top of launch's environment.
-        elastic: with `each`, host → command that starts its agent alone; of the spare hosts too, which come last.
+        elastic: what --elastic asks for. agent_commands: then, host → command that starts its agent alone; of the
+            spare hosts too, which come last.
     """
 
     target: Target
@@ -64,7 +65,7 @@ class LaunchPlan:
     device_order: list[int] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
     elastic: Elastic | None = None
-    each: dict[str, list[str]] = field(default_factory=dict)
+    agent_commands: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def is_local(self) -> bool:

@@ -76,7 +76,7 @@ class Stager:
         self.link.send({"stage": said})
         return True
 
-    def farewell(self, link: Link | None) -> None:
+    def wait_and_remove(self, link: Link | None) -> None:
         """This host's ranks are over: wait until those of its other processes are, and remove the copy."""
         for number in ENDING:  # this process ends in any case, and that is all that it has left to do
             signal.signal(number, signal.SIG_IGN)
