@@ -30,7 +30,7 @@ def start(number):
     return subprocess.Popen(["ip", "netns", "exec", name, *command], env=os.environ | place)
 sys.exit(max(p.wait() for p in [start(n) for n in range(int(os.environ["HOSTS"]))]))
 """
-LAUNCH = "import sys; from mmm.launch.control import staging; from mmm.launch.main import main; "
+LAUNCH = "import sys; from mmm.launch.staging import spread; from mmm.launch.main import main; "
 
 
 def ip(*words: str) -> None:
@@ -84,7 +84,7 @@ def run(folder: Path, names: list[str], fanout: int) -> float:
         "--device",
         "cpu",
     ]
-    code = f"{LAUNCH}staging.FANOUT = {fanout}; sys.exit(main({[*words, '--stage', 'env', 'true']!r}))"
+    code = f"{LAUNCH}spread.FANOUT = {fanout}; sys.exit(main({[*words, '--stage', 'env', 'true']!r}))"
     environ = {"MMM_LAUNCH_ADDRESS": "10.78.0.1", "MASTER_ADDR": "10.78.0.1", "HOSTS": str(len(names))}
     done = subprocess.run(
         ["ip", "netns", "exec", names[0], sys.executable, "-c", code],

@@ -10,10 +10,11 @@ from typing import Any
 
 from fuzz_files.kinds import Kind
 from mmm.errors import LaunchError
-from mmm.launch.host import copies
-from mmm.launch.job import hosts, modules, sites, slurm
+from mmm.launch.job import hosts, sites, slurm
+from mmm.launch.job import modules
 from mmm.launch.job.preloads import preloads
 from mmm.launch.job.target import Target
+from mmm.launch.staging import copy as copies
 from mmm.plan import machine
 
 BUILT_IN = ("perlmutter", "polaris")
@@ -101,7 +102,7 @@ def make_staged(folder: Path) -> None:
 def read_staged(folder: Path) -> Any:
     copy = _copy(folder)
     copy.own_folder()
-    return copy.there()
+    return copy.is_there()
 
 
 def make_program(folder: Path) -> None:

@@ -123,10 +123,10 @@ def test_what_the_environment_says():
 def test_hosts_get_it_too():
     """What `launch` gives every rank goes to those on other hosts as well."""
     code = (
-        "import sys; from mmm.launch import main; from mmm.launch.job import target\n"
+        "import sys; from mmm.launch import main; from mmm.launch.program import target\n"
         "from mmm.launch.job.options import LaunchOptions\n"
         "plan = main.plan_run(target.parse(['python3', 'x.py']), LaunchOptions(hosts='a,b', nproc=2, mpi='hydra',"
-        " mpiexec=sys.executable, scheduler='none'), {'MMM_ATTEMPTS_OF': 'x'}); print(plan.shared)"
+        " mpiexec=sys.executable, scheduler='none'), {'MMM_ATTEMPTS_OF': 'x'}); print(plan.variables)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'MMM_ATTEMPTS_OF': 'x'" in done.stdout

@@ -14,13 +14,15 @@ import pytest
 from mmm.contract import PORTS, Report
 from mmm.errors import LaunchError
 from mmm.launch import main
-from mmm.launch.control import commands, stacks
-from mmm.launch.control.commands import RemoteAgent
-from mmm.launch.control.failures import Failure
+from mmm.launch.channel import commands
+from mmm.launch.channel.commands import RemoteAgent
+from mmm.launch.channel.failures import Failure
+from mmm.launch.control import stacks
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, walltime
 from mmm.launch.job.job import Job
-from mmm.launch.job.sites import Site
+from mmm.launch.job.plan import LaunchPlan, Value
+from mmm.launch.job.target import Target
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG, START
 
@@ -227,23 +229,33 @@ def agent(index, host, cpus="0-7", local_rank=None):
     return RemoteAgent(NoLink(), index, host, hello)
 
 
-class Plan:
-    by, device, bind, prefork, threads, site = "rank", "cpu", None, True, None, Site("")
-    hosts, counts, device_order, wished_port = ("a", "b"), (2, 1), (), None
-
-    def __init__(self):
-        self.shared = {"WORLD_SIZE": "3"}
+def plan(by="rank", is_wish=False):
+    return LaunchPlan(
+        target=Target("module", "x"),
+        launcher=Value("hydra", ""),
+        job=Job(),
+        hosts=Value(("a", "b"), ""),
+        counts=Value((2, 1), ""),
+        device=Value("cpu", ""),
+        shared={"WORLD_SIZE": Value("3", ""), "MASTER_PORT": Value("20000", "", is_wish)},
+        threads=Value(None, ""),
+        by=by,
+        prefork=True,
+        bind=None,
+        notes=(),
+        stage=None,
+    )
 
 
 def test_local_ranks_are_counted_where_the_launcher_does_not_say():
-    told = commands.start_commands(Plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])
+    told = commands.start_commands(plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])
     assert [
         (m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"]) for m in told
     ] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
 
 
 def test_ranks_that_are_bound_keep_their_cores():
-    told = commands.start_commands(Plan(), [agent(0, "a", "0-1", 0), agent(1, "a", "2-3", 1), agent(2, "b", "0-1", 0)])
+    told = commands.start_commands(plan(), [agent(0, "a", "0-1", 0), agent(1, "a", "2-3", 1), agent(2, "b", "0-1", 0)])
     assert [m["cores"] for m in told] == [2, 2, 2]
 
 
@@ -256,9 +268,7 @@ def test_ranks_that_are_bound_keep_their_cores():
     ],
 )
 def test_ranks_of_a_host_follow_each_other(names, expected):
-    made = Plan()
-    made.by, made.wished_port = "host", 20_000
-    told = commands.start_commands(made, [agent(index, name) for index, name in enumerate(names)])
+    told = commands.start_commands(plan("host", is_wish=True), [agent(index, name) for index, name in enumerate(names)])
     assert [[rank["RANK"] for rank in message["ranks"]] for message in told] == expected
     for message, ranks in zip(told, expected, strict=True):
         assert [rank["LOCAL_RANK"] for rank in message["ranks"]] == ["0", "1"][: len(ranks)]
@@ -268,7 +278,7 @@ def test_ranks_of_a_host_follow_each_other(names, expected):
 
 def test_a_host_of_two_names_counts_its_ranks_once():
     """MPICH numbers the processes of localhost and of 127.0.0.1 from 0 each: two ranks would have one device."""
-    told = commands.start_commands(Plan(), [agent(0, "a", local_rank=0), agent(1, "a", local_rank=0)])
+    told = commands.start_commands(plan(), [agent(0, "a", local_rank=0), agent(1, "a", local_rank=0)])
     assert [(m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"]) for m in told] == [("0", "2"), ("1", "2")]
 
 

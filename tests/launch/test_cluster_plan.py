@@ -48,8 +48,8 @@ def test_aurora(pbs):
         "mpiexec -n 24 -ppn 12 --hostfile $PBS_NODEFILE --cpu-bind=verbose,list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"
         "60-63:64-67:68-71:72-75:76-79 " + ENTRY
     )
-    assert made.shared["MASTER_ADDR"] == "x4102c1s0b0n0.hsn.cm.aurora.alcf.anl.gov"
-    assert made.shared["MMM_DEVICE"] == "xpu"
+    assert made.variables["MASTER_ADDR"] == "x4102c1s0b0n0.hsn.cm.aurora.alcf.anl.gov"
+    assert made.variables["MMM_DEVICE"] == "xpu"
     host = plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by="host")
     assert " -n 2 -ppn 1 " in line(host)
     assert " --cpu-bind none " in line(host)
@@ -61,7 +61,7 @@ def test_polaris(pbs):
     assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
         "mpiexec -n 8 -ppn 4 --hostfile $PBS_NODEFILE --cpu-bind depth -d 16 " + ENTRY
     )
-    assert (made.site.device_variable, made.device_order) == ("CUDA_VISIBLE_DEVICES", [3, 2, 1, 0])
+    assert (made.machine.value.device_variable, made.device_order) == ("CUDA_VISIBLE_DEVICES", [3, 2, 1, 0])
     bound = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS, cpu_bind="list:0:8:16:24")
     assert "--cpu-bind list:0:8:16:24 python3" in line(bound)
     assert "depth" not in line(bound)
@@ -71,24 +71,23 @@ def test_sophia(pbs):
     made = plan(pbs("sophia-gpu-01", "sophia-gpu-02", PBS_O_HOST="sophia-login-02"), OPENMPI)
     assert line(made).startswith("mpiexec -n 16 --host sophia-gpu-01:8,sophia-gpu-02:8 --map-by slot --bind-to none ")
     assert "-x MMM_CLUSTER" in line(made)
-    assert (made.launcher, made.device) == ("openmpi", "cuda")
+    assert (made.launcher.value, made.device.value) == ("openmpi", "cuda")
 
 
 def test_perlmutter():
     made = plan(SLURM | {"NERSC_HOST": "perlmutter"})
     assert line(made) == "srun -N 2 -n 8 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=32 " + ENTRY
-    assert (made.shared["MASTER_ADDR"], made.shared["MASTER_PORT"]) == ("n1", "29500")
+    assert (made.variables["MASTER_ADDR"], made.variables["MASTER_PORT"]) == ("n1", "29500")
 
 
 def test_frontier():
     environ = SLURM | {"LMOD_SYSTEM_NAME": "frontier"}
     made = plan(environ)
     assert line(made) == "srun -N 2 -n 16 -c7 --gpus-per-task=1 --gpu-bind=closest " + ENTRY
-    assert made.shared["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
+    assert made.variables["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
     assert made.device_order == []  # one device is visible to a task: its index is 0
     own = plan(environ | {"NCCL_SOCKET_IFNAME": "eth0"})
-    assert "NCCL_SOCKET_IFNAME" not in own.shared  # the user's, which srun passes on
-    assert own.why["NCCL_SOCKET_IFNAME"] == "set in the environment"
+    assert "NCCL_SOCKET_IFNAME" not in own.variables  # the user's, which srun passes on
 
 
 def test_any_cluster_with_slurm():
@@ -97,7 +96,7 @@ def test_any_cluster_with_slurm():
     assert plan(SLURM | {"SLURM_NTASKS_PER_NODE": "3"}).ranks == 6
     part = plan(SLURM, nhosts=1, per_host=2, env={"A": "b,c"}, cpu_bind="cores")
     assert line(part) == "srun -N 1 -n 2 --nodelist=n1 --export=ALL --ntasks-per-node=2 --cpu-bind=cores " + ENTRY
-    assert (part.environ, part.shared["A"], part.shared["MASTER_ADDR"]) == ({"A": "b,c"}, "b,c", "127.0.0.1")
+    assert (part.environ, part.variables["A"], part.variables["MASTER_ADDR"]) == ({"A": "b,c"}, "b,c", "127.0.0.1")
 
 
 @pytest.mark.parametrize("version", [HYDRA, PALS, OPENMPI])
@@ -105,7 +104,7 @@ def test_values_of_variables_are_on_no_command_line(version):
     """`ps` shows a command line to everybody: an MPI has them from its environment, and is told names at most."""
     made = plan({}, version, hosts="a,b", nproc=4, env={"TOKEN": "s3cret"})
     assert made.environ == {"TOKEN": "s3cret"}
-    assert made.shared["TOKEN"] == "s3cret"
+    assert made.variables["TOKEN"] == "s3cret"
     assert ("-x TOKEN " in line(made)) == (version is OPENMPI)
     assert "s3cret" not in line(made) + table(made) + table(made, explain=True)
     assert "TOKEN" in table(made, explain=True)
@@ -117,7 +116,7 @@ def test_pbs_with_any_mpi(pbs, tmp_path):
     once = plan(pbs("a", "b"), per_host=3, env={"K": "V"})
     assert line(once) == f"mpiexec -n 6 -ppn 3 -f {tmp_path}/nodes " + ENTRY  # which passes on its own
     assert once.environ == {"K": "V"}
-    assert once.why["hosts"] == f"PBS_NODEFILE={tmp_path}/nodes"
+    assert once.hosts.source == f"PBS_NODEFILE={tmp_path}/nodes"
 
 
 def test_a_list_of_hosts_and_a_host_file(tmp_path):
@@ -162,7 +161,7 @@ def test_a_program_that_is_no_python():
 )
 def test_how_many_ranks(options, ranks, per_host, used):
     made = plan({}, hosts="a,b", **options)
-    assert (made.ranks, made.per_host, len(made.hosts)) == (ranks, per_host, used)
+    assert (made.ranks, made.per_host, len(made.hosts.value)) == (ranks, per_host, used)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +183,8 @@ def test_numbers_that_contradict(options, says):
 def test_hosts_that_are_not_the_jobs(pbs):
     with pytest.raises(LaunchError, match=r"c is not among the 2 hosts of pbs job 123\.cluster"):
         plan(pbs("a", "b.example.org"), hosts="a,c")
-    assert plan(pbs("a", "b.example.org"), hosts="b", per_host=1).hosts == ("b",)
-    assert plan(pbs("a"), hosts="c", per_host=1, scheduler="none").hosts == ("c",)
+    assert plan(pbs("a", "b.example.org"), hosts="b", per_host=1).hosts.value == ("b",)
+    assert plan(pbs("a"), hosts="c", per_host=1, scheduler="none").hosts.value == ("c",)
 
 
 RANK_OF = [
@@ -220,7 +219,7 @@ def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
 )  # an MPI's own start in a Slurm job
 def test_slurm_inside_pbs(pbs, scheduler, given, launcher, hosts):
     made = plan(pbs("p1") | SLURM | {"PATH": os.environ["PATH"]}, scheduler=scheduler, per_host=1, **given)
-    assert (made.launcher, made.hosts) == (launcher, hosts)
+    assert (made.launcher.value, made.hosts.value) == (launcher, hosts)
     assert any("PBS job 123.cluster is in the environment too" in note for note in made.notes) == (scheduler is None)
 
 
@@ -230,21 +229,21 @@ def test_an_sbatch_script_may_launch():
 
 
 def test_threads(pbs):
-    assert plan(SLURM | {"OMP_NUM_THREADS": "3"}).threads == 3
+    assert plan(SLURM | {"OMP_NUM_THREADS": "3"}).threads.value == 3
     made = plan(pbs("a", OMP_NUM_THREADS="64"), per_host=1)
-    assert made.threads is None
-    assert "the 64 in the environment is PBS's" in made.why["OMP_NUM_THREADS"]
-    assert plan(SLURM, env={"OMP_NUM_THREADS": "2"}).shared["OMP_NUM_THREADS"] == "2"
+    assert made.threads.value is None
+    assert "the 64 in the environment is PBS's" in made.threads.source
+    assert plan(SLURM, env={"OMP_NUM_THREADS": "2"}).variables["OMP_NUM_THREADS"] == "2"
 
 
 def test_master_address():
     first = plan(SLURM)
-    assert 20_000 <= int(first.shared["MASTER_PORT"]) < 32_000
-    assert first.shared["MASTER_PORT"] == plan(SLURM).shared["MASTER_PORT"]  # from the job's number
-    assert first.shared["MASTER_PORT"] != plan(SLURM, attempt=1).shared["MASTER_PORT"]
-    assert first.shared["MASTER_PORT"] != plan(SLURM | {"SLURM_JOB_ID": "78"}).shared["MASTER_PORT"]
+    assert 20_000 <= int(first.variables["MASTER_PORT"]) < 32_000
+    assert first.variables["MASTER_PORT"] == plan(SLURM).variables["MASTER_PORT"]  # from the job's number
+    assert first.variables["MASTER_PORT"] != plan(SLURM, attempt=1).variables["MASTER_PORT"]
+    assert first.variables["MASTER_PORT"] != plan(SLURM | {"SLURM_JOB_ID": "78"}).variables["MASTER_PORT"]
     given = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
-    assert (given.shared["MASTER_ADDR"], given.shared["MASTER_PORT"]) == ("fast", "1234")
+    assert (given.variables["MASTER_ADDR"], given.variables["MASTER_PORT"]) == ("fast", "1234")
     with pytest.raises(LaunchError, match="MASTER_PORT=x in the environment is not a port"):
         plan(SLURM | {"MASTER_PORT": "x"})
 
@@ -269,8 +268,8 @@ def test_flavours(text, kind):
 def test_an_mpiexec_that_is_not_known(pbs):
     with pytest.raises(LaunchError, match=r"prints 'fancy 1\.0', which is no MPI that launch knows"):
         plan(pbs("a"), "fancy 1.0")
-    assert plan(pbs("a", job="1.polaris-x"), "fancy 1.0").launcher == "pals"
-    assert plan(pbs("a"), "fancy 1.0", mpi="openmpi").launcher == "openmpi"
+    assert plan(pbs("a", job="1.polaris-x"), "fancy 1.0").launcher.value == "pals"
+    assert plan(pbs("a"), "fancy 1.0", mpi="openmpi").launcher.value == "openmpi"
 
 
 def test_no_mpiexec(tmp_path):
@@ -339,8 +338,8 @@ def test_a_new_site_needs_no_code(tmp_path, pbs):
     made = plan(environ, "?")
     assert " -n 4 -ppn 2 " in line(made)
     assert " --cpu-bind numa " in line(made)
-    assert made.shared["MASTER_ADDR"] == "m1.fast.mine.org"
-    assert made.shared["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert made.variables["MASTER_ADDR"] == "m1.fast.mine.org"
+    assert made.variables["NCCL_SOCKET_IFNAME"] == "ib0"
     home = tmp_path / "home/.config/mmm/sites"
     home.mkdir(parents=True)
     own = {"name": "Polaris", "match": {"PBS_O_HOST": "^polaris"}, "mpi": "pals", "ranks_per_host": 3}
@@ -379,7 +378,7 @@ def test_devices_in_the_order_of_the_cores():
     """Perlmutter's GPUs are in reversed order; Frontier's by NUMA domain, which srun knows and launch has to."""
     assert plan(PERLMUTTER).device_order == plan(PERLMUTTER, by="host").device_order == [3, 2, 1, 0]
     assert plan(FRONTIER, by="host").device_order == [4, 5, 2, 3, 6, 7, 0, 1]
-    assert plan(FRONTIER, by="host").site.device_variable == "ROCR_VISIBLE_DEVICES"
+    assert plan(FRONTIER, by="host").machine.value.device_variable == "ROCR_VISIBLE_DEVICES"
     assert plan(FRONTIER, device="cpu", by="host").device_order == []
     assert plan(PERLMUTTER, env={"CUDA_VISIBLE_DEVICES": "0"}).device_order == []
     assert "device order" not in table(plan(FRONTIER))
@@ -388,18 +387,18 @@ def test_devices_in_the_order_of_the_cores():
 
 def test_a_sites_network_settings(pbs):
     made = plan(FRONTIER)
-    assert made.shared["FI_CXI_RX_MATCH_MODE"] == "hybrid"
-    assert "NCCL_NET" not in made.shared  # without its plugin, or on one host, NCCL would refuse to start
-    assert "FI_CXI_RDZV_PROTO" not in made.shared  # needs an allocation that was asked for with it
+    assert made.variables["FI_CXI_RX_MATCH_MODE"] == "hybrid"
+    assert "NCCL_NET" not in made.variables  # without its plugin, or on one host, NCCL would refuse to start
+    assert "FI_CXI_RDZV_PROTO" not in made.variables  # needs an allocation that was asked for with it
     own = plan(FRONTIER | {"FI_MR_CACHE_MONITOR": "memhooks"}, env={"NCCL_CROSS_NIC": "0"})
-    assert "FI_MR_CACHE_MONITOR" not in own.shared  # the user's, which srun passes on
-    assert own.shared["NCCL_CROSS_NIC"] == "0"
-    assert own.why["NCCL_CROSS_NIC"] == "--env"
-    record = json.loads(own.shared["MMM_SITE"])
+    assert "FI_MR_CACHE_MONITOR" not in own.variables  # the user's, which srun passes on
+    assert own.variables["NCCL_CROSS_NIC"] == "0"
+    assert own.shared["NCCL_CROSS_NIC"].source == "--env"
+    record = json.loads(own.variables["MMM_SITE"])
     assert (record["name"], record["device_order"]) == ("Frontier", [])
     assert not {"FI_MR_CACHE_MONITOR", "NCCL_CROSS_NIC"} & set(record["set"])
     assert record["set"]["NCCL_NET_GDR_LEVEL"] == "PHB"
-    assert "MMM_SITE" not in plan(SLURM).shared
+    assert "MMM_SITE" not in plan(SLURM).variables
 
     def aurora(by):
         return plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by=by).settings

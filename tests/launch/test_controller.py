@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from mmm.launch.control import controller
+from mmm.launch.channel import commands
+from mmm.launch.control import controller, remote
 from mmm.launch.control.run import Limits
 from mmm.launch.job import cluster
 from mmm.launch.job.options import LaunchOptions
@@ -31,7 +32,7 @@ STRANGERS = {STRANGERS!r}
 """
     + """
 import json, os, socket, sys, time
-from mmm.launch.control import handshake
+from mmm.launch.channel import handshake
 entry = json.loads(os.environ["MMM_CLUSTER"])
 kind = sys.argv[1]
 def hello(rank, **more):
@@ -160,8 +161,8 @@ def test_a_rendezvous_that_is_never_complete(lead, monkeypatch):
 
 @pytest.mark.long
 def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
-    monkeypatch.setattr(controller, "LOCATE", 0.2)
-    monkeypatch.setattr(controller, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(remote, "LOCATE", 0.2)
+    monkeypatch.setattr(remote, "LAST_WORDS", 0.2)
     code, said, _ = lead("silent", limits=Limits(timeout=1.0))
     assert code == 124
     assert said.err == "launch: no output from any rank for 1 s (--timeout): ending 4 ranks\n"
@@ -177,7 +178,7 @@ def test_where_launch_can_be_reached(monkeypatch):
     monkeypatch.delenv("MMM_LAUNCH_ADDRESS", raising=False)
 
     def at(names):
-        return controller.addresses(
+        return commands.addresses(
             cluster.plan(
                 Target("module", "x"), LaunchOptions(hosts=names, per_host=1), environ={}, version="HYDRA", build="cpu"
             )
@@ -192,8 +193,8 @@ def test_launch_listens_where_the_hosts_are(own, bound):
     """All of them here: on loopback alone."""
     made = controller.Controller.__new__(controller.Controller)
     made.token, made.selector = "secret", selectors.DefaultSelector()
-    at = made.listen(own, 2)
+    made.listen(own, 2)
     host, port = made.reception.server.getsockname()
-    assert (host, at) == (bound, [[address, port] for address in own])
+    assert (host, made.addresses) == (bound, [[address, port] for address in own])
     made.reception.close()
     made.selector.close()

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from mmm.launch.control import handshake
-from mmm.launch.control.handshake import PROOF_TIMEOUT, STRANGERS, Reception, connect, reach
-from mmm.launch.control.link import Lost
+from mmm.launch.channel import handshake
+from mmm.launch.channel.handshake import PROOF_TIMEOUT, STRANGERS, Reception, connect, reach
+from mmm.launch.channel.link import Lost
 
 TOKEN = "secret"
 
@@ -148,7 +148,7 @@ def test_strangers_do_not_keep_others_out(reception):
     "bytes_of",
     [
         lambda line: b'{"signal": 9}\n',  # without a MAC
-        lambda line: line.replace(b"15", b"09"),  # changed
+        lambda line: line.replace(b": 15", b": 09"),  # changed
         lambda line: line + line,  # twice
         lambda line: b"\xff\xfe" + line,
         lambda line: b"[" * 100_000 + b"\n",

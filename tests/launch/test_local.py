@@ -2,8 +2,9 @@
 
 import pytest
 
-from mmm.launch.job import accelerators, local
+from mmm.launch.job import accelerators, host_plan, local
 from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.options import LaunchOptions
 from mmm.launch.job.target import Target
 
 TRAIN = Target("module", "train")
@@ -13,54 +14,60 @@ TILES = Accelerators("xpu", 12, "12 Intel GPU tiles")
 
 
 def plan(target=TRAIN, environ=None, found=NONE, build="cuda", nproc=None, device=None, **more):
-    return local.plan(target, nproc=nproc, device=device, environ=environ or {}, found=found, build=build, **more)
+    options = LaunchOptions(nproc=nproc, device=device, **more)
+    return local.plan(target, options, environ=environ or {}, found=found, build=build)
+
+
+def on_host(build="cuda", **change):
+    made = plan(build=build, **change)
+    return host_plan.make(made.target, made.start_command(0, made.ranks, made.variables), build)
 
 
 def test_one_rank_per_accelerator():
     made = plan(found=GPUS)
-    assert (len(made.ranks), made.device, made.notes) == (8, "cuda", ())
-    assert made.why["ranks"] == "one per accelerator: 8 NVIDIA GPUs"
+    assert (made.ranks, made.device.value, made.notes) == (8, "cuda", ())
+    assert made.counts.source == "one per accelerator: 8 NVIDIA GPUs"
 
 
 def test_four_cpu_ranks_without_any_and_it_says_so():
     made = plan()
-    assert (len(made.ranks), made.device) == (4, "cpu")
+    assert (made.ranks, made.device.value) == (4, "cpu")
     assert made.notes == ("no accelerator found (0 NVIDIA GPUs): 4 CPU ranks (choose with -n)",)
 
 
 def test_a_mac(tmp_path):
     found = accelerators.find(tmp_path, {}, "cpu", "Darwin arm64")
     made = plan(found=found)
-    assert (len(made.ranks), made.device) == (4, "cpu")
+    assert (made.ranks, made.device.value) == (4, "cpu")
     assert "an Apple GPU computes where --device mps says so" in made.notes[0]
     made = plan(found=found, device="mps")
-    assert (len(made.ranks), made.device, made.notes) == (1, "mps", ())
+    assert (made.ranks, made.device.value, made.notes) == (1, "mps", ())
 
 
 def test_cpu_by_choice_on_a_host_with_accelerators():
     made = plan(found=GPUS, device="cpu")
-    assert (len(made.ranks), made.shared["MMM_DEVICE"]) == (4, "cpu")
+    assert (made.ranks, made.variables["MMM_DEVICE"]) == (4, "cpu")
     assert made.notes == ("CPU was chosen: 4 CPU ranks (choose with -n)",)
 
 
 def test_the_device_asked_for_is_not_there():
     made = plan(device="xpu")
-    assert (len(made.ranks), made.device) == (1, "xpu")
+    assert (made.ranks, made.device.value) == (1, "xpu")
     assert "no xpu device found" in made.notes[0]
 
 
 def test_with_n_and_no_accelerator_the_device_is_left_to_the_ranks():
     made = plan(nproc=2)
-    assert "MMM_DEVICE" not in made.shared
+    assert "MMM_DEVICE" not in made.variables
     assert made.notes == ()
 
 
 def test_the_users_device_variable_counts_as_the_option():
-    assert plan(environ={"MMM_DEVICE": "cpu"}, found=GPUS).device == "cpu"
+    assert plan(environ={"MMM_DEVICE": "cpu"}, found=GPUS).device.value == "cpu"
 
 
 def test_environment():
-    made = plan(nproc=2)
+    made = on_host(nproc=2)
     assert made.ranks == [{"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}]
     assert made.shared["WORLD_SIZE"] == made.shared["LOCAL_WORLD_SIZE"] == "2"
     assert made.shared["MASTER_ADDR"] == "127.0.0.1"
@@ -69,10 +76,10 @@ def test_environment():
 
 
 def test_threads_share_the_cores(monkeypatch):
-    monkeypatch.setattr(local, "available_cores", lambda: 8)
-    assert plan(nproc=3).shared["OMP_NUM_THREADS"] == "2"
-    assert plan(nproc=16).shared["OMP_NUM_THREADS"] == "1"
-    assert plan(nproc=3, environ={"OMP_NUM_THREADS": "5"}).shared["OMP_NUM_THREADS"] == "5"
+    monkeypatch.setattr(host_plan, "available_cores", lambda: 8)
+    assert on_host(nproc=3).shared["OMP_NUM_THREADS"] == "2"
+    assert on_host(nproc=16).shared["OMP_NUM_THREADS"] == "1"
+    assert on_host(nproc=3, environ={"OMP_NUM_THREADS": "5"}).shared["OMP_NUM_THREADS"] == "5"
 
 
 @pytest.mark.parametrize(
@@ -85,12 +92,12 @@ def test_threads_share_the_cores(monkeypatch):
     ],
 )
 def test_where_ranks_are_spawned(change, reason):
-    made = plan(**change)
+    made = on_host(**change)
     assert not made.fork
-    assert reason in made.why["start"]
+    assert reason in made.start
 
 
 def test_where_ranks_are_forked():
-    assert plan().fork
-    assert plan(found=GPUS).fork
-    assert plan(build="xpu", device="cpu").fork
+    assert on_host().fork
+    assert on_host(found=GPUS).fork
+    assert on_host(build="xpu", device="cpu").fork

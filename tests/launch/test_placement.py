@@ -56,8 +56,8 @@ def pbs(tmp_path):
 )
 def test_the_tasks_of_a_slurm_job(environ, hosts, expected):
     made = plan(environ)
-    assert (made.hosts, made.counts, made.ranks) == (hosts, expected, sum(expected))
-    assert made.shared["WORLD_SIZE"] == str(sum(expected))
+    assert (made.hosts.value, made.counts.value, made.ranks) == (hosts, expected, sum(expected))
+    assert made.variables["WORLD_SIZE"] == str(sum(expected))
 
 
 def test_srun_is_told_every_rank_of_an_uneven_job():
@@ -73,7 +73,7 @@ def test_srun_is_told_every_rank_of_an_uneven_job():
 
 
 def test_a_line_a_rank_in_pbs(pbs):
-    assert plan(pbs).counts == (4, 2)
+    assert plan(pbs).counts.value == (4, 2)
     assert line(plan(pbs)) == "mpiexec -n 6 -ppn 4 -hosts x1,x2 " + ENTRY  # it fills host after host
     assert line(plan(pbs, OPENMPI)).startswith("mpiexec -n 6 --host x1:4,x2:2 --map-by slot --bind-to none ")
     assert line(plan(pbs, by="host")) == "mpiexec -n 2 -ppn 1 -hosts x1,x2 " + ENTRY
@@ -86,9 +86,9 @@ def test_pals_has_one_number_for_all_hosts(pbs, tmp_path):
     (tmp_path / "nodes").write_text("x1\nx2\nx2\nx2\nx1\nx2\n")
     rising = plan(pbs, PALS)
     assert line(made) == "mpiexec -n 6 -ppn 4 --hosts x1,x2 " + ENTRY  # it fills host after host
-    assert (made.by, made.counts, made.notes) == ("rank", (4, 2), ())
+    assert (made.by, made.counts.value, made.notes) == ("rank", (4, 2), ())
     assert line(rising) == "mpiexec -n 2 -ppn 1 --hosts x1,x2 --cpu-bind none " + ENTRY
-    assert (rising.by, rising.counts) == ("host", (2, 4))
+    assert (rising.by, rising.counts.value) == ("host", (2, 4))
     assert "here it starts one process a host, which forks its ranks" in rising.notes[0]
 
 
@@ -96,19 +96,22 @@ def test_the_slots_of_a_host_file(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("a slots=2\nb:4\nc\n")
     made = plan({}, hostfile=str(path))
-    assert (made.counts, line(made)) == ((2, 4, 1), "mpiexec -n 7 -hosts a:2,b:4,c:1 " + ENTRY)
+    assert (made.counts.value, line(made)) == ((2, 4, 1), "mpiexec -n 7 -hosts a:2,b:4,c:1 " + ENTRY)
     path.write_text("a slots=1\nb slots=1\n")
-    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts == (1, 1)  # not one a GPU: a rank a slot
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (
+        1,
+        1,
+    )  # not one a GPU: a rank a slot
     path.write_text("a\nb\n")
-    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts == (4, 4)
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (4, 4)
 
 
 def test_a_list_of_hosts_inside_a_job(pbs):
-    assert plan(pbs, hosts="x2,x1").counts == (2, 4)
-    assert plan(pbs, hosts="x2").counts == (2,)
-    assert plan(pbs, hosts="x1:1,x2:2").counts == (1, 2)  # what is said by hand counts
-    assert plan(UNEVEN, nhosts=2).counts == (4, 4)
-    assert plan(UNEVEN, hosts="c3").counts == (3,)
+    assert plan(pbs, hosts="x2,x1").counts.value == (2, 4)
+    assert plan(pbs, hosts="x2").counts.value == (2,)
+    assert plan(pbs, hosts="x1:1,x2:2").counts.value == (1, 2)  # what is said by hand counts
+    assert plan(UNEVEN, nhosts=2).counts.value == (4, 4)
+    assert plan(UNEVEN, hosts="c3").counts.value == (3,)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_a_list_of_hosts_inside_a_job(pbs):
 )
 def test_what_is_asked_for_decides(pbs, options, expected):
     made = plan(pbs, **options)
-    assert made.counts == expected
+    assert made.counts.value == expected
     crowded = any(count > slots for count, slots in zip(expected, (4, 2), strict=False))
     assert any("slots (PBS_NODEFILE, a line a rank)" in note for note in made.notes) == crowded
 

@@ -16,12 +16,14 @@ import pytest
 
 import mmm
 from mmm.errors import LaunchError
+from mmm.launch.channel.handshake import reach
+from mmm.launch.channel.link import Link, Lost
 from mmm.launch.control.controller import REMOVAL
-from mmm.launch.control.link import Link, Lost
-from mmm.launch.host import copies, stage
-from mmm.launch.host.copies import Copy
-from mmm.launch.job import staging
-from mmm.launch.job.staging import Stage
+from mmm.launch.job import stage
+from mmm.launch.job.stage import Stage
+from mmm.launch.staging import copy as copies
+from mmm.launch.staging import host
+from mmm.launch.staging.copy import Copy
 
 MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys
@@ -336,109 +338,143 @@ def test_too_little_room(tmp_path, monkeypatch):
 def test_nobody_removes_a_copy_that_another_run_uses(tmp_path):
     (tmp_path / "s").mkdir()
     found = Stage(str(tmp_path / "s"), str(tmp_path / "t"))
-    with stage.on_this_host(found) as first:
-        with stage.on_this_host(found) as second:
+    with host.on_this_host(found) as first:
+        with host.on_this_host(found) as second:
             assert first == second
         assert os.path.isdir(first)
     assert not os.path.exists(first)
 
 
 def test_a_copy_whose_maker_is_killed_while_it_is_tried_does_not_stay(tmp_path, monkeypatch):
-    """The process that makes it is another than the agent, which ends it when the run is over."""
-    (tmp_path / "s").mkdir()
-    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
-    copy.own_folder()
-    copy.make_room()
-    monkeypatch.setattr(copies.staging, "interpreter", lambda source, path: "python")
+    copy = empty_copy(tmp_path)
+    monkeypatch.setattr(copies.stage, "interpreter", lambda source, path: "python")
     monkeypatch.setattr(copies, "_try", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    assert made_by_another(lambda: copy) == -signal.SIGKILL
+    assert made_by_another(copy) == -signal.SIGKILL
     assert copy.path.exists()
-    copy.discard()
-    assert not list(copy.parent.iterdir())
-    assert made_by_another(lambda: Copy(copy.source, str(tmp_path / "t"))) == -signal.SIGKILL
-    assert copy.path.exists()
-    copy.make_room()  # whose maker's host, or agent, was killed too
+    assert not copy.is_there()
+    copy.make_room()
     assert not list(copy.parent.iterdir())
 
 
-def test_a_copy_that_nobody_has_come_to_hold_does_not_stay(tmp_path):
-    """The run was over between the end of the process that has made it, and the agent's lock on it."""
+def test_a_copy_whose_maker_is_told_to_end_while_it_is_tried_does_not_stay(tmp_path, monkeypatch):
+    copy = empty_copy(tmp_path)
+    monkeypatch.setattr(copies.stage, "interpreter", lambda source, path: "python")
+    monkeypatch.setattr(copies, "_try", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit), host.ending_raises():
+        copy.make(copies.pack(copy.source))
+    assert not list(copy.parent.iterdir())
+
+
+def test_a_copy_that_another_run_has_made_meanwhile_is_used(tmp_path):
+    copy = empty_copy(tmp_path)
+    assert made_by_another(copy) == 0
+    inode = copy.path.stat().st_ino
+    copy.make(copies.pack(copy.source))
+    assert copy.lock is not None
+    assert [(path, path.stat().st_ino) for path in copy.parent.iterdir()] == [(copy.path, inode)]
+
+
+def test_a_copy_that_another_run_puts_in_the_place_of_a_damaged_one_stays(tmp_path):
     (tmp_path / "s").mkdir()
-    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    (tmp_path / "s" / "f").write_text("x")
+    found = Stage(str(tmp_path / "s"), str(tmp_path / "t"))
+    with host.on_this_host(found) as path:
+        os.unlink(f"{path}/f")
+        with host.on_this_host(Stage(found.source, found.to, keep=True)) as other:
+            assert other == path
+    assert Path(path, "f").read_text() == "x"
+
+
+def empty_copy(folder):
+    """What is to be a copy of an empty folder."""
+    (folder / "s").mkdir()
+    copy = Copy(copies.scan(str(folder / "s")), str(folder / "t"))
     copy.own_folder()
     copy.make_room()
-    assert made_by_another(lambda: copy) == 0
-    assert copy.path.exists()
-    copy.discard()
-    assert not list(copy.parent.iterdir())
-    assert made_by_another(lambda: copy) == 0
-    assert copy.there()
-    copy.discard()
-    assert list(copy.parent.iterdir()) == [copy.path]
-
-
-def test_a_copy_of_another_run_stays(tmp_path):
-    (tmp_path / "s").mkdir()
-    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
-    copy.own_folder()
-    copy.make_room()
-    assert made_by_another(lambda: copy) == 0
-    copy.path.rename(tmp_path / "away")  # as if another had removed it, and made its own
-    copy.path.mkdir()
-    copy.discard()
-    assert list(copy.parent.iterdir()) == [copy.path]
+    return copy
 
 
 def made_by_another(copy):
     """How a process ended that makes the copy."""
     pid = os.fork()
     if pid == 0:
-        made = copy()
-        with made.unpacking() as feed:
-            copies.pack(made.source, feed)
+        copy.make(copies.pack(copy.source))
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def transferred(token, spoil):
-    """What a host gets that `spoil` stands on the way to: frames, which it may change."""
+def test_what_is_packed_is_what_tar_packs(tmp_path):
+    """Links, hard links, modes, times, empty and large files."""
+    folder = tmp_path / "s"
+    (folder / "sub" / "empty").mkdir(parents=True)
+    (folder / "large").write_bytes(os.urandom(3 * copies.CHUNK + 17))
+    (folder / "sub" / "none").touch()
+    (folder / "sub" / "run").write_text("#!/bin/sh\n")
+    (folder / "sub" / "run").chmod(0o750)
+    (folder / "sub" / "link").symlink_to("../large")
+    os.link(folder / "large", folder / "sub" / "same")
+    (folder / ("long" * 50)).write_text("name")
+    os.utime(folder / "sub" / "run", (1e9, 1e9))
+    pieces = list(copies.pack(copies.scan(str(folder))))
+    assert all(copies.CHUNK <= len(piece) < 2 * copies.CHUNK for piece in pieces[:-1])
+    (tmp_path / "ours.tar").write_bytes(b"".join(pieces))
+    with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        tar.add(folder, arcname=".")
+
+    def members(name):
+        with tarfile.open(tmp_path / name) as tar:
+            return sorted(
+                (m.name, m.type, m.mode, m.mtime, m.linkname, m.isreg() and tar.extractfile(m).read()) for m in tar
+            )
+
+    assert members("ours.tar") == members("theirs.tar")
+
+
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "f").write_text("x")
+    with pytest.raises(OSError, match="f became shorter while it was read"):
+        list(copies._read(str(tmp_path / "f"), 2))
+
+
+def transferred(spoil, keys=(bytes(32), bytes(32))):
+    """What a host gets that `spoil` stands on the way to: pieces as they are sent, which it may change."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    sender = stage.Signer("secret")
-    frames = [sender.frame(piece) for piece in (b"a" * 1000, b"b" * 1000, b"")]
+    sender = Link(theirs, keys[0], b"")
+    frames = [sender._seal(piece) for piece in (b"a" * 1000, b"b" * 1000, b"")]
 
     def send():
         theirs.sendall(b"".join(spoil(frames)))
         theirs.close()
 
     threading.Thread(target=send).start()
-    return list(stage._frames(Link(ours, b"", b""), stage.Signer(token)))
+    return list(host._received(Link(ours, b"", keys[1])))
 
 
-def test_frames_are_signed():
-    assert transferred("secret", lambda f: f) == [b"a" * 1000, b"b" * 1000]
-    for token, spoil in (
-        ("guessed", lambda f: f),
-        ("secret", lambda f: [f[0][:-1] + b"x", *f[1:]]),
-        ("secret", lambda f: [f[1], f[0], f[2]]),  # in another order
+def test_pieces_are_signed():
+    assert transferred(lambda f: f) == [b"a" * 1000, b"b" * 1000]
+    for keys, spoil in (
+        ((bytes(32), bytes(31) + b"x"), lambda f: f),  # of another run
+        ((bytes(32), bytes(32)), lambda f: [f[0][:-1] + b"x", *f[1:]]),
+        ((bytes(32), bytes(32)), lambda f: [f[1], f[0], f[2]]),  # in another order
     ):
-        with pytest.raises(LaunchError, match=r"what 127.0.0.1 sent is not of this run, or was changed on its way"):
-            transferred(token, spoil)
-    with pytest.raises(EOFError, match=r"the connection to 127.0.0.1 broke"):
-        transferred("secret", lambda f: f[:2])  # without its end
+        with pytest.raises(Lost, match=r"connection to 127.0.0.1 broke \(somebody else wrote to the connection"):
+            transferred(spoil, keys)
+    with pytest.raises(Lost, match=r"the connection to 127.0.0.1 broke \(its end was closed"):
+        transferred(lambda f: f[:2])  # without its end
 
 
 def test_who_does_not_know_the_token_gets_nothing():
-    stager = stage.Stager(None, "secret")
+    stager = host.Stager(None, "secret")
     port = stager.listen("127.0.0.1")
     served = []
     thread = threading.Thread(target=lambda: served.extend(stager.accept(1)))
     thread.start()
     idle = socket.create_connection(("127.0.0.1", port))  # nobody waits for it
     with pytest.raises(Lost):
-        stage._reach([["127.0.0.1", port]], "guessed")
-    known = stage._reach([["127.0.0.1", port]], "secret")
+        reach([["127.0.0.1", port]], "guessed", 10.0)
+    known = reach([["127.0.0.1", port]], "secret", 10.0)
     thread.join(10)
     served[0].socket.sendall(b"x")
     assert known.socket.recv(1) == b"x"
@@ -447,5 +483,5 @@ def test_who_does_not_know_the_token_gets_nothing():
 
 def test_variables_that_name_the_source():
     environ = {"PATH": "/x/env/bin:/usr/bin", "PYTHONPATH": "/x/env/lib:/x/environment", "HOME": "/x/env"}
-    changed = staging.environment(environ, "/x/env", "/tmp/c")
+    changed = stage.environment(environ, "/x/env", "/tmp/c")
     assert changed == {"MMM_STAGED": "/tmp/c", "PATH": "/tmp/c/bin:/usr/bin", "PYTHONPATH": "/tmp/c/lib:/x/environment"}

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch.host import copies, memory, stage
-from mmm.launch.host.copies import MARK, Copy
+from mmm.launch.host import memory
 from mmm.launch.host.memory import host_memory
-from mmm.launch.host.own import open_own
-from mmm.launch.job.staging import Stage
+from mmm.launch.job.stage import Stage
+from mmm.launch.staging import copy as copies
+from mmm.launch.staging import host
+from mmm.launch.staging.copy import MARK, Copy
+from mmm.outside import open_own
 from support.stranger import as_a_stranger, shared_folder
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,7 +58,7 @@ def test_a_planted_copy_is_refused(source, everybodys, way):
     why = {"folder": "it belongs to somebody else", "link to a folder": "Not a directory", "FIFO": "File exists"}[way]
     with (
         pytest.raises(LaunchError, match=f"mmm-stage-0: {why} .--stage-to names another"),
-        stage.on_this_host(Stage(str(source), str(everybodys))),
+        host.on_this_host(Stage(str(source), str(everybodys))),
     ):
         pass
 
@@ -87,29 +89,29 @@ def test_a_folder_that_others_can_write_to_is_refused(source, everybodys):
 @pytest.mark.parametrize("mark", ["null", "[1]", '"contents"', "7", "[" * 100_000, "", "\udcff"])
 def test_a_mark_that_is_none_costs_the_copy(source, tmp_path, mark):
     found = Stage(str(source), str(tmp_path / "t"), keep=True)
-    with stage.on_this_host(found) as path:
+    with host.on_this_host(found) as path:
         pass
     (Path(path) / MARK).write_text(mark, errors="surrogateescape")
     (Path(path) / "program").write_text("changed")
     for name in ("x", "99999999999999999999", "-1"):  # odd names beside it
-        (Path(path).parent / f".trial.{Path(path).name}.{os.uname().nodename}.{name}").mkdir()
-    with stage.on_this_host(found) as path:
+        (Path(path).parent / f".{Path(path).name}.{os.uname().nodename}.{name}").mkdir()
+    with host.on_this_host(found) as path:
         assert (Path(path) / "program").read_text() == "ours"
 
 
 def test_a_mark_that_never_ends_is_not_read(source, tmp_path):
     copy = Copy(copies.scan(str(source)), str(tmp_path / "t"))
-    with stage.on_this_host(Stage(str(source), str(tmp_path / "t"), keep=True)):
+    with host.on_this_host(Stage(str(source), str(tmp_path / "t"), keep=True)):
         pass
-    assert copy.there()
+    assert copy.is_there()
     (copy.path / MARK).unlink()
     (copy.path / MARK).symlink_to("/dev/zero")
-    assert not Copy(copy.source, str(tmp_path / "t")).there()
+    assert not Copy(copy.source, str(tmp_path / "t")).is_there()
 
 
 def test_what_is_unpacked_is_this_users(source, tmp_path):
     os.chown(source / "program", 54321, 54321) if os.geteuid() == 0 else None
-    with stage.on_this_host(Stage(str(source), str(tmp_path / "t"))) as path:
+    with host.on_this_host(Stage(str(source), str(tmp_path / "t"))) as path:
         assert {each.stat().st_uid for each in (Path(path), Path(path) / "program")} == {os.getuid()}
 
 
@@ -135,10 +137,11 @@ def test_a_copy_that_is_being_removed_is_not_waited_for(source, tmp_path):
     copy = Copy(copies.scan(str(source)), str(tmp_path / "t"))
     copy.own_folder()
     copy.make_room()
-    with copy.unpacking() as feed:
-        copies.pack(copy.source, feed)
+    copy.make(copies.pack(copy.source))
+    os.close(copy.lock)
+    copy.lock = None
     remover = open_own(copy.path)
     fcntl.flock(remover, fcntl.LOCK_EX)
-    assert not copy.there()
+    assert not copy.is_there()
     os.close(remover)
-    assert copy.there()
+    assert copy.is_there()

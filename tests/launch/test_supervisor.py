@@ -4,16 +4,16 @@ import os
 
 import pytest
 
-from mmm.launch.control import wire
+from mmm.launch.channel import wire
+from mmm.launch.channel.wire import Instructions
 from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.control.wire import Instructions
 from mmm.launch.job import local
-from mmm.launch.job.options import MAX_RANKS
+from mmm.launch.job.options import MAX_RANKS, LaunchOptions
 from mmm.launch.job.target import Target
 
 STAND_IN = """
 import os, time
-from mmm.launch.control.wire import FORK_SERVER_VARIABLE, Instructions, Status
+from mmm.launch.channel.wire import FORK_SERVER_VARIABLE, Instructions, Status
 todo = Instructions.read(int(os.environ[FORK_SERVER_VARIABLE]))
 for each in todo.ranks:
     for code in (None, int(each["LOCAL_RANK"] == os.environ.get("WRONG"))):
@@ -31,7 +31,8 @@ def supervise(tmp_path, monkeypatch):
     def run(count, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        made = Supervisor(local.plan(Target("code", "pass"), nproc=count, device="cpu", environ={}, build="cpu"))
+        plan = local.plan(Target("code", "pass"), LaunchOptions(nproc=count, device="cpu"), environ={}, build="cpu")
+        made = Supervisor(local.host_plan(plan))
         return made.run(), made
 
     return run

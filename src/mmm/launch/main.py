@@ -1,6 +1,5 @@
 """The `launch` command."""
 
-import argparse
 import os
 import resource
 import shlex
@@ -13,13 +12,12 @@ from dataclasses import replace
 
 from mmm import contract, streams
 from mmm.errors import LaunchError, UserError
-from mmm.launch.control.failures import say
+from mmm.launch.channel.failures import say
 from mmm.launch.control.run import RunControl
-from mmm.launch.control.wire import CPUS_VARIABLE
-from mmm.launch.job import binding, cluster, local, scheduler, staging, target, walltime
-from mmm.launch.job.cluster import ClusterPlan
-from mmm.launch.job.local import LaunchPlan
-from mmm.launch.job.options import MAX_RANKS, LaunchOptions, count, launch_options, parser, seconds, split, untold
+from mmm.launch.job import cluster, local, stage, walltime
+from mmm.launch.job import target
+from mmm.launch.job.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
+from mmm.launch.job.plan import LaunchPlan, Value
 from mmm.launch.job.target import Target
 from mmm.outside import printable_lines
 
@@ -69,20 +67,19 @@ def _main(words: list[str], begin: float) -> int:
         **startup(os.environ, begin),
     }
     plan = plan_run(what, options, shared)
-    for note in [*plan.notes, *(staging.notes(options.stage) if options.stage is not None else [])]:
+    for note in [*plan.notes, *(stage.notes(options.stage) if options.stage is not None else [])]:
         say(f"launch: {note}")
-    its_job = plan.job if isinstance(plan, ClusterPlan) else scheduler.detect(os.environ, options.scheduler)
-    limits = walltime.limits(timeout, args.signal, args.walltime, its_job, os.environ)
+    limits = walltime.limits(timeout, args.signal, args.walltime, plan.job, os.environ)
     limits = replace(limits, grace=grace)
     if args.dry_run or args.explain:
         try:
-            print(describe(plan, args, options), flush=True)
+            print(describe(plan, args.explain), flush=True)
         except OSError:  # `| head`, a full disk: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
         return 0
     streams.never_fail()
-    if options.elastic is not None and isinstance(plan, ClusterPlan):
+    if plan.elastic is not None:
         from mmm.launch.control.elastic import ElasticController
 
         announce(plan)
@@ -92,7 +89,7 @@ def _main(words: list[str], begin: float) -> int:
 
 def run_attempts(
     what: target.Target,
-    plan: LaunchPlan | ClusterPlan,
+    plan: LaunchPlan,
     options: LaunchOptions,
     limits: walltime.Limits,
     start_timeout: float,
@@ -101,12 +98,12 @@ def run_attempts(
 ) -> int:
     """Start a plan, and where it fails, plan and start again, up to `retries` times; the exit code of the last."""
     staged: AbstractContextManager[str | None] = nullcontext()
-    if options.stage is not None and isinstance(plan, LaunchPlan):
-        from mmm.launch.host.stage import on_this_host
+    if options.stage is not None and plan.is_local:
+        from mmm.launch.staging.host import on_this_host
 
         staged = on_this_host(options.stage)
     memory: AbstractContextManager[None] = nullcontext()
-    if retries and isinstance(plan, LaunchPlan):
+    if retries and plan.is_local:
         from mmm.launch.host.memory import host_memory
 
         memory = host_memory()
@@ -117,10 +114,8 @@ def run_attempts(
                     told.pop(contract.STARTED_VARIABLE, None)
                 shared[contract.BEGAN_VARIABLE] = repr(time.time())
                 plan = plan_run(what, replace(options, attempt=attempt), shared)
-            if copy is not None and options.stage is not None and isinstance(plan, LaunchPlan):
-                plan = local.from_copy(plan, options.stage.source, copy)
-            plan.shared[contract.ATTEMPT_VARIABLE] = str(attempt)
-            run = start(plan, limits, start_timeout, attempt)
+            plan.shared[contract.ATTEMPT_VARIABLE] = Value(str(attempt), "launch")
+            run = start(plan, limits, start_timeout, attempt, copy)
             run.attempts_left = retries - attempt
             code = run.run()
             if code == 0 or not run.again or attempt == retries:
@@ -138,86 +133,41 @@ def startup(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:
     return told
 
 
-def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> ClusterPlan | LaunchPlan:
-    """The plan for the job's hosts, or for this one where there is no job."""
-    plan: ClusterPlan | LaunchPlan | None = cluster.plan(what, options)
-    if plan is None:
-        check_here(options)
-        this = replace(options, hosts="localhost")
-        plan = plan_here(what, options) if options.elastic is None else cluster.plan(what, this)
-    assert plan is not None
-    plan.shared.update(shared)
+def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> LaunchPlan:
+    """The plan for the job's hosts, or for this one where there is no job. shared: variables of launch's own."""
+    plan = cluster.plan(what, options)
+    if plan is None and options.elastic is not None:
+        local.check(options)
+        plan = cluster.plan(what, replace(options, hosts="localhost"))
+    plan = plan or local.plan(what, options)
+    plan.shared.update({name: Value(value, "launch" if not plan.is_local else "") for name, value in shared.items()})
     return plan
 
 
-def check_here(options: LaunchOptions) -> None:
-    """Raises `LaunchError` for options that only a cluster has."""
-    only = {
-        "--mpiexec": options.mpiexec,
-        "--mpi": options.mpi,
-        "--launcher-args": " ".join(options.launcher_args),
-        "--ranks-by": options.by if options.by != "rank" and options.elastic is None else None,
-        "--site": options.site,
-        "--spare-hosts": ",".join(options.spare),
-    }
-    for name, value in only.items():
-        if value:
-            raise LaunchError(
-                f"{name} {value}: ranks on this host alone are started by launch itself. Name the hosts "
-                "(--hosts, --hostfile), or start inside a PBS or Slurm job."
-            )
-    if options.nhosts not in (None, 1):
-        raise LaunchError(
-            f"-N {options.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
-            "or --hostfile FILE."
-        )
-    if options.nproc and options.per_host and options.nproc != options.per_host:
-        raise LaunchError(f"-n {options.nproc} -ppn {options.per_host}: on one host they are the same. Leave one out.")
-    ranks = options.nproc or options.per_host
-    if ranks is not None and ranks > MAX_RANKS:
-        raise LaunchError(f"-n {ranks}: the number of ranks on a host must be from 1 to {MAX_RANKS}.")
+def describe(plan: LaunchPlan, explain: bool) -> str:
+    from mmm.launch.job import table
 
-
-def plan_here(what: Target, options: LaunchOptions) -> LaunchPlan:
-    """Ranks on this host alone."""
-    plan = local.plan(what, nproc=options.nproc or options.per_host, device=options.device, prefork=options.prefork)
-    if options.cpu_bind is not None and options.cpu_bind != "none":
-        each = [cpus or "" for cpus in binding.split(options.cpu_bind, len(plan.ranks))]
-        for rank, cpus in zip(plan.ranks, each, strict=True):
-            rank[CPUS_VARIABLE] = cpus
-        if not os.environ.get("OMP_NUM_THREADS") and "OMP_NUM_THREADS" not in options.env:
-            binding.set_threads(plan.shared, plan.ranks, [len(binding.cpu_list(cpus)) for cpus in each])
-            plan.why["OMP_NUM_THREADS"] = f"--cpu-bind {options.cpu_bind}"
-    for name, value in options.env.items():
-        plan.shared[name], plan.why[name] = value, "--env"
-    return plan
-
-
-def describe(plan: ClusterPlan | LaunchPlan, args: argparse.Namespace, options: LaunchOptions) -> str:
-    if isinstance(plan, ClusterPlan):
-        from mmm.launch.job.table import table
-
-        return table(plan, explain=args.explain)
+    if not plan.is_local:
+        return table.table(plan, explain)
     from mmm.launch.job.preloads import preloads
 
-    text = local.describe(plan, [p.module for p in preloads(plan.target)] if plan.fork else [])
-    if options.stage is not None:
-        text += f"\nstage    {options.stage}"
-    found = scheduler.detect(os.environ, args.scheduler)
-    return f"machine  this host: {found.why['scheduler']}, no --hosts, no --hostfile\n{text}" if args.explain else text
+    host = local.host_plan(plan)
+    return table.describe(plan, host, [p.module for p in preloads(plan.target)] if host.fork else [], explain)
 
 
-def announce(plan: ClusterPlan) -> None:
+def announce(plan: LaunchPlan) -> None:
     """Say what was found, where that is more than this host."""
-    if plan.launcher != "direct":
+    if plan.launcher.value != "direct":
         from mmm.launch.job.table import table
 
         print(table(plan), file=sys.stderr, flush=True)
 
 
-def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int) -> RunControl:
-    """What will run the plan."""
-    if isinstance(plan, ClusterPlan):
+def start(
+    plan: LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int, copy: str | None
+) -> RunControl:
+    """What will run the plan. copy: of an environment, by which this host's ranks run."""
+    if not plan.is_local:
         from mmm.launch.control.controller import Controller
 
         if attempt == 0:
@@ -225,4 +175,4 @@ def start(plan: ClusterPlan | LaunchPlan, limits: walltime.Limits, start_timeout
         return Controller(plan, limits, start_timeout)
     from mmm.launch.control.supervisor import Supervisor
 
-    return Supervisor(plan, limits)
+    return Supervisor(local.host_plan(plan, copy), limits)

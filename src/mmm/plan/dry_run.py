@@ -20,7 +20,7 @@ from mmm.errors import ConfigError, UserError
 from mmm.plan.program import Rehearsal, rehearsing
 from mmm.plan.sent_calls import SentCall
 from mmm.plan.tracker import MemoryPeak
-from mmm.testing.processes import Child, Children, ended
+from mmm.processes.children import Child, Children, ended
 
 AT_ONCE = 2  # processes
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from mmm.layout import Layout
 from mmm.models.experts import has_experts
 from mmm.plan.sent_calls import SentCall, SentInOrder
+from mmm.processes.ranks import fork_ranks
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.runtime.observer import Observer, observing
 from mmm.runtime.ranks import Rank, whoami
-from mmm.testing.ranks import fork_ranks
 from mmm.torch_private.dry_run import peaks_by_phase
 from mmm.traffic.count import axes_of, count_traffic
 

@@ -1,4 +1,4 @@
-"""Functions run on forked ranks: real processes of this host, with time-outs and tracebacks; none is left behind.
+"""A pytest plugin that runs functions on forked ranks: real processes of this host; none is left behind.
 
 A model's own tests use the pytest plugin. Its fixture runs a function on ranks 0 … n - 1 inside a process group of
 theirs, and returns what each rank returned::
@@ -19,11 +19,9 @@ theirs, and returns what each rank returned::
         for numbers in run_on_ranks(total, 4, 10, timeout=60):
             assert numbers.tolist() == [60.0] * 3
 
-`fork_ranks` does the same without pytest, on new processes each time. It suits a process that has imported everything
-and computed nothing: a rank then costs about 0.1 s.
+`fork_ranks` does the same without pytest, on new processes each time (`mmm.processes`).
 """
 
-from mmm.launch.job.hosts import free_port
-from mmm.testing.ranks import RanksFailed, fork_ranks
+from mmm.processes import RanksFailed, fork_ranks, free_port
 
 __all__ = ["RanksFailed", "fork_ranks", "free_port"]

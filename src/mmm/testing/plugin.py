@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from mmm.testing.pool import RankPool
+    from mmm.processes.pool import RankPool
 
 POOL = pytest.StashKey["RankPool"]()
 
@@ -20,7 +20,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _pool(config: pytest.Config) -> RankPool:
-    from mmm.testing.pool import RankPool
+    from mmm.processes.pool import RankPool
 
     if POOL not in config.stash:
         config.stash[POOL] = RankPool()
@@ -36,6 +36,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def run_on_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``run_on_ranks(function, n, *args, timeout=300)``: the results of ``function(rank, *args)`` on n ranks, by rank.
 
-    `mmm.testing.pool.RankPool.run` says what else there is to it.
+    `mmm.processes.pool.RankPool.run` says what else there is to it.
     """
     return _pool(request.config).run

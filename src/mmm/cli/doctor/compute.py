@@ -10,8 +10,8 @@ from typing import Any
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.cli.doctor.isolated import isolated, shown
 from mmm.launch.job import accelerators
+from mmm.processes import fork_ranks
 from mmm.runtime.ranks import Rank
-from mmm.testing import fork_ranks
 
 OLDEST = (2, 11)
 SLOW_IMPORT = 30.0  # s

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 
 from mmm.cli.doctor.finding import Finding
-from mmm.testing.processes import LEAVE, Children, ended
+from mmm.processes.children import LEAVE, Children, ended
 
 SHOWN = 300  # characters of an error
 

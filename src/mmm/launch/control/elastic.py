@@ -15,26 +15,25 @@ need no imports. Spare hosts have an agent too, and come last.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from mmm import contract
 from mmm.contract import SAVED_EXIT
-from mmm.errors import LaunchError
-from mmm.launch.control import failures, processes
-from mmm.launch.control.commands import RemoteAgent, addresses, slot_commands
-from mmm.launch.control.controller import LAST_WORDS, LAUNCHER_END, START_TIMEOUT, Controller
-from mmm.launch.control.failures import Failure, say
-from mmm.launch.control.link import Lost, Message
+from mmm.launch.channel import failures
+from mmm.launch.channel.commands import RemoteAgent, addresses, slot_commands
+from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.link import Lost, Message
+from mmm.launch.control import processes
+from mmm.launch.control.controller import LAUNCHER_END
 from mmm.launch.control.output import Output
+from mmm.launch.control.remote import LAST_WORDS, START_TIMEOUT, RemoteRun
 from mmm.launch.control.run import Limits
-from mmm.launch.job import mpi, variables
-from mmm.launch.job.cluster import ClusterPlan
+from mmm.launch.job import variables
+from mmm.launch.job.plan import LaunchPlan, Value
 
 SHORT_GRACE = 0.1  # s for the ranks that are left, when the run goes on without one that was killed
 
@@ -55,12 +54,12 @@ class Host:
         return [(self, slot) for slot in range(slots) if slot not in unused] if self.agent is not None else []
 
 
-class ElasticController(Controller):
+class ElasticController(RemoteRun):
     """All attempts of one run. `retries`: how many failures it may go on after; None: any number."""
 
     def __init__(
         self,
-        plan: ClusterPlan,
+        plan: LaunchPlan,
         limits: Limits | None = None,
         start_timeout: float = START_TIMEOUT,
         retries: int | None = None,
@@ -68,8 +67,7 @@ class ElasticController(Controller):
         super().__init__(plan, limits, start_timeout)
         assert plan.elastic is not None
         self.elastic, self.retries = plan.elastic, retries
-        self.hosts = [Host(name, index) for index, name in enumerate(plan.each)]
-        self.at: list[list[Any]] = []  # where agents find launch
+        self.hosts = [Host(name, index) for index, name in enumerate(plan.agent_commands)]
         self.attempt = -1
         self.places: list[tuple[Host, int]] = []  # of the ranks
         self.fits: dict[int, bool] = {}  # number of ranks → whether CMD has taken it
@@ -81,48 +79,27 @@ class ElasticController(Controller):
         self.over = False
 
     def start(self) -> None:
-        self.at = self.listen(addresses(replace(self.plan, hosts=tuple(self.plan.each))), len(self.hosts))
-        if self.plan.launcher != "direct" or self.limits.timeout is not None:
+        everywhere = replace(self.plan, hosts=Value(tuple(self.plan.agent_commands), ""))
+        self.listen(addresses(everywhere), len(self.hosts))
+        if self.plan.launcher.value != "direct" or self.limits.timeout is not None:
             self.output = Output(self.selector)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `serve`
         self.call_hosts()
 
     def call_hosts(self) -> None:
         """Start an agent on each host that has none."""
         self.rendezvous_ends = time.monotonic() + self.start_timeout
-        entry = {"at": self.at, "token": self.token, "launcher": self.plan.launcher, "port": self.plan.wished_port}
         for host in self.hosts:
             if host.agent is None and host.launcher is None:
-                try:
-                    host.launcher = subprocess.Popen(
-                        self.plan.each[host.name],
-                        stdin=subprocess.DEVNULL,
-                        stdout=self.output.stdout if self.output is not None else None,
-                        stderr=self.output.stderr if self.output is not None else None,
-                        start_new_session=True,
-                        env={
-                            **os.environ,
-                            **self.plan.environ,
-                            mpi.AGENT_VARIABLE: json.dumps({**entry, "index": host.index}),
-                        },
-                    )
-                except OSError as error:
-                    raise LaunchError(f"{self.plan.each[host.name][0]} cannot be run: {error.strerror}") from None
+                host.launcher = self.start_backend(self.plan.agent_commands[host.name], index=host.index)
 
     def deadlines(self) -> list[float | None]:
         return [*super().deadlines(), self.rejoin_at, self.ask_at, self.drop_at]
 
     def serve(self) -> bool:
-        ready = self.wait()
-        self.welcome(ready)
-        for fd in ready & self.connections.keys():
-            if fd in self.connections:
-                self.hear(self.connections[fd])
-        now = time.monotonic()
+        now = self.listen_to_agents()
         for host in self.hosts:
             if host.launcher is not None and host.launcher.poll() is not None:
                 host.launcher = None
-        self.locate_due(now)
         if self.drop_at is not None and now >= self.drop_at:
             self.drop_at = None
             for agent in [each for each in self.connections.values() if not each.done]:
@@ -152,9 +129,7 @@ class ElasticController(Controller):
         host.agent = self.agents[host.index] = agent
 
     def drop(self, agent: RemoteAgent) -> None:
-        self.selector.unregister(agent.link)
-        del self.connections[agent.link.fileno()]
-        agent.link.close()
+        self.disconnect(agent)
         if agent.index >= 0:
             host = self.hosts[agent.index]
             host.agent = None
@@ -188,7 +163,7 @@ class ElasticController(Controller):
         return next((n for n in range(most, self.elastic.least - 1, -1) if self.fits.get(n, True)), None)
 
     def free(self) -> list[tuple[Host, int]]:
-        slots = dict(zip(self.plan.hosts, self.plan.counts, strict=True))
+        slots = dict(zip(self.plan.hosts.value, self.plan.counts.value, strict=True))
         return [place for host in self.hosts for place in host.free(slots.get(host.name, self.plan.per_host))]
 
     def assemble(self, now: float) -> None:
@@ -212,17 +187,16 @@ class ElasticController(Controller):
         """Tell the hosts what to run."""
         self.attempt += 1
         self.total, self.places = ranks, self.free()[:ranks]
-        self.failures, self.ended, self.first, self.verdict = [], set(), None, ""
+        self.failures, self.ended, self.first, self.termination_reason = [], set(), None, ""
         self.decide_at = self.kill_at = self.grace = self.ask_at = self.drop_at = None
-        self.again, self.under_way, self.saves = False, True, False
-        if self.output is not None:
-            self.output.last = time.monotonic()
+        self.again = self.saves = False
         by_host: dict[int, list[int]] = {}
         for host, slot in self.places:
             by_host.setdefault(host.index, []).append(slot)
         plan = self.plan
         used = [self.hosts[index].name for index in by_host]
-        shared = plan.shared | variables.master(os.environ, plan.job, plan.site, used, self.attempt, {})
+        master = variables.master(os.environ, plan.job, plan.machine.value, used, self.attempt)
+        shared = replace(plan, shared=plan.shared | master).variables
         first = self.hosts[self.places[0][0].index].agent
         if plan.wished_port is not None and first is not None:
             shared["MASTER_PORT"] = str(first.hello["port"])
@@ -230,18 +204,8 @@ class ElasticController(Controller):
         shared[contract.ELASTIC_VARIABLE] = f"{self.elastic.least}:{self.elastic.most}"
         if self.attempt:  # whose start-up is its own
             shared |= {contract.BEGAN_VARIABLE: repr(time.time()), contract.STARTED_VARIABLE: ""}
-        for index, message in slot_commands(plan, by_host, shared).items():
-            agent = self.hosts[index].agent
-            assert agent is not None
-            agent.ranks, agent.done = [int(rank["RANK"]) for rank in message["ranks"]], False
-            try:
-                agent.link.send({"go": message})
-            except Lost as lost:
-                self.drop(agent)
-                self.on_lost(agent, str(lost))
-        for number in self.pending:
-            self.send(number)
-        self.pending = []
+        commands = slot_commands(plan, by_host, shared)
+        self.command([(self.agents[index], message) for index, message in commands.items()])
 
     def fail(self) -> None:
         self.first, known = failures.cause(self.failures), list(self.failures)
@@ -311,10 +275,6 @@ class ElasticController(Controller):
     def kill(self) -> None:
         self.tell({"kill": True})
         self.kill_at, self.drop_at = None, time.monotonic() + LAUNCHER_END
-
-    def end(self, number: int, verdict: str = "") -> None:
-        super().end(number, verdict)
-        self.stop_launcher_at = None
 
     # The end.
 

@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from mmm.contract import ENDING, REPEAT
-from mmm.launch.control import failures, stacks
-from mmm.launch.control.failures import Failure, say, signal_name
+from mmm.launch.channel import failures
+from mmm.launch.channel.failures import Failure, say, signal_name
+from mmm.launch.channel.wire import PASSED_ON
+from mmm.launch.control import stacks
 from mmm.launch.control.output import Output
-from mmm.launch.control.wire import PASSED_ON
 from mmm.launch.job.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
@@ -27,7 +28,7 @@ class RunControl(ABC):
     def __init__(self, total: int, limits: Limits | None = None) -> None:
         self.total = total  # ranks
         self.limits = limits or Limits()
-        self.verdict = ""  # why launch ends the ranks, if not because it was told to
+        self.termination_reason = ""  # why launch ends the ranks, if not because it was told to
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.exit_code: int | None = None  # once it is decided
@@ -135,9 +136,9 @@ class RunControl(ABC):
         self.grace = self.grace_to_save() if first.final else self.after_failure
         self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
 
-    def end(self, number: int, verdict: str = "") -> None:
-        """Send the ranks signal `number`, and SIGKILL after the grace. They can read the verdict when it comes."""
-        self.verdict, self.kill_at = verdict, time.monotonic() + (self.grace or GRACE)
+    def end(self, number: int, termination_reason: str = "") -> None:
+        """Send the ranks signal `number`, and SIGKILL after the grace. They can read the reason when it comes."""
+        self.termination_reason, self.kill_at = termination_reason, time.monotonic() + (self.grace or GRACE)
         if not self.send(number):  # none has started: there is nothing that could end in order
             self.kill()
 

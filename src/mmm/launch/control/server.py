@@ -10,14 +10,15 @@ import uuid
 from typing import Any
 
 from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, TERMINAL_VARIABLE, VERDICT_VARIABLE
-from mmm.launch.control import processes, wire
+from mmm.launch.channel import wire
+from mmm.launch.channel.wire import Instructions
+from mmm.launch.control import processes
 from mmm.launch.control.output import Output
-from mmm.launch.control.wire import Instructions
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
 
 
 class ForkServerProcess:
-    """One for the ranks of `plan`; if it `stays`, for those of any number of attempts, until it is closed.
+    """One for the ranks of `plan`; if it is `persistent`, for those of any number of attempts, until it is closed.
 
     Attributes:
         status, reports: to read. marker: in the environment of every process of the run.
@@ -25,16 +26,16 @@ class ForkServerProcess:
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: HostPlan,
         output: Output | None,
         *,
-        shielded: bool,
+        ignore_sigterm: bool,
         ignored: set[int],
         passed_fds: tuple[int, ...],
-        stays: bool,
+        persistent: bool,
     ) -> None:
         """Start it, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
-        self.stays, self.marker = stays, uuid.uuid4().hex
+        self.persistent, self.marker = persistent, uuid.uuid4().hex
         control_read, self.control = os.pipe()
         self.status, status_write = os.pipe()
         self.reports, failure_write = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -49,14 +50,21 @@ class ForkServerProcess:
             command = [plan.python, *target.flags, "-m", wire.CHILD, *target.tail()]
         inherited = (control_read, status_write, failure_write.fileno())
         todo = Instructions(
-            *inherited, plan.ranks, plan.fork, command, os.getpid(), shielded, ignored=sorted(ignored), stays=stays
+            *inherited,
+            plan.ranks,
+            plan.fork,
+            command,
+            os.getpid(),
+            ignore_sigterm,
+            ignored=sorted(ignored),
+            persistent=persistent,
         )
         instructions = todo.write()
         own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}
-        self.verdict_fd: int | None = None  # why the ranks are ended, once they are
+        self.reason_fd: int | None = None  # why the ranks are ended, once they are
         if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
-            self.verdict_fd = os.memfd_create("verdict")
-            own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.verdict_fd}"
+            self.reason_fd = os.memfd_create("reason")
+            own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.reason_fd}"
         if output is not None and os.isatty(1):  # launch copies what ranks write there
             size = os.get_terminal_size(1)
             own[TERMINAL_VARIABLE] = f"{size.columns}x{size.lines}"
@@ -79,10 +87,10 @@ class ForkServerProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def begin(self, plan: LaunchPlan) -> None:
+    def begin(self, plan: HostPlan) -> None:
         """Have it start the ranks of the next attempt; those before have ended."""
-        if self.verdict_fd is not None:
-            os.ftruncate(self.verdict_fd, 0)
+        if self.reason_fd is not None:
+            os.ftruncate(self.reason_fd, 0)
         self.tell({"ranks": [plan.shared | rank for rank in plan.ranks]})
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -90,9 +98,9 @@ class ForkServerProcess:
         with contextlib.suppress(BrokenPipeError):
             os.write(self.control, json.dumps(message).encode() + b"\n")
 
-    def say_verdict(self, text: str) -> None:
-        if self.verdict_fd is not None:
-            os.pwrite(self.verdict_fd, text.encode("utf-8", "backslashreplace"), 0)
+    def write_termination_reason(self, text: str) -> None:
+        if self.reason_fd is not None:
+            os.pwrite(self.reason_fd, text.encode("utf-8", "backslashreplace"), 0)
 
     def kill(self) -> None:
         """It, and every rank that has stayed in its session."""
@@ -104,7 +112,7 @@ class ForkServerProcess:
         if self.process.returncode is None:
             processes.end(self.pid, self.marker, grace=0.0)
             self.process.wait()
-        for fd in (self.control, self.status, self.verdict_fd):
+        for fd in (self.control, self.status, self.reason_fd):
             if fd is not None:
                 os.close(fd)
         self.reports.close()

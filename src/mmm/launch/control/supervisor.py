@@ -11,13 +11,14 @@ import socket
 import time
 
 from mmm.contract import SOCKET_BUFFER, Report
+from mmm.launch.channel import failures
+from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.wire import Status
 from mmm.launch.control import processes, stacks
-from mmm.launch.control.failures import Failure, say, signal_name
 from mmm.launch.control.output import Output
 from mmm.launch.control.run import Limits, RunControl
 from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.control.wire import Status
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
 
 DRAIN = 1.0  # s for the rest of the output
 LEFTOVER_GRACE = 0.3  # s for processes that outlive their ranks, between SIGTERM and SIGKILL
@@ -27,20 +28,26 @@ class Supervisor(RunControl):
     """This host's ranks. No process of the run is left after `run`."""
 
     host = ""  # said of failures where it is not clear which host is meant
-    shielded = False  # a scheduler may signal all of the run's processes, the fork server too
-    stays = False  # the fork server, for another attempt
+    ignore_sigterm = False  # a scheduler may signal all of the run's processes, the fork server too
+    inherit: tuple[int, ...] = ()  # further file descriptors that the ranks get
 
-    def __init__(self, plan: LaunchPlan, limits: Limits | None = None, server: ForkServerProcess | None = None) -> None:
+    def __init__(
+        self,
+        plan: HostPlan,
+        limits: Limits | None = None,
+        server: ForkServerProcess | None = None,
+        persistent: bool = False,
+    ) -> None:
+        """`server`: the fork server of the attempt before. persistent: it is to stay, for another attempt."""
         super().__init__(len(plan.ranks), limits)
-        self.plan = plan
-        self.server = server
+        self.plan, self.server, self.persistent = plan, server, persistent
         self.pids: dict[int, int] = {}  # rank → pid, of those started
         self.buffer = b""
 
     @property
     def at_rest(self) -> bool:
         """Whether all ranks have ended, and their fork server waits for the next."""
-        return self.stays and len(self.ended) == self.total
+        return self.persistent and len(self.ended) == self.total
 
     def clean_up(self) -> None:
         if self.server is not None and not self.at_rest:
@@ -54,10 +61,10 @@ class Supervisor(RunControl):
             self.server = ForkServerProcess(
                 self.plan,
                 self.output,
-                shielded=self.shielded,
+                ignore_sigterm=self.ignore_sigterm,
                 ignored=self.ignored,
-                passed_fds=self.passed_fds(),
-                stays=self.stays,
+                passed_fds=self.inherit,
+                persistent=self.persistent,
             )
             if self.output is not None:
                 self.output.started()
@@ -104,8 +111,8 @@ class Supervisor(RunControl):
             self.failures.append(Failure.ended(status, self.host))
 
     def send(self, number: int) -> bool:
-        if self.verdict and self.server is not None:
-            self.server.say_verdict(self.verdict)
+        if self.termination_reason and self.server is not None:
+            self.server.write_termination_reason(self.termination_reason)
         if self.pids:
             self.forward_signal(number)
         return bool(self.pids)
@@ -121,14 +128,10 @@ class Supervisor(RunControl):
     def locate(self) -> None:
         self.located(self.stacks(), dict.fromkeys(self.pids, socket.gethostname()))
 
-    def passed_fds(self) -> tuple[int, ...]:
-        """Further file descriptors that the ranks inherit."""
-        return ()
-
     def kill(self) -> None:
         self.kill_at = None
         assert self.server is not None
-        if self.stays and len(self.pids) == self.total:
+        if self.persistent and len(self.pids) == self.total:
             processes.send(self.others(), signal.SIGKILL)
         else:  # not reaped yet, so the number is still the fork server's
             self.server.kill()
@@ -160,9 +163,9 @@ class Supervisor(RunControl):
         if len(self.ended) == len(self.plan.ranks):
             return 0
         self.again = True
-        reason = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        reason, code = failures.end_of_process(code)
         say(f"launch: the process that holds the ranks (pid {server.pid}) {reason}; the ranks were killed")
-        return 128 - code if code < 0 else code or 1
+        return code
 
     def stop(self) -> None:
         """Ctrl-Z: stop the ranks and launch, until launch is continued. The fork server goes on, to notice its end."""

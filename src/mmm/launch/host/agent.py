@@ -16,20 +16,19 @@ from typing import Any, NoReturn
 
 from mmm.contract import LOOPBACK, NUMBERINGS, check_loopback, read_number
 from mmm.errors import LaunchError, UserError
-from mmm.launch.control import commands, handshake
-from mmm.launch.control import link as links
-from mmm.launch.control.failures import Failure, say
-from mmm.launch.control.link import Link, Lost
+from mmm.launch.channel import commands, handshake
+from mmm.launch.channel import link as links
+from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.link import Link, Lost
 from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.control.wire import CPUS_VARIABLE
-from mmm.launch.host.entry import Entry, OneAttempt, host_name
+from mmm.launch.host.agent_supervisor import AgentSupervisor, host_name
 from mmm.launch.host.memory import host_memory
-from mmm.launch.host.stage import Stager
-from mmm.launch.job import binding, hosts, local
+from mmm.launch.job import binding, host_plan, hosts
 from mmm.launch.job import target as targets
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
 from mmm.launch.job.mpi import AGENT_VARIABLE
 from mmm.launch.job.target import Target
+from mmm.launch.staging.host import Stager
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
 NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `NUMBERINGS`
@@ -46,79 +45,82 @@ def main() -> int:
     entry = json.loads(os.environ.pop(AGENT_VARIABLE))
     target = read_target(words)
     inherit = inheritable()
-    hello: dict[str, Any] = {"host": host_name(), "cores": local.available_cores(), "pid": os.getpid()}
+    hello: dict[str, Any] = {"host": host_name(), "cores": host_plan.available_cores(), "pid": os.getpid()}
     if hasattr(os, "sched_getaffinity"):
         hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
     hello["port"] = hosts.free_port("", entry["port"])
     if "index" in entry:  # the only one on its host
         hello["index"] = entry["index"]
         with host_memory():
-            return run_attempts(entry, target, hello)
+            return serve(entry, target, hello, ())
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
     except UserError as error:
         hello |= {"error": f"{error} (on {hello['host']})"}
+    return serve(entry, target, hello, inherit)
+
+
+def serve(entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit: tuple[int, ...]) -> int:
+    """Do what launch asks for, until it wants no more: copies, and one attempt; in an elastic run attempt after
+    attempt, all ranks from one fork server. Returns this process's exit code."""
+    is_elastic = "index" in entry
     stager: Stager | None = None
-    command: links.Message = {}
+    server: ForkServerProcess | None = None
+    has_begun = False
     try:
         link = handshake.reach(entry["at"], entry["token"], links.CONNECT_TIMEOUT)
         link.send({"hello": hello})
-        command = link.one(None)
-        while "stage" in command:
-            stager = stager or Stager(link, entry["token"])
-            if not stager.answer(command["stage"]):
-                return 0
-            command = link.one(None)
+        while True:
+            message = link.one(None)
+            if "stage" in message:
+                stager = stager or Stager(link, entry["token"])
+                if not stager.answer(message["stage"]):
+                    return 0
+            elif "go" in message:
+                has_begun = True
+                ranks = start(link, entry, target, message["go"], hello["host"], inherit, stager, server)
+                code = ranks.run() if ranks is not None else 0
+                server = ranks.server if ranks is not None else server
+                if not is_elastic or (ranks is not None and ranks.lost):
+                    return code
+            elif "quit" in message or not is_elastic:
+                return 0  # or launch ends before anything has begun; another message is for ranks that have ended
     except Lost as lost:
-        say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
+        if not has_begun:
+            say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
         return 0 if stager is not None else 1  # at a 1 an MPI kills other hosts, which still remove their copies
     finally:
-        if stager is not None and "go" not in command:
-            stager.farewell(None)
-    if "go" not in command:
-        return 0  # launch ends before anything has begun
-    try:
-        plan = make_plan(target, command["go"], hello["host"])
-    except UserError as error:
-        refuse(link, command["go"], error)
-        if stager is not None:
-            stager.farewell(link)
-        return 0
-    if command["go"]["by"] == "host":
-        forget_mpi()
-        inherit = ()
-    return Entry(plan, link, entry["launcher"], inherit, stager).run()
-
-
-def run_attempts(entry: dict[str, Any], target: Target, hello: dict[str, Any]) -> int:
-    """Run what launch sends, attempt after attempt, all ranks from one fork server, until launch wants no more."""
-    forget_mpi()
-    server: ForkServerProcess | None = None
-    try:
-        link = handshake.reach(entry["at"], entry["token"], links.CONNECT_TIMEOUT)
-        link.send({"hello": hello})
-        while "quit" not in (message := link.one(None)):
-            if "go" not in message:
-                continue  # it was for ranks that have ended
-            try:
-                plan = make_plan(target, message["go"], hello["host"])
-            except UserError as error:
-                refuse(link, message["go"], error)
-                continue
-            attempt = OneAttempt(plan, link, entry["launcher"], server=server)
-            attempt.run()
-            server = attempt.server
-            if attempt.lost:
-                return 1
-        return 0
-    except Lost as lost:
-        if server is None:
-            say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
-        return 1
-    finally:
+        if stager is not None and not has_begun:
+            stager.wait_and_remove(None)
         if server is not None:
             server.close()
+
+
+def start(
+    link: Link,
+    entry: dict[str, Any],
+    target: Target,
+    go: dict[str, Any],
+    host: str,
+    inherit: tuple[int, ...],
+    stager: Stager | None,
+    server: ForkServerProcess | None,
+) -> AgentSupervisor | None:
+    """What runs this host's ranks; None where they cannot be, and launch has been told. Raises `Lost`."""
+    try:
+        plan = make_plan(target, go, host)
+    except UserError as error:
+        try:
+            refuse(link, go, error)
+        finally:
+            if stager is not None:
+                stager.wait_and_remove(link)
+        return None
+    if go["by"] == "host":
+        forget_mpi()
+        inherit = ()
+    return AgentSupervisor(plan, link, entry["launcher"], inherit, stager, server, persistent="index" in entry)
 
 
 def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:
@@ -156,32 +158,12 @@ def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int
     return rank[1], world if total is None else total[1], None if local_rank is None else local_rank[1]
 
 
-def make_plan(target: Target, go: dict[str, Any], host: str) -> LaunchPlan:
+def make_plan(target: Target, go: dict[str, Any], host: str) -> HostPlan:
     """This process's ranks. Raises `LaunchError`: the master address or the binding is not possible on this host."""
-    shared, places = dict(go["shared"]), [dict(place) for place in go["ranks"]]
-    if any(place["RANK"] == "0" for place in places) and shared["WORLD_SIZE"] != "1":
+    shared = go["shared"]
+    if any(rank["RANK"] == "0" for rank in go["ranks"]) and shared["WORLD_SIZE"] != "1":
         check_master_address(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), host)
-    per_host = int(shared["LOCAL_WORLD_SIZE"])
-    cpus = binding.split(go["bind"], per_host) if go["bind"] else [None] * per_host
-    order = go.get("device_order", [])
-    threads = []
-    for place in places:
-        local_rank = int(place["LOCAL_RANK"])
-        own_cpus = cpus[local_rank]
-        if own_cpus is not None:
-            place[CPUS_VARIABLE] = own_cpus
-        unbound = go.get("cores") or max(1, local.available_cores() // len(places))
-        threads.append(go["threads"] or (len(binding.cpu_list(own_cpus)) if own_cpus is not None else unbound))
-        if local_rank < len(order):
-            place[go["device_variable"]] = str(order[local_rank])
-    if "OMP_NUM_THREADS" not in shared:
-        binding.set_threads(shared, places, threads)
-    if go["by"] == "host":
-        fork, why = local.start_method(target, go["prefork"], go["device"])
-    else:
-        fork, why = False, "one process a rank: there is nothing to share an import with"
-    plan = LaunchPlan(target, shared, places, go["device"], fork, {"start": why})
-    return local.from_copy(plan, **go["stage"]) if "stage" in go else plan
+    return host_plan.make(target, go)
 
 
 def check_master_address(address: str, port: int, host: str) -> None:

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from mmm import contract, streams
 from mmm.contract import ENDING, USER_ERROR_EXIT
 from mmm.errors import UserError
+from mmm.launch.channel.wire import FAILURE_VARIABLE
 from mmm.launch.control.stacks import STACK_FILE
-from mmm.launch.control.wire import FAILURE_VARIABLE
 from mmm.launch.host import lifeline
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.job import target as targets

@@ -22,10 +22,8 @@ from typing import NoReturn
 
 from mmm import contract
 from mmm.contract import ENDING, MARKER_VARIABLE
-from mmm.launch.control import processes
-from mmm.launch.control.wire import (
+from mmm.launch.channel.wire import (
     CHILD,
-    CPUS_VARIABLE,
     FAILURE_VARIABLE,
     FORK_SERVER,
     FORK_SERVER_VARIABLE,
@@ -33,6 +31,7 @@ from mmm.launch.control.wire import (
     Instructions,
     Status,
 )
+from mmm.launch.control import processes
 from mmm.launch.host import child, lifeline, memory
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.host.threads import renew_thread_pools
@@ -60,9 +59,9 @@ def main() -> NoReturn:
     """The fork server's whole life, and that of each rank it forks."""
     todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
-    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.shielded else [])):
+    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.ignore_sigterm else [])):
         signal.signal(number, signal.SIG_IGN)
-    if todo.stays:  # a rank that cannot save does not end of being asked to
+    if todo.persistent:  # a rank that cannot save does not end of being asked to
         todo.ignored.append(signal.SIGUSR1)
     lifeline.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
@@ -112,7 +111,7 @@ def preload(target: Target, todo: Instructions) -> None:
             start_anew(todo, each.module)
     later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
     ours = any(each.module.partition(".")[0] == OURS for each in wanted)
-    for name in (*later, *(READING if todo.stays and ours else ())):
+    for name in (*later, *(READING if todo.persistent and ours else ())):
         with contextlib.suppress(ImportError):
             __import__(name)
     if _shadowed(target.first_path()):
@@ -220,7 +219,7 @@ class ForkServer:
         for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
             os.close(fd)
         os.environ.update(variables)
-        if cpus := os.environ.pop(CPUS_VARIABLE, None):
+        if cpus := os.environ.pop(binding.CPUS_VARIABLE, None):
             os.sched_setaffinity(0, binding.cpu_list(cpus))
         if forked:
             contract.attach(self.todo.failure)
@@ -241,7 +240,7 @@ class ForkServer:
             The variables of each rank to start next; none where launch wants no more.
         """
         self.reap()
-        while self.ranks or self.todo.stays:
+        while self.ranks or self.todo.persistent:
             while self.messages:
                 message = self.messages.pop(0)
                 if "ranks" in message:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from mmm.contract import MEMORY_VARIABLE
-from mmm.launch.host.own import open_own
+from mmm.outside import open_own
 
 TMPFS = Path("/dev/shm")
 PREFIX = "mmm-memory-"

@@ -15,7 +15,7 @@ from mmm.launch.job.target import Target
 
 @dataclass(frozen=True)
 class Backend:
-    """What starts the processes. kind: as of `ClusterPlan.launcher`. program: mpiexec, srun; "" of "direct"."""
+    """What starts the processes. kind: as of `LaunchPlan.launcher`. program: mpiexec, srun; "" of "direct"."""
 
     kind: str
     program: str
@@ -96,7 +96,7 @@ def request_of(
 def each_host(
     target: Target, options: LaunchOptions, backend: Backend, request: Request, job: Job
 ) -> dict[str, list[str]]:
-    """`ClusterPlan.each`. Raises `LaunchError`: the spare hosts cannot be used."""
+    """`LaunchPlan.agent_commands`. Raises `LaunchError`: the spare hosts cannot be used."""
     elastic.check_hosts(options.spare, request.hosts, job.hosts)
     one = replace(request, counts=(1,), hostfile=None, subset=True)
     names = (*request.hosts, *options.spare)

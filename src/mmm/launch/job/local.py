@@ -1,101 +1,128 @@
 """The plan for ranks on this host alone: how many, with which environment, and why."""
 
 import os
-import platform
-import shlex
 import socket
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, check_loopback, numbering, read_number
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, hosts, staging, variables
+from mmm.launch.job import accelerators, hosts, scheduler, variables
+from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.job.host_plan import HostPlan, available_cores, make
+from mmm.launch.job.options import MAX_RANKS, LaunchOptions
+from mmm.launch.job.plan import LOCAL, LaunchPlan, Value
 from mmm.launch.job.target import Target
 
 DEFAULT_CPU_RANKS = 4
-FORKABLE = "one process imports, then forks the ranks"
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """Everything `supervise` needs to start this host's ranks, and why each value is what it is."""
-
-    target: Target
-    shared: dict[str, str]  # variables that every rank gets
-    ranks: list[dict[str, str]]  # variables of each rank on this host
-    device: str | None  # torch's device type, where one was chosen or found
-    fork: bool
-    why: dict[str, str]  # variable, "ranks" or "start" → where the value came from
-    notes: tuple[str, ...] = ()  # said before the start
-    python: str = sys.executable  # by which Python ranks run
 
 
 def plan(
     target: Target,
+    options: LaunchOptions,
     *,
-    nproc: int | None,
-    device: str | None,
-    prefork: bool = True,
     environ: Mapping[str, str] = os.environ,
-    found: accelerators.Accelerators | None = None,
+    found: Accelerators | None = None,
     build: str | None = None,
 ) -> LaunchPlan:
-    """Plan `nproc` ranks of `target` on this host. `found` and `build` stand in for what the host has.
+    """Plan `target` on this host. `found` and `build` stand in for what the host has.
 
-    Raises `LaunchError` where the environment does not allow it: already a rank, or a MASTER_PORT that is no free port.
+    Raises `LaunchError` where the options or the environment do not allow it: options that only a cluster has; already
+    a rank; a MASTER_PORT that is no free port.
     """
     refuse_inside_a_rank(environ)
+    check(options)
     build = accelerators.torch_build() if build is None else build
     found = found or accelerators.find(build=build, environ=environ)
-    why: dict[str, str] = {}
-    notes: list[str] = []
-    found_why = f"found {found.why}" if found.device else ""
-    device, why[DEVICE_VARIABLE] = variables.given_device(device, environ) or (found.device, found_why)
-    if nproc is not None:
-        count, why["ranks"] = nproc, "-n"
-    elif device == "cpu" or (device is None and not found.device):
-        count, why["ranks"] = DEFAULT_CPU_RANKS, "-n not given, no accelerator to count"
-        reason = "CPU was chosen" if device == "cpu" else f"no accelerator found ({found.why})"
-        notes.append(f"{reason}: {count} CPU ranks (choose with -n)")
-        device = "cpu"
-        why[DEVICE_VARIABLE] = why[DEVICE_VARIABLE] or "no accelerator found"
-    elif device == found.device:
-        count, why["ranks"] = found.count, f"one per accelerator: {found.why}"
-    elif device == "mps":
-        count, why["ranks"] = 1, "mps is one device"
-    else:
-        count, why["ranks"] = 1, f"-n not given, no {device} device found ({found.why})"
-        notes.append(f"no {device} device found ({found.why}): 1 rank (choose with -n)")
-
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    device = variables.given_device(options.device, environ)
+    device = device or Value(found.device, f"found {found.why}" if found.device else "")
+    ranks, device, notes = _ranks(options.nproc or options.per_host, device, found)
     check_loopback()
-    shared["MASTER_ADDR"], why["MASTER_ADDR"] = "127.0.0.1", "all ranks are on this host"
-    shared["MASTER_PORT"], why["MASTER_PORT"] = _port(environ)
+    shared = {
+        "WORLD_SIZE": Value(str(ranks.value), ""),
+        "LOCAL_WORLD_SIZE": Value(str(ranks.value), ""),
+        "MASTER_ADDR": Value("127.0.0.1", "all ranks are on this host"),
+        "MASTER_PORT": _port(environ),
+    }
+    bind = options.cpu_bind if options.cpu_bind != "none" else None
+    threads = f"--cpu-bind {bind}" if bind else f"{available_cores()} cores, {ranks.value} ranks"
     if environ.get("OMP_NUM_THREADS"):
-        shared["OMP_NUM_THREADS"], why["OMP_NUM_THREADS"] = environ["OMP_NUM_THREADS"], "set in the environment"
-    else:
-        cores = available_cores()
-        shared["OMP_NUM_THREADS"] = str(max(1, cores // count))
-        why["OMP_NUM_THREADS"] = f"{cores} cores, {count} ranks"
-    if device:
-        shared[DEVICE_VARIABLE] = device
+        shared["OMP_NUM_THREADS"] = Value(environ["OMP_NUM_THREADS"], "set in the environment")
+    if device.value:
+        shared[DEVICE_VARIABLE] = Value(device.value, device.source)
     shared |= variables.torch_variables(build, environ)
-    why["PYTORCH_NVML_BASED_CUDA_CHECK"] = "asking for devices must not open one before the fork"
-    fork, why["start"] = start_method(target, prefork, device, build)
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    return LaunchPlan(target, shared, ranks, device, fork, why, tuple(notes))
+    shared |= {name: Value(value, "--env") for name, value in options.env.items()}
+    return LaunchPlan(
+        target=target,
+        launcher=Value(LOCAL, "all ranks are on this host"),
+        job=scheduler.detect(environ, options.scheduler),
+        hosts=Value((socket.gethostname(),), "no --hosts, no --hostfile"),
+        counts=Value((ranks.value,), ranks.source),
+        device=device,
+        shared=shared,
+        threads=Value(None, threads),
+        by="host",
+        prefork=options.prefork,
+        bind=bind,
+        notes=notes,
+        stage=options.stage,
+    )
 
 
-def from_copy(plan: LaunchPlan, source: str, copy: str) -> LaunchPlan:
-    """The plan with ranks that run from `copy`, a copy of the environment `source`."""
-    target, python = plan.target, staging.interpreter(source, copy) or plan.python
-    if not target.is_python:
-        first = python if target.command[0] == sys.executable else staging.mapped(target.command[0], source, copy)
-        target = replace(target, command=(first, *target.command[1:]))
-    changed = staging.environment({**os.environ, **plan.shared}, source, copy)
-    return replace(plan, target=target, python=python, shared=plan.shared | changed)
+def host_plan(plan: LaunchPlan, copy: str | None = None) -> HostPlan:
+    """What a local plan's fork server is given. Raises `LaunchError`: the binding is not possible on this host.
+
+    Args:
+        copy: where the environment that was staged is.
+    """
+    staged = {"stage": {"source": plan.stage.source, "copy": copy}} if plan.stage is not None and copy else {}
+    return make(plan.target, plan.start_command(0, plan.ranks, plan.variables, **staged))
+
+
+def _ranks(
+    asked: int | None, device: Value[str | None], found: Accelerators
+) -> tuple[Value[int], Value[str | None], tuple[str, ...]]:
+    """How many ranks, on which device, and what is to be said of it."""
+    if asked is not None:
+        return Value(asked, "-n"), device, ()
+    if device.value == "cpu" or (device.value is None and not found.device):
+        reason = "CPU was chosen" if device.value == "cpu" else f"no accelerator found ({found.why})"
+        note = f"{reason}: {DEFAULT_CPU_RANKS} CPU ranks (choose with -n)"
+        cpu: Value[str | None] = Value("cpu", device.source or "no accelerator found")
+        return Value(DEFAULT_CPU_RANKS, "-n not given, no accelerator to count"), cpu, (note,)
+    if device.value == found.device:
+        return Value(found.count, f"one per accelerator: {found.why}"), device, ()
+    if device.value == "mps":
+        return Value(1, "mps is one device"), device, ()
+    why = f"no {device.value} device found ({found.why})"
+    return Value(1, f"-n not given, {why}"), device, (f"{why}: 1 rank (choose with -n)",)
+
+
+def check(options: LaunchOptions) -> None:
+    """Raises `LaunchError` for options that only a cluster has."""
+    only = {
+        "--mpiexec": options.mpiexec,
+        "--mpi": options.mpi,
+        "--launcher-args": " ".join(options.launcher_args),
+        "--ranks-by": options.by if options.by != "rank" and options.elastic is None else None,
+        "--site": options.site,
+        "--spare-hosts": ",".join(options.spare),
+    }
+    for name, value in only.items():
+        if value:
+            raise LaunchError(
+                f"{name} {value}: ranks on this host alone are started by launch itself. Name the hosts "
+                "(--hosts, --hostfile), or start inside a PBS or Slurm job."
+            )
+    if options.nhosts not in (None, 1):
+        raise LaunchError(
+            f"-N {options.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
+            "or --hostfile FILE."
+        )
+    if options.nproc and options.per_host and options.nproc != options.per_host:
+        raise LaunchError(f"-n {options.nproc} -ppn {options.per_host}: on one host they are the same. Leave one out.")
+    ranks = options.nproc or options.per_host
+    if ranks is not None and ranks > MAX_RANKS:
+        raise LaunchError(f"-n {ranks}: the number of ranks on a host must be from 1 to {MAX_RANKS}.")
 
 
 def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
@@ -122,54 +149,10 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
         )
 
 
-def available_cores() -> int:
-    """Cores this process may use: its affinity, less where a control group's quota gives less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cores, int(quota) // int(period))) if quota != "max" else cores
-    except (OSError, ValueError):
-        return cores
-
-
-def describe(plan: LaunchPlan, preloads: list[str]) -> str:
-    """The plan in words, for --dry-run."""
-    why = plan.why
-    lines = [
-        f"ranks    {len(plan.ranks)} on {socket.gethostname()} ({why['ranks']})",
-        f"command  {shlex.join(plan.target.line())}",
-        f"start    {why['start']}",
-    ]
-    if plan.fork and preloads:
-        lines.append(f"preload  {', '.join(preloads)}")
-    lines.append("every rank:")
-    for name, value in plan.shared.items():
-        note = why.get(name)
-        lines.append(f"  {name}={'…' if note == '--env' else value}" + (f"   ({note})" if note else ""))
-    for rank in plan.ranks:
-        lines.append(f"rank {rank['RANK']}:")
-        lines += [f"  {name}={value}" for name, value in rank.items()]
-    return "\n".join(lines)
-
-
-def start_method(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:
-    """Whether this host's ranks can be forked from one process, and why, or why not."""
-    build = accelerators.torch_build() if build is None else build
-    if not target.is_python:
-        return False, "spawn: the command is not `python3 -m MODULE`, `python3 SCRIPT` or `python3 -c CODE`"
-    if not prefork:
-        return False, "spawn: --no-prefork"
-    if device == "xpu" or (build == "xpu" and device != "cpu"):
-        return False, "spawn: an Intel GPU's driver does not survive a fork"
-    if platform.system() != "Linux":
-        return False, f"spawn: forking is not safe on {platform.system()} ({sys.platform})"
-    return True, f"prefork: {FORKABLE}"
-
-
-def _port(environ: Mapping[str, str]) -> tuple[str, str]:
+def _port(environ: Mapping[str, str]) -> Value[str]:
     given = variables.given_port(environ)
     if not given:
-        return str(hosts.free_port()), "a free port"
+        return Value(str(hosts.free_port()), "a free port")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -179,4 +162,4 @@ def _port(environ: Mapping[str, str]) -> tuple[str, str]:
                 f"MASTER_PORT={given} in the environment cannot be used: {error.strerror}.\n"
                 "  unset MASTER_PORT and a free one is picked, or set another."
             ) from None
-    return given, "set in the environment"
+    return Value(given, "set in the environment")

@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import NoReturn
 
 from mmm.errors import LaunchError
-from mmm.launch.job import elastic, mpi, scheduler, staging
+from mmm.launch.job import elastic, mpi, scheduler, stage
 from mmm.launch.job.elastic import Elastic
-from mmm.launch.job.staging import Stage
+from mmm.launch.job.stage import Stage
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 MAX_RANKS = 4096  # on one host
@@ -203,7 +203,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         env=dict(_variable(text) for text in args.env),
         device=args.device,
         prefork=not args.no_prefork,
-        stage=staging.from_words(args.stage, args.stage_to, args.stage_keep),
+        stage=stage.from_words(args.stage, args.stage_to, args.stage_keep),
         elastic=wanted,
     )
 

@@ -9,23 +9,22 @@ from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts
 from mmm.launch.job.job import Job
 from mmm.launch.job.options import LaunchOptions
+from mmm.launch.job.plan import Value
 from mmm.launch.job.sites import Site
 
-OR_FREE = "; or a free one, where its host says that it is taken"
 
-
-def given_device(device: str | None, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The device type that the user has chosen, and how; None if there is no choice."""
+def given_device(device: str | None, environ: Mapping[str, str]) -> Value[str | None] | None:
+    """The device type that the user has chosen; None if there is no choice."""
     if device:
-        return device, "--device"
+        return Value(device, "--device")
     chosen = environ.get(DEVICE_VARIABLE)
-    return (chosen, "set in the environment") if chosen else None
+    return Value(chosen, "set in the environment") if chosen else None
 
 
-def torch_variables(build: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What torch has to find when it is imported: asking it for devices must not open one before the fork."""
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    return {name: environ.get(name, "1")} if build in ("cuda", "hip") else {}
+def torch_variables(build: str, environ: Mapping[str, str]) -> dict[str, Value[str]]:
+    """What torch has to find when it is imported."""
+    name, why = "PYTORCH_NVML_BASED_CUDA_CHECK", "asking for devices must not open one before the fork"
+    return {name: Value(environ.get(name, "1"), why)} if build in ("cuda", "hip") else {}
 
 
 def given_port(environ: Mapping[str, str]) -> str | None:
@@ -45,73 +44,68 @@ def of_cluster(
     job: Job,
     used: Sequence[str],
     ranks: int,
-    device: str | None,
+    device: Value[str | None],
     environ: Mapping[str, str],
     build: str | None,
-    why: dict[str, str],
-) -> dict[str, str]:
-    """Variables of every rank. Adds where they come from to `why`."""
-    shared = {"WORLD_SIZE": str(ranks)}
-    shared |= master(environ, job, site, used, options.attempt, why)
-    if device:
-        shared[DEVICE_VARIABLE] = device
+) -> dict[str, Value[str]]:
+    """Variables of every rank."""
+    shared = {"WORLD_SIZE": Value(str(ranks), "launch")}
+    shared |= master(environ, job, site, used, options.attempt)
+    if device.value:
+        shared[DEVICE_VARIABLE] = Value(device.value, device.source)
     shared |= torch_variables(accelerators.torch_build() if build is None else build, environ)
-    why |= dict.fromkeys(options.env, "--env")
-    return shared | options.env
+    return shared | {name: Value(value, "--env") for name, value in options.env.items()}
 
 
 def master(
-    environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int, why: dict[str, str]
-) -> dict[str, str]:
-    """Where rank 0 of an attempt on the hosts `used` listens. Adds to `why`."""
-    address, why["MASTER_ADDR"] = _address(environ, site, used)
-    port, why["MASTER_PORT"] = _port(environ, job, site, used, attempt)
-    return {"MASTER_ADDR": address, "MASTER_PORT": port}
+    environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int
+) -> dict[str, Value[str]]:
+    """Where rank 0 of an attempt on the hosts `used` listens."""
+    return {"MASTER_ADDR": _address(environ, site, used), "MASTER_PORT": _port(environ, job, site, used, attempt)}
 
 
-def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str], why: dict[str, str]) -> dict[str, str]:
-    """The site's variables that the user has not set. Adds where they come from to `why`."""
-    found = {}
-    for name, (value, source) in site.variables(options.by).items():
-        if name in environ:
-            why[name] = "set in the environment"
-        elif name not in options.env:
-            found[name], why[name] = value, source
-    return found
+def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, Value[str]]:
+    """The site's variables that the user has not set."""
+    return {
+        name: Value(value, source)
+        for name, (value, source) in site.variables(options.by).items()
+        if name not in environ and name not in options.env
+    }
 
 
-def _address(environ: Mapping[str, str], site: Site, used: Sequence[str]) -> tuple[str, str]:
+def _address(environ: Mapping[str, str], site: Site, used: Sequence[str]) -> Value[str]:
     if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"], "set in the environment"
+        return Value(environ["MASTER_ADDR"], "set in the environment")
     if len(used) == 1:
-        return "127.0.0.1", "all ranks are on one host"
+        return Value("127.0.0.1", "all ranks are on one host")
     suffix = site.host_suffix
     name = used[0] if used[0].endswith(suffix) else used[0].partition(".")[0] + suffix
-    return name, "the first host" + (f", with {site.name}'s suffix" if suffix else "")
+    return Value(name, "the first host" + (f", with {site.name}'s suffix" if suffix else ""))
 
 
-def _port(environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int) -> tuple[str, str]:
+def _port(environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int) -> Value[str]:
     if given := given_port(environ):
-        return given, "set in the environment"
+        return Value(given, "set in the environment")
     if site.port:
-        return str(site.port + attempt), site.name
+        return Value(str(site.port + attempt), site.name)
     if hosts.is_here(used[0]):
-        return str(hosts.free_port("")), "a free port of this host"
+        return Value(str(hosts.free_port("")), "a free port of this host")
     if job.job_id:
         identity, why = f"{job.scheduler} {job.job_id} {attempt}", f"from {job.scheduler} job {job.job_id}"
     else:
         identity = f"{getpass.getuser()} {','.join(used)} {os.getpid()} {attempt}"
         why = "from user, hosts and launch's pid"
-    return str(port_of(identity)), why + OR_FREE
+    or_free = "; or a free one, where its host says that it is taken"
+    return Value(str(port_of(identity)), why + or_free, is_wish=True)
 
 
-def threads(options: LaunchOptions, job: Job, environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """OMP_NUM_THREADS where it is given as a number, and where it comes from."""
+def threads(options: LaunchOptions, job: Job, environ: Mapping[str, str]) -> Value[int | None]:
+    """OMP_NUM_THREADS where it is given as a number."""
     given = environ.get("OMP_NUM_THREADS", "")
     if "OMP_NUM_THREADS" in options.env:
-        return None, "--env"
+        return Value(None, "--env")
     if job.scheduler == "pbs" and given:
-        return None, f"cores of the rank; the {given} in the environment is PBS's, of the job's first chunk"
+        return Value(None, f"cores of the rank; the {given} in the environment is PBS's, of the job's first chunk")
     if given.isdigit() and int(given) > 0:
-        return int(given), "set in the environment"
-    return None, "cores of the rank, counted on its host"
+        return Value(int(given), "set in the environment")
+    return Value(None, "cores of the rank, counted on its host")

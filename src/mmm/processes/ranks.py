@@ -15,8 +15,8 @@ from typing import Any
 from mmm.contract import CONSEQUENCES
 from mmm.errors import UserError
 from mmm.launch.job.hosts import free_port
+from mmm.processes.children import LEAVE, Child, Children, ended
 from mmm.runtime.ranks import Rank
-from mmm.testing.processes import LEAVE, Child, Children, ended
 
 GRACE = 0.1  # s to wait, after a first failure, for one that came before it
 GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence

@@ -20,10 +20,10 @@ import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 
 from mmm.launch.job.hosts import free_port
+from mmm.processes.children import Children
+from mmm.processes.ranks import RanksFailed, answer, collect, dumps, fork_ranks
 from mmm.runtime.process_group import free_ended_groups, process_group
 from mmm.runtime.ranks import Rank
-from mmm.testing.processes import Children
-from mmm.testing.ranks import RanksFailed, answer, collect, dumps, fork_ranks
 from mmm.torch_private.groups import clear_redistribute_cache, clear_sharding_cache
 
 TIMEOUT = 300.0  # s that a call may take: on a busy machine, each thread of gloo waits long for a core

@@ -3,7 +3,7 @@
 launch ── control pipe: {"signal": number} to pass on, {"ranks": …} to start; its end: launch is gone ──▶ fork server
 launch ◀── status pipe: one JSON line a rank that started or ended ───────────────────  fork server
 launch ◀── failure socket: one JSON datagram a failed rank, sent before it exits ─────  ranks
-launch ── verdict: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
+launch ── reason: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
 """
 
 import json
@@ -16,7 +16,6 @@ FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # file descriptor of its instru
 # What schedulers send to every process before a job's end: for the program to handle, and no other process.
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
-CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
 FORK_SERVER = "mmm.launch.host.forkserver"  # the module by which launch, or an agent, starts a host's ranks
 CHILD = "mmm.launch.host.child"  # the module that an exec'd Python rank begins with
 
@@ -32,10 +31,10 @@ class Instructions:
     fork: bool  # fork the ranks from this process, or exec each
     command: list[str]  # what each rank executes that cannot be forked
     launch_pid: int  # launch's, or an agent's
-    shielded: bool = False  # SIGTERM comes to every process of the run: not the fork server's
+    ignore_sigterm: bool = False  # SIGTERM comes to every process of the run: not the fork server's
     ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
     skip: list[str] = field(default_factory=list)  # modules not to preload; ["*"]: none at all
-    stays: bool = False  # when these ranks have ended: for the ranks of the next attempt
+    persistent: bool = False  # when these ranks have ended: for the ranks of the next attempt
 
     def write(self) -> int:
         """Into a file without a name, which a new process inherits: its descriptor.

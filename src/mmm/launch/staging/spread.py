@@ -9,10 +9,10 @@ import contextlib
 import time
 from typing import Any
 
-from mmm.launch.control.commands import RemoteAgent, addresses
-from mmm.launch.control.failures import Failure, say
-from mmm.launch.control.link import Lost, Message
-from mmm.launch.job.cluster import ClusterPlan
+from mmm.launch.channel.commands import RemoteAgent, addresses
+from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.link import Lost, Message
+from mmm.launch.job.plan import LaunchPlan
 
 FANOUT = 2  # hosts that one host serves
 
@@ -20,9 +20,14 @@ FANOUT = 2  # hosts that one host serves
 class Staging:
     """From the moment all `agents` (by index) are there, to the removal. `failures` gets what goes wrong."""
 
-    def __init__(self, plan: ClusterPlan, agents: list[RemoteAgent], failures: list[Failure]) -> None:
+    def __init__(self, plan: LaunchPlan, agents: list[RemoteAgent], failures: list[Failure]) -> None:
         assert plan.stage is not None
-        self.stage, self.suffix, self.agents, self.failures = plan.stage, plan.site.host_suffix, agents, failures
+        self.stage, self.suffix, self.agents, self.failures = (
+            plan.stage,
+            plan.machine.value.host_suffix,
+            agents,
+            failures,
+        )
         self.addresses = addresses(plan)
         self.released = False
         self.began = time.monotonic()
@@ -46,21 +51,18 @@ class Staging:
 
     def hear(self, agent: RemoteAgent, said: Message) -> bool:
         """Take in an answer. True once every host has the copy."""
-        host = agent.host
-        self.waiting.discard(host)
+        self.waiting.discard(agent.host)
         if "error" in said:
-            self.fail(host, f"--stage {self.stage.source}: {host}: {said['error']}", said["doubt"])
+            self.fail(agent.host, f"--stage {self.stage.source}: {agent.host}: {said['error']}", said["doubt"])
         elif "key" in said:
             self.source = said
-            local = all(address.startswith("127.") for address in self.addresses)
-            at = self.addresses[0] if local else ""
-            for each in self.stagers:
-                self.ask(each, do="prepare", source=said, folder=self.stage.to, keep=self.stage.keep, listen_at=at)
-            return False
-        if "port" in said:
-            self.ports[host] = said["port"]
-        if "copy" in said:
-            self.staged[host] = said["copy"]
+            is_local = all(address.startswith("127.") for address in self.addresses)
+            at = self.addresses[0] if is_local else ""
+            for host in self.stagers:
+                self.ask(host, do="prepare", source=said, folder=self.stage.to, keep=self.stage.keep, listen_at=at)
+        else:
+            self.ports |= {agent.host: said["port"]} if "port" in said else {}
+            self.staged |= {agent.host: said["copy"]} if "copy" in said else {}
         if self.waiting or self.failures:
             return False
         if len(self.staged) < len(self.stagers):
@@ -83,15 +85,12 @@ class Staging:
         """Addresses at which other hosts may find it, with its port."""
         peer = self.stagers[host].link.socket.getpeername()[0]
         known = self.addresses if peer.startswith("127.") else [peer]
-        return [
-            [name, self.ports[host]] for name in dict.fromkeys([*known, host.partition(".")[0] + self.suffix, host])
-        ]
+        names = dict.fromkeys([*known, host.partition(".")[0] + self.suffix, host])
+        return [[name, self.ports[host]] for name in names]
 
     def lost(self, agent: RemoteAgent, reason: str) -> None:
-        text = (
-            f"lost {agent.host} while {self.stage.source} was copied to it: the connection to launch broke ({reason})"
-        )
-        self.fail(agent.host, text, 0)
+        what = f"lost {agent.host} while {self.stage.source} was copied to it"
+        self.fail(agent.host, f"{what}: the connection to launch broke ({reason})", 0)
 
     def fail(self, host: str, text: str, doubt: int) -> None:
         self.failures.append(Failure(0, 1, time.monotonic(), doubt, text=text, host=host))

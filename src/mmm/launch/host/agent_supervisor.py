@@ -9,41 +9,44 @@ import time
 from pathlib import Path
 
 from mmm.contract import ENDING
-from mmm.launch.control import commands
-from mmm.launch.control import link as links
-from mmm.launch.control.failures import say
-from mmm.launch.control.link import Link, Lost
+from mmm.launch.channel import commands
+from mmm.launch.channel import link as links
+from mmm.launch.channel.failures import say
+from mmm.launch.channel.link import Link, Lost
+from mmm.launch.channel.wire import PASSED_ON, Status
 from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.control.wire import PASSED_ON, Status
-from mmm.launch.host.stage import Stager
 from mmm.launch.job import hosts
-from mmm.launch.job.local import LaunchPlan
+from mmm.launch.job.host_plan import HostPlan
+from mmm.launch.staging.host import Stager
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
 HELPERS = ("hydra_pmi_proxy", "orted", "prted")
 
 
-class Entry(Supervisor):
-    """Supervises the ranks that this process stands for."""
+class AgentSupervisor(Supervisor):
+    """Supervises the ranks that this process stands for.
 
-    shielded = True
+    Attributes:
+        told: failures that launch knows of. lost: launch is gone.
+    """
+
+    ignore_sigterm = True
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: HostPlan,
         link: Link,
         launcher: str,
         inherit: tuple[int, ...] = (),
         stager: Stager | None = None,
         server: ForkServerProcess | None = None,
+        persistent: bool = False,
     ) -> None:
-        super().__init__(plan, server=server)
-        self.stager = stager
-        self.launcher = launcher
+        super().__init__(plan, server=server, persistent=persistent)
+        self.stager, self.launcher, self.inherit = stager, launcher, inherit
         self.link: Link | None = link
-        self.inherit = inherit
-        self.told = 0  # failures that launch knows of
+        self.told = 0
         self.lost = False
         self.host = host_name()
 
@@ -53,9 +56,6 @@ class Entry(Supervisor):
         self.selector.register(self.link, selectors.EVENT_READ)
         while self.link.early:
             self.on_command(self.link.early.pop(0))
-
-    def passed_fds(self) -> tuple[int, ...]:
-        return self.inherit
 
     def wait(self) -> set[int]:
         ready = super().wait()
@@ -75,7 +75,7 @@ class Entry(Supervisor):
             self.exit_code = 0
             self.grace = message["grace"]
             ignored = message["signal"] in self.ignored  # on this host, by who started its processes
-            self.end(signal.SIGTERM if ignored else message["signal"], message["verdict"])
+            self.end(signal.SIGTERM if ignored else message["signal"], message["termination_reason"])
         elif "where" in message:
             self.tell({"stacks": self.stacks()})
         elif "signal" in message:
@@ -115,11 +115,11 @@ class Entry(Supervisor):
         self.selector.unregister(self.link)
         self.link.close()
         self.link, self.lost = None, True
-        verdict = f"{self.host} has lost launch ({reason})"
-        say(f"launch: {verdict}: ending {self.left()}")
+        why = f"{self.host} has lost launch ({reason})"
+        say(f"launch: {why}: ending {self.left()}")
         if self.exit_code is None:
             self.exit_code = 1
-            self.end(signal.SIGTERM, verdict)
+            self.end(signal.SIGTERM, why)
 
     def fail(self) -> None:
         self.tell_failures()
@@ -142,17 +142,11 @@ class Entry(Supervisor):
         self.tell_failures()
         self.tell({"bye": True, "port": hosts.free_port("")})  # for the next attempt
         if self.stager is not None:
-            self.stager.farewell(self.link)
+            self.stager.wait_and_remove(self.link)
         if self.lost:
             end_helper()
             return 1
         return 0 if self.exit_code is not None or self.failures else code
-
-
-class OneAttempt(Entry):
-    """Of several: the fork server stays."""
-
-    stays = True
 
 
 def host_name() -> str:

@@ -13,8 +13,8 @@ import torch
 
 import mmm
 from mmm.errors import LayoutError
+from mmm.processes.ranks import dumps
 from mmm.testing import RanksFailed, fork_ranks
-from mmm.testing.ranks import dumps
 from support.clock import PATIENCE
 from support.processes import running, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
@@ -82,7 +82,7 @@ def leave():
 )
 def test_the_cause_is_named(do, reason, monkeypatch):
     if "rank 1" in reason:  # however late it comes on a busy machine
-        monkeypatch.setattr("mmm.testing.ranks.GRACE_DOUBTFUL", 50.0)
+        monkeypatch.setattr("mmm.processes.ranks.GRACE_DOUBTFUL", 50.0)
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         fork_ranks(fail, 3, do, timeout=PATIENCE)

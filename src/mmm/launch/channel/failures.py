@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmm.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
-from mmm.launch.control.wire import Status
+from mmm.launch.channel.wire import Status
 
 WAIT = 0.06  # s to wait, after a first failure, for one that came before it
 WAIT_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence
@@ -102,6 +102,13 @@ def in_a_line(first: Failure) -> str:
 
 def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def end_of_process(code: int) -> tuple[str, int]:
+    """How a process of launch's ended that should not have, in words, and the exit code that this means for launch."""
+    if code < 0:
+        return f"was killed by {signal_name(-code)}", 128 - code
+    return f"exited with code {code}", code or 1
 
 
 def say(text: str) -> None:

@@ -19,7 +19,7 @@ import socket
 import time
 from typing import Any
 
-from mmm.launch.control.link import Link, Lost, describe
+from mmm.launch.channel.link import Link, Lost, describe
 
 PROOF_TIMEOUT = 5.0  # s that a connection has to prove that it is of this run
 STRANGERS = 32  # connections without a proof, beyond those that are expected

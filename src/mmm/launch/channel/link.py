@@ -1,11 +1,12 @@
-"""The connection between `launch` and what it has started on each host: TCP, one JSON object a line.
+"""The connection between `launch` and what it has started on each host: TCP, JSON objects.
 
     launch ◀ hello    go: what to run ▶    signal, kill ▶
            ◀ failure, ended: a rank's    ◀ interrupted: a signal that launch has not sent    ◀ bye
            ◀ saves: ranks save when somebody ends the run
 
-Both ends have proven that they are of the run (`handshake`), and every line begins with a MAC of its place and content:
-what somebody else puts on the connection, leaves out or repeats ends it. Both ends have the kernel ask whether the
+Both ends have proven that they are of the run (`handshake`), and every message begins with its length and a MAC of its
+place and content: what somebody else puts on the connection, leaves out or repeats ends it. A host that passes an
+environment on (`mmm.launch.staging`) sends its pieces in the same way. Both ends have the kernel ask whether the
 other is still there; an end that hears nothing for LOST_AFTER seconds counts as gone.
 """
 
@@ -19,8 +20,10 @@ ADDRESS_VARIABLE = "MMM_LAUNCH_ADDRESS"  # launch's own address, where it cannot
 LOST_AFTER = 6  # s; detection, the ranks' grace and their end stay below 10 s
 CONNECT_TIMEOUT = 10.0  # s for one address, and for its proof
 SEND_TIMEOUT = 5.0  # s
-CHUNK = 1 << 16
+CHUNK = 1 << 18
 LONGEST = 1 << 24  # bytes of a message
+LENGTH, MAC = 4, 32  # bytes
+HEAD = LENGTH + MAC
 
 Message = dict[str, Any]
 
@@ -33,14 +36,14 @@ class Link:
     """One end of a connection.
 
     Args:
-        send_key, receive_key: of the MACs of each direction.
+        send_key, receive_key: of the MACs of each direction, 32 bytes.
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         self.socket = connection
         self.send_key, self.receive_key = send_key, receive_key
         self.sent = self.received = 0  # messages
-        self.buffer = b""
+        self.buffer = bytearray()
         self.early: list[Message] = []  # what came together with what `one` has returned
         connection.settimeout(SEND_TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,23 +63,38 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Raises `Lost`."""
+        self.send_bytes(json.dumps(message).encode())
+
+    def send_bytes(self, content: bytes) -> None:
+        """Raises `Lost`."""
         try:
-            self.socket.sendall(self._seal(json.dumps(message).encode()))
+            self.socket.sendall(self._seal(content))
         except OSError as error:
             raise Lost(describe(error)) from None
 
     def read(self) -> list[Message]:
         """The messages that have come; waits for some of one. Raises `Lost`."""
+        return [json.loads(content) for content in self.read_bytes()]
+
+    def read_bytes(self) -> list[bytes]:
+        """As `read`, of an end that uses `send_bytes`."""
         try:
             data = self.socket.recv(CHUNK)
         except OSError as error:
             raise Lost(describe(error)) from None
         if not data:
             raise Lost("its end was closed")
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        if len(self.buffer) > LONGEST:
-            raise Lost("it sent what is no message")
-        return [self._open(line) for line in lines]
+        self.buffer += data
+        contents = []
+        while len(self.buffer) >= LENGTH:
+            size = HEAD + int.from_bytes(self.buffer[:LENGTH], "big")
+            if size > LONGEST:
+                raise Lost("somebody else wrote to the connection")
+            if len(self.buffer) < size:
+                break
+            contents.append(self._open(bytes(self.buffer[LENGTH:HEAD]), bytes(self.buffer[HEAD:size])))
+            del self.buffer[:size]
+        return contents
 
     def one(self, timeout: float | None) -> Message:
         """The first message in `early`, or else wait for one; others that come with it are put there. Raises `Lost`."""
@@ -95,21 +113,20 @@ class Link:
         self.socket.close()
 
     def _seal(self, content: bytes) -> bytes:
-        line = _mac(self.send_key, self.sent, content) + b" " + content + b"\n"
+        mac = _mac(self.send_key, self.sent, content)
         self.sent += 1
-        return line
+        return len(content).to_bytes(LENGTH, "big") + mac + content
 
-    def _open(self, line: bytes) -> Message:
+    def _open(self, mac: bytes, content: bytes) -> bytes:
         """Raises `Lost`: it is not from the other end, or not the next."""
-        mac, _, content = line.partition(b" ")
         if not hmac.compare_digest(mac, _mac(self.receive_key, self.received, content)):
             raise Lost("somebody else wrote to the connection")
         self.received += 1
-        return json.loads(content)
+        return content
 
 
 def _mac(key: bytes, number: int, content: bytes) -> bytes:
-    return hmac.new(key, number.to_bytes(8, "big") + content, hashlib.sha256).hexdigest().encode()
+    return hashlib.blake2b(content, digest_size=MAC, key=key, salt=number.to_bytes(16, "big")).digest()
 
 
 def describe(error: OSError) -> str:

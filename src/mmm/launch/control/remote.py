@@ -1,0 +1,244 @@
+"""What runs on many hosts have in common: agents connect, prove that they are of the run, and take commands.
+
+What mpiexec or srun starts (`mmm.launch.host.agent`, once a rank or once a host) connects back. When all have, each is
+told to go. From then on launch learns over these connections which rank ended how, and sends its commands over them: no
+MPI has to pass on a signal, or to kill survivors. A process that loses its connection to launch ends its ranks itself.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from mmm.errors import LaunchError
+from mmm.launch.channel.commands import RemoteAgent, read_failure
+from mmm.launch.channel.failures import Failure, say, signal_name
+from mmm.launch.channel.handshake import Reception
+from mmm.launch.channel.link import Lost, Message
+from mmm.launch.control.run import GRACE, Limits, RunControl
+from mmm.launch.control.stacks import Stack
+from mmm.launch.job import mpi
+from mmm.launch.job.plan import LaunchPlan
+
+START_TIMEOUT = 300.0  # s until every process has connected
+LAST_WORDS = 3.0  # s beyond the grace that hosts have to say that their ranks are gone
+LOCATE = 2.0  # s for the hosts to say where their ranks are
+
+
+class RemoteRun(RunControl):
+    """A run over links to agents. `Controller` and `ElasticController` say who starts these, and what comes when.
+
+    Attributes:
+        addresses: and ports at which agents find launch.
+        connections: agents by file descriptor. agents: those that have said hello, by index.
+        under_way: the agents have been told to go.
+        rendezvous_ends: when all have to be there, `time.monotonic()`.
+        pending: signals for ranks that are not there yet.
+        stacks: where ranks of a run that hangs are. silent: agents that have not said so; `locate_until` then.
+    """
+
+    def __init__(self, plan: LaunchPlan, limits: Limits | None, start_timeout: float) -> None:
+        super().__init__(plan.ranks, limits)
+        self.plan, self.start_timeout = plan, start_timeout
+        self.token = secrets.token_hex(16)
+        self.addresses: list[list[Any]] = []
+        self.reception: Reception | None = None
+        self.connections: dict[int, RemoteAgent] = {}
+        self.agents: dict[int, RemoteAgent] = {}
+        self.under_way = False
+        self.rendezvous_ends: float | None = None
+        self.pending: list[int] = []
+        self.stacks: dict[int, Stack] = {}
+        self.silent: set[int] = set()
+        self.locate_until: float | None = None
+
+    @abstractmethod
+    def expected(self) -> int:
+        """How many agents have not connected yet."""
+
+    @abstractmethod
+    def join(self, agent: RemoteAgent) -> None:
+        """Take in an agent that has said hello."""
+
+    @abstractmethod
+    def drop(self, agent: RemoteAgent) -> None:
+        """An agent's connection is over."""
+
+    def start_backend(self, command: list[str], **told: int) -> subprocess.Popen:
+        """Have the launcher backend start agents, `told` this beside where launch is. Raises `LaunchError`."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `wait`
+        plan, output = self.plan, self.output
+        launcher = plan.launcher.value
+        entry = {"at": self.addresses, "token": self.token, "launcher": launcher, "port": plan.wished_port, **told}
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output.stdout if output is not None else None,
+                stderr=output.stderr if output is not None else None,
+                start_new_session=True,
+                env={**os.environ, **plan.environ, mpi.AGENT_VARIABLE: json.dumps(entry)},
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{command[0]}, which is to start the ranks ({plan.launcher.source}), cannot be run: "
+                f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: "
+                "--scheduler none"
+            ) from None
+
+    def listen(self, own: list[str], processes: int) -> None:
+        """Have agents connect here. own: this host's addresses, as the hosts know it."""
+        local = all(address.startswith("127.") for address in own)
+        server = socket.create_server((own[0] if local else "", 0), backlog=min(processes + 8, 4096))
+        self.reception = Reception(server, self.token, self.selector)
+        self.addresses = [[address, server.getsockname()[1]] for address in own]
+
+    def clean_up(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for agent in self.connections.values():
+            agent.link.close()
+        if self.reception is not None:
+            self.reception.close()
+        if self.output is not None:
+            self.output.close()
+
+    def deadlines(self) -> list[float | None]:
+        proof = self.reception.deadline() if self.reception is not None else None
+        return [*super().deadlines(), self.rendezvous_ends, self.locate_until, proof]
+
+    def idle_at(self) -> float | None:
+        return super().idle_at() if self.under_way else None  # nobody prints before every agent has
+
+    def listen_to_agents(self) -> float:
+        """Take in what agents say, or that they are late with it. Returns the time, of `time.monotonic()`."""
+        ready = self.wait()
+        self.welcome(ready)
+        for fd in ready & self.connections.keys():
+            if fd in self.connections:
+                self.hear(self.connections[fd])
+        now = time.monotonic()
+        if self.locate_until is not None and now >= self.locate_until:
+            self.locate_until = None
+            self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
+        return now
+
+    def welcome(self, ready: set[int]) -> None:
+        """Take in the agents that have proven that they are of this run."""
+        assert self.reception is not None
+        refused = self.reception.refused
+        for link in self.reception.welcome(ready, self.expected()):
+            self.connections[link.fileno()] = RemoteAgent(link)
+            self.selector.register(link, selectors.EVENT_READ)
+        if self.reception.refused and not refused:
+            say("launch: a connection without this run's token was refused")  # once: there may be many
+
+    def hear(self, agent: RemoteAgent) -> None:
+        try:
+            for message in agent.link.read():
+                if agent.index >= 0:
+                    self.on_message(agent, message)
+                else:
+                    self.on_hello(agent, message)
+        except Lost as lost:
+            self.lose(agent, lost)
+
+    def lose(self, agent: RemoteAgent, lost: Lost) -> None:
+        self.drop(agent)
+        if agent.index >= 0 and not agent.done:
+            self.on_lost(agent, str(lost))
+
+    def disconnect(self, agent: RemoteAgent) -> None:
+        self.selector.unregister(agent.link)
+        del self.connections[agent.link.fileno()]
+        agent.link.close()
+
+    def on_hello(self, agent: RemoteAgent, message: Message) -> None:
+        """A new agent names itself."""
+        agent.hello = message["hello"]
+        agent.host = agent.hello["host"]
+        if "error" in agent.hello:
+            self.failures.append(Failure.of_user(0, agent.hello["error"]))
+        else:
+            self.join(agent)
+
+    def command(self, commands: Iterable[tuple[RemoteAgent, Message]]) -> None:
+        """All are ready: tell each what to run."""
+        self.under_way = True
+        if self.output is not None:
+            self.output.last = time.monotonic()
+        for agent, message in commands:
+            agent.ranks, agent.done = [int(rank["RANK"]) for rank in message["ranks"]], False
+            try:
+                agent.link.send({"go": message})
+            except Lost as lost:
+                self.lose(agent, lost)
+        for number in self.pending:
+            self.send(number)
+        self.pending = []
+
+    def on_message(self, agent: RemoteAgent, message: Message) -> None:
+        now = time.monotonic()
+        if "failure" in message:
+            self.failures.append(read_failure(message["failure"], agent.host, now))
+        elif "ended" in message:
+            self.ended.add(message["ended"])
+        elif "interrupted" in message:
+            number = message["interrupted"]
+            text = (
+                f"{signal_name(number)} came to the ranks on {agent.host}, and not from launch: the scheduler, or "
+                f"{self.plan.launcher.value}, ends the run"
+            )
+            self.failures.append(Failure(min(agent.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True))
+        elif "saves" in message:
+            self.saves = True
+        elif "stacks" in message:
+            self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
+            self.silent.discard(agent.index)
+            if not self.silent and self.locate_until is not None:
+                self.locate_until = now
+        elif "bye" in message:
+            agent.done = True
+            agent.hello["port"] = message["port"]
+
+    def on_lost(self, agent: RemoteAgent, reason: str) -> None:
+        """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
+        ranks = [rank for rank in agent.ranks if rank not in self.ended]
+        which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+        text = f"lost {which} on {agent.host}: the connection to launch broke ({reason})"
+        self.failures.append(Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=agent.host))
+        self.ended.update(ranks)
+
+    def send(self, number: int) -> bool:
+        if not self.under_way:
+            return False
+        self.tell({"signal": number, "termination_reason": self.termination_reason, "grace": self.grace})
+        return True
+
+    def forward_signal(self, number: int) -> None:
+        if not self.send(number):
+            self.pending.append(number)
+
+    def tell(self, message: Message) -> None:
+        for agent in [m for m in self.connections.values() if not m.done]:
+            with contextlib.suppress(Lost):  # `hear` will see it too
+                agent.link.send(message)
+
+    def locate(self) -> None:
+        self.silent = {agent.index for agent in self.connections.values() if not agent.done}
+        self.locate_until = time.monotonic() + LOCATE
+        self.tell({"where": True})
+
+    def end(self, number: int, termination_reason: str = "") -> None:
+        """The hosts see to the grace of their ranks; launch waits for them a little longer."""
+        self.termination_reason = termination_reason
+        self.kill_at = time.monotonic() + (self.grace or GRACE) + LAST_WORDS
+        if not self.send(number):
+            self.kill()

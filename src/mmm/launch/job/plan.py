@@ -1,0 +1,117 @@
+"""What is to be started, on this host alone or on many; each value with where it came from."""
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from mmm.launch.job.elastic import Elastic
+from mmm.launch.job.job import Job
+from mmm.launch.job.sites import Site
+from mmm.launch.job.stage import Stage
+from mmm.launch.job.target import Target
+
+T = TypeVar("T")
+LOCAL = "local"  # the launcher of ranks that launch itself starts and supervises, on this host
+
+
+@dataclass(frozen=True)
+class Value(Generic[T]):
+    """A value, and in words where it came from; "": nothing is to be said. is_wish: another may take its place."""
+
+    value: T
+    source: str
+    is_wish: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything that a run needs.
+
+    Attributes:
+        launcher: `LOCAL`; "srun", "hydra", "pals" or "openmpi"; "direct": launch itself, an agent a host.
+        hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
+        device: torch's device type, where one was chosen or found.
+        shared: variables for every rank, `settings` too.
+        threads: OMP_NUM_THREADS; None: of the cores that ranks have.
+        by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
+        prefork: whether ranks may be forked.
+        bind: how launch binds ranks itself; None: it does not. binding: in words.
+        notes: said before the start.
+        command: the launcher backend's whole command line.
+        machine: the known machine's data, or the empty `Site`.
+        settings: its variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
+        environ: what the launcher backend itself gets on top of launch's environment.
+        elastic: what --elastic asks for. agent_commands: then, host → command that starts its agent alone; of the
+            spare hosts too, which come last.
+    """
+
+    target: Target
+    launcher: Value[str]
+    job: Job
+    hosts: Value[tuple[str, ...]]
+    counts: Value[tuple[int, ...]]
+    device: Value[str | None]
+    shared: dict[str, Value[str]]
+    threads: Value[int | None]
+    by: str
+    prefork: bool
+    bind: str | None
+    notes: tuple[str, ...]
+    stage: Stage | None
+    machine: Value[Site] = field(default_factory=lambda: Value(Site(""), ""))
+    command: list[str] = field(default_factory=list)
+    binding: Value[str] = Value("", "")
+    accelerators: Value[str] = Value("", "")
+    settings: dict[str, str] = field(default_factory=dict)
+    device_order: list[int] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+    elastic: Elastic | None = None
+    agent_commands: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether launch itself holds the ranks, and no agent does."""
+        return self.launcher.value == LOCAL
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Those of `shared`, for the ranks."""
+        return {name: variable.value for name, variable in self.shared.items()}
+
+    @property
+    def wished_port(self) -> int | None:
+        """MASTER_PORT where the host of rank 0 may have another; None: it has been given, or is known to be free."""
+        return int(self.shared["MASTER_PORT"].value) if self.shared["MASTER_PORT"].is_wish else None
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return sum(self.counts.value)
+
+    @property
+    def per_host(self) -> int:
+        """The most that a host has."""
+        return max(self.counts.value)
+
+    @property
+    def processes(self) -> int:
+        """How many the launcher backend starts."""
+        return self.ranks if self.by == "rank" else len(self.hosts.value)
+
+    def start_command(self, first: int, count: int, shared: dict[str, str], **more: Any) -> dict[str, Any]:
+        """What a process is told that holds ranks `first` … `first` + `count` − 1, all that are on its host.
+
+        Args:
+            shared: variables for every rank. more: further entries, or others in the place of these.
+        """
+        told: dict[str, Any] = {
+            "by": self.by,
+            "device": self.device.value,
+            "bind": self.bind,
+            "prefork": self.prefork,
+            "threads": self.threads.value,
+            "ranks": [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(count)],
+            "shared": shared | {"LOCAL_WORLD_SIZE": str(count)},
+        }
+        if self.device_order:
+            told |= {"device_variable": self.machine.value.device_variable, "device_order": self.device_order}
+        return told | more
