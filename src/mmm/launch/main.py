@@ -14,8 +14,7 @@ from mmm import contract, streams
 from mmm.errors import LaunchError, UserError
 from mmm.launch.channel.failures import say
 from mmm.launch.control.run import RunControl
-from mmm.launch.job import cluster, local, stage, walltime
-from mmm.launch.job import target
+from mmm.launch.job import cluster, local, stage, target, walltime
 from mmm.launch.job.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
 from mmm.launch.job.plan import LaunchPlan, Value
 from mmm.launch.job.target import Target
