@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mmm import contract
 from mmm.errors import LaunchError
-from mmm.launch.job import mpi
+from mmm.launch.plan import mpi
 
 WAYS = ("forked", "spawned", "torchrun", "mpiexec")
 # Of another launcher: a program started here is no rank of it.

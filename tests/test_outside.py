@@ -15,7 +15,7 @@ from mmm.errors import RecordError, UserError
 from mmm.history import History, write_config
 from mmm.history.attempts import Attempt, attempt_of
 from mmm.history.record import own_files
-from mmm.launch.job import sites
+from mmm.launch.plan import sites
 from mmm.outside import DEEPEST, is_plain_name, open_file, parse_json, printable, printable_lines, read_file, read_json
 from mmm.plan import hugging_face, machine
 from mmm.runtime.startup import MARKS

@@ -24,7 +24,7 @@ IN_STRINGS = {
     ("examples/_support/four_axes.py", "mmm.trainer.vit"),
     ("trainer/config/dry_run.py", "mmm.cli.main"),  # which the program becomes
     ("launch/main.py", "mmm.examples.fsdp_tp"),
-    ("launch/job/options.py", "mmm.examples.fsdp_tp"),
+    ("launch/plan/options.py", "mmm.examples.fsdp_tp"),
     ("models/weights.py", "mmm.parallel.meta_parameters"),
     ("plan/models.py", "mmm.trainer.cnn"),
     ("trainer/run/plots.py", "mmm.history.draw"),  # which it runs

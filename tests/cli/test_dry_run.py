@@ -11,7 +11,7 @@ import pytest
 from mmm.cli import main as cli
 from mmm.cli.dry_run import split, target_of
 from mmm.errors import ConfigError, LaunchError
-from mmm.launch.job.target import Target
+from mmm.launch.program.target import Target
 from support.clock import PATIENCE
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")

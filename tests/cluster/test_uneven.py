@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mmm.launch.job.hosts import free_port
+from mmm.launch.plan.hosts import free_port
 from support.clock import PATIENCE
 
 LAUNCH = [sys.executable, "-m", "mmm.launch", "--device", "cpu"]

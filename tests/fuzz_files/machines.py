@@ -10,9 +10,10 @@ from typing import Any
 
 from fuzz_files.kinds import Kind
 from mmm.errors import LaunchError
-from mmm.launch.job import hosts, modules, sites, slurm
-from mmm.launch.job.preloads import preloads
-from mmm.launch.job.target import Target
+from mmm.launch.plan import hosts, sites, slurm
+from mmm.launch.program import modules
+from mmm.launch.program.preloads import preloads
+from mmm.launch.program.target import Target
 from mmm.launch.staging import copy as copies
 from mmm.plan import machine
 

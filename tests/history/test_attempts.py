@@ -124,7 +124,7 @@ def test_hosts_get_it_too():
     """What `launch` gives every rank goes to those on other hosts as well."""
     code = (
         "import sys; from mmm.launch import main; from mmm.launch.program import target\n"
-        "from mmm.launch.job.options import LaunchOptions\n"
+        "from mmm.launch.plan.options import LaunchOptions\n"
         "plan = main.plan_run(target.parse(['python3', 'x.py']), LaunchOptions(hosts='a,b', nproc=2, mpi='hydra',"
         " mpiexec=sys.executable, scheduler='none'), {'MMM_ATTEMPTS_OF': 'x'}); print(plan.variables)"
     )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mmm.launch.job import accelerators
-from mmm.launch.job.accelerators import Accelerators
+from mmm.launch.plan import accelerators
+from mmm.launch.plan.accelerators import Accelerators
 
 
 def make(root, **files):

@@ -17,12 +17,12 @@ from mmm.launch import main
 from mmm.launch.channel import commands
 from mmm.launch.channel.commands import RemoteAgent
 from mmm.launch.channel.failures import Failure
-from mmm.launch.control import stacks
 from mmm.launch.host.agent import numbers
-from mmm.launch.job import binding, hosts, walltime
-from mmm.launch.job.job import Job
-from mmm.launch.job.plan import LaunchPlan, Value
-from mmm.launch.job.target import Target
+from mmm.launch.plan import binding, hosts, walltime
+from mmm.launch.plan.job import Job
+from mmm.launch.plan.launch_plan import LaunchPlan, Value
+from mmm.launch.program.target import Target
+from mmm.launch.run import stacks
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG, START
 

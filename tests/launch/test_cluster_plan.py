@@ -8,12 +8,12 @@ import pytest
 
 from mmm.errors import LaunchError
 from mmm.launch import main
-from mmm.launch.job import cluster, mpi
-from mmm.launch.job.accelerators import Accelerators
-from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.sites import load
-from mmm.launch.job.table import shown, table
-from mmm.launch.job.target import Target
+from mmm.launch.plan import cluster, mpi
+from mmm.launch.plan.accelerators import Accelerators
+from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.plan.sites import load
+from mmm.launch.plan.table import shown, table
+from mmm.launch.program.target import Target
 
 TARGET = Target("module", "train", ("--lr", "1"))
 HYDRA = "HYDRA build details:\n    Version:                                 4.0.2\n"

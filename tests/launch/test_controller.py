@@ -9,11 +9,11 @@ import time
 import pytest
 
 from mmm.launch.channel import commands
-from mmm.launch.control import controller, remote
-from mmm.launch.control.run import Limits
-from mmm.launch.job import cluster
-from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.target import Target
+from mmm.launch.plan import cluster
+from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.program.target import Target
+from mmm.launch.run import controller, remote
+from mmm.launch.run.control import Limits
 from support.clock import PATIENCE
 
 # What somebody sends to launch's port who is not of the run.

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mmm.launch.job import accelerators, host_plan, local
-from mmm.launch.job.accelerators import Accelerators
-from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.target import Target
+from mmm.launch.plan import accelerators, host_plan, local
+from mmm.launch.plan.accelerators import Accelerators
+from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.program.target import Target
 
 TRAIN = Target("module", "train")
 NONE = Accelerators(None, 0, "0 NVIDIA GPUs")

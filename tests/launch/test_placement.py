@@ -5,13 +5,13 @@ import re
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch.control import elastic
-from mmm.launch.job import cluster, counts
-from mmm.launch.job.accelerators import Accelerators
-from mmm.launch.job.elastic import Elastic
-from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.table import shown, table
-from mmm.launch.job.target import Target
+from mmm.launch.plan import cluster, counts
+from mmm.launch.plan.accelerators import Accelerators
+from mmm.launch.plan.elastic import Elastic
+from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.plan.table import shown, table
+from mmm.launch.program.target import Target
+from mmm.launch.run import elastic
 
 HYDRA, OPENMPI, PALS = "HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "PALS version 1.3.4"
 ENTRY = "python3 -m mmm.launch.host.agent -m train"

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from mmm.launch.job.preloads import Preload, preloads
-from mmm.launch.job.target import Target
+from mmm.launch.program.preloads import Preload, preloads
+from mmm.launch.program.target import Target
 
 BOMB = "raise SystemExit('this was run')\n"
 
@@ -91,5 +91,5 @@ def test_missing_modules_and_broken_sources_are_left_to_the_target(project):
 def test_our_own_modules_are_listed_except_the_target():
     found = names(Target("module", "mmm.launch.host.child"))
     assert "mmm.launch.host" in found
-    assert "mmm.launch.job.target" in found
+    assert "mmm.launch.program.target" in found
     assert "mmm.launch.host.child" not in found

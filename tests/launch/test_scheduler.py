@@ -3,8 +3,8 @@
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch.job import hosts
-from mmm.launch.job.scheduler import detect
+from mmm.launch.plan import hosts
+from mmm.launch.plan.scheduler import detect
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
 

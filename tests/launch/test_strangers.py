@@ -10,7 +10,7 @@ import pytest
 from mmm.errors import LaunchError
 from mmm.launch.host import memory
 from mmm.launch.host.memory import host_memory
-from mmm.launch.job.stage import Stage
+from mmm.launch.plan.stage import Stage
 from mmm.launch.staging import copy as copies
 from mmm.launch.staging import host
 from mmm.launch.staging.copy import MARK, Copy

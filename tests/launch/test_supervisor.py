@@ -6,10 +6,10 @@ import pytest
 
 from mmm.launch.channel import wire
 from mmm.launch.channel.wire import Instructions
-from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.job import local
-from mmm.launch.job.options import MAX_RANKS, LaunchOptions
-from mmm.launch.job.target import Target
+from mmm.launch.plan import local
+from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
+from mmm.launch.program.target import Target
+from mmm.launch.run.supervisor import Supervisor
 
 STAND_IN = """
 import os, time

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch.job import target
-from mmm.launch.job.target import Target
+from mmm.launch.program import target
+from mmm.launch.program.target import Target
 
 
 @pytest.mark.parametrize(

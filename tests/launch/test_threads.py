@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import support
-from mmm.launch.job import binding
+from mmm.launch.plan import binding
 from support.clock import PATIENCE
 
 LOOK = """

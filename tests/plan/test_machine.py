@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from mmm.errors import ConfigError
-from mmm.launch.job.sites import load as launch_sites
+from mmm.launch.plan.sites import load as launch_sites
 from mmm.plan.machine import Machine, changed, known_machines, load, parse_bytes, read
 from mmm.plan.network import Group, collective, group_of
 

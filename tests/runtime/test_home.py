@@ -15,7 +15,7 @@ from mmm.data.images import cifar, idx
 from mmm.data.download import Refused, cache_folder, obtain
 from mmm.data.text.shakespeare import shakespeare
 from mmm.errors import DataError
-from mmm.launch.job import sites
+from mmm.launch.plan import sites
 from mmm.plan import machine
 
 assert not os.access(os.environ["HOME"], os.R_OK)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import DeviceError, LaunchError
-from mmm.launch.job.hosts import free_port
+from mmm.launch.plan.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 from mmm.runtime import agreement
 from mmm.runtime import process_group as groups
@@ -65,7 +65,7 @@ def test_groups_of_the_mesh_wait_as_long_as_the_default_group(run_on_ranks):
 RECORDS = """
 import sys, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
-from mmm.launch.job.hosts import free_port
+from mmm.launch.plan.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 seen = []
 def make(common, options):
@@ -97,7 +97,7 @@ BOUND = """
 import sys, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.distributed.device_mesh import init_device_mesh
-from mmm.launch.job.hosts import free_port
+from mmm.launch.plan.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 from mmm.runtime import process_group as groups
 from mmm.runtime.ranks import Rank

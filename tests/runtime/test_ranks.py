@@ -3,7 +3,7 @@
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch.job.local import refuse_inside_a_rank
+from mmm.launch.plan.local import refuse_inside_a_rank
 from mmm.runtime.ranks import whoami
 
 TORCHRUN = {

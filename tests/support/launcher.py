@@ -25,7 +25,10 @@ OURS = (
 )
 LEFT_BEHIND = 10.0  # s in which processes that outlive launch may still make a file
 START = [sys.executable, "-m", "mmm.launch"]
-WITH_CLOCKS = "from mmm.launch import __main__; from mmm.launch.run import control; vars(control).update({clocks}); __main__.main()"
+WITH_CLOCKS = (
+    "from mmm.launch import __main__; from mmm.launch.run import control; vars(control).update({clocks}); "
+    "__main__.main()"
+)
 MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys
 words = sys.argv[1:]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mmm.cli.plan_try import write_json
 from mmm.errors import ConfigError
-from mmm.launch.job import target as targets
-from mmm.launch.job.target import Target
+from mmm.launch.program import target as targets
+from mmm.launch.program.target import Target
 from mmm.plan.machine import parse_bytes
 from mmm.runtime.ranks import whoami
 

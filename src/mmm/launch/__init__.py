@@ -1,13 +1,14 @@
 """From a shell to running ranks. Imports no torch, and nothing of `mmm.runtime`.
 
     main        the command: reads the options, makes a plan, runs it
-    job/        what to start and where: a `LaunchPlan`, of this host or of those of a job or a list
-    control/    the process of `launch`: `Supervisor` runs a plan on this host, `Controller` one on many, and
+    program/    what each rank runs: CMD, and what it imports
+    plan/       what to start and where: a `LaunchPlan`, of this host or of those of a job or a list
+    run/        the process of `launch`: `Supervisor` runs a plan on this host, `Controller` one on many, and
                 `ElasticController` one attempt after the other
     host/       what runs on each host: the agent that mpiexec or srun starts, the fork server, a rank's first code
     staging/    `--stage`: copies of an environment, from host to host
     channel/    what these processes say to each other
 
 It has to answer at once, so the process of `launch` imports the standard library alone. Imports go from `host` to
-`control` to `staging` to `channel` to `job`; a process is started by its module's name.
+`run` to `staging` to `channel` to `plan` to `program`; a process is started by its module's name.
 """

@@ -13,11 +13,12 @@ from dataclasses import replace
 from mmm import contract, streams
 from mmm.errors import LaunchError, UserError
 from mmm.launch.channel.failures import say
-from mmm.launch.control.run import RunControl
-from mmm.launch.job import cluster, local, stage, target, walltime
-from mmm.launch.job.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
-from mmm.launch.job.plan import LaunchPlan, Value
-from mmm.launch.job.target import Target
+from mmm.launch.plan import cluster, local, stage, walltime
+from mmm.launch.plan.launch_plan import LaunchPlan, Value
+from mmm.launch.plan.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
+from mmm.launch.program import target
+from mmm.launch.program.target import Target
+from mmm.launch.run.control import RunControl
 from mmm.outside import printable_lines
 
 LEAST_FILES = 64
@@ -79,7 +80,7 @@ def _main(words: list[str], begin: float) -> int:
         return 0
     streams.never_fail()
     if plan.elastic is not None:
-        from mmm.launch.control.elastic import ElasticController
+        from mmm.launch.run.elastic import ElasticController
 
         announce(plan)
         return ElasticController(plan, limits, start_timeout, retries).run()
@@ -144,11 +145,11 @@ def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> La
 
 
 def describe(plan: LaunchPlan, explain: bool) -> str:
-    from mmm.launch.job import table
+    from mmm.launch.plan import table
 
     if not plan.is_local:
         return table.table(plan, explain)
-    from mmm.launch.job.preloads import preloads
+    from mmm.launch.program.preloads import preloads
 
     host = local.host_plan(plan)
     return table.describe(plan, host, [p.module for p in preloads(plan.target)] if host.fork else [], explain)
@@ -157,7 +158,7 @@ def describe(plan: LaunchPlan, explain: bool) -> str:
 def announce(plan: LaunchPlan) -> None:
     """Say what was found, where that is more than this host."""
     if plan.launcher.value != "direct":
-        from mmm.launch.job.table import table
+        from mmm.launch.plan.table import table
 
         print(table(plan), file=sys.stderr, flush=True)
 
@@ -167,11 +168,11 @@ def start(
 ) -> RunControl:
     """What will run the plan. copy: of an environment, by which this host's ranks run."""
     if not plan.is_local:
-        from mmm.launch.control.controller import Controller
+        from mmm.launch.run.controller import Controller
 
         if attempt == 0:
             announce(plan)
         return Controller(plan, limits, start_timeout)
-    from mmm.launch.control.supervisor import Supervisor
+    from mmm.launch.run.supervisor import Supervisor
 
     return Supervisor(local.host_plan(plan, copy), limits)

@@ -32,8 +32,8 @@ class Machine:
 
     Attributes:
         about: one line. accelerator: a key of `mmm.plan.utilization.PEAKS`, where its peaks are; else `peak_flops`.
-        device: cuda, xpu or cpu. site: of `mmm.launch.job.sites`, whose ranks and devices it has. scheduler: pbs, slurm
-            or none. script: lines of a job script after the shell's, ``{hosts}`` filled in.
+        device: cuda, xpu or cpu. site: of `mmm.launch.plan.sites`, whose ranks and devices it has. scheduler: pbs,
+            slurm or none. script: lines of a job script after the shell's, ``{hosts}`` filled in.
         hosts: that there are. gpus_per_host: devices, with one rank each. gpu_memory, host_memory: bytes.
         peak_flops: dtype → FLOP/s of dense matrix products. memory_bandwidth: bytes/s of the device's memory.
         link_bandwidth, link_latency: between two devices of a host, bytes/s and s.

@@ -19,7 +19,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 
-from mmm.launch.job.hosts import free_port
+from mmm.launch.plan.hosts import free_port
 from mmm.processes.children import Children
 from mmm.processes.ranks import RanksFailed, answer, collect, dumps, fork_ranks
 from mmm.runtime.process_group import free_ended_groups, process_group

@@ -14,7 +14,7 @@ from typing import Any
 
 from mmm.contract import CONSEQUENCES
 from mmm.errors import UserError
-from mmm.launch.job.hosts import free_port
+from mmm.launch.plan.hosts import free_port
 from mmm.processes.children import LEAVE, Child, Children, ended
 from mmm.runtime.ranks import Rank
 

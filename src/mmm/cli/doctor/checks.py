@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mmm.cli.doctor import compute, network, python, storage
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.cli.doctor.isolated import isolated
-from mmm.launch.job import accelerators
+from mmm.launch.plan import accelerators
 
 STUCK = "a file server does not answer: look at its mount (`mount`, `df`), or ask the centre"
 

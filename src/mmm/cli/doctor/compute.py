@@ -9,7 +9,7 @@ from typing import Any
 
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.cli.doctor.isolated import isolated, shown
-from mmm.launch.job import accelerators
+from mmm.launch.plan import accelerators
 from mmm.processes import fork_ranks
 from mmm.runtime.ranks import Rank
 

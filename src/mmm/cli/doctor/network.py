@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.errors import LaunchError
-from mmm.launch.job.scheduler import detect
+from mmm.launch.plan.scheduler import detect
 
 SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915  # asks for an interface's IPv4 address
 FAST = ("hsn", "ib", "bond")  # names of the networks between a cluster's nodes

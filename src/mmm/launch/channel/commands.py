@@ -11,8 +11,8 @@ from mmm.contract import Report
 from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure
 from mmm.launch.channel.link import Link, Message
-from mmm.launch.job import hosts
-from mmm.launch.job.plan import LaunchPlan
+from mmm.launch.plan import hosts
+from mmm.launch.plan.launch_plan import LaunchPlan
 
 DEVICE_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 

@@ -20,14 +20,14 @@ from mmm.launch.channel import commands, handshake
 from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
-from mmm.launch.control.server import ForkServerProcess
 from mmm.launch.host.agent_supervisor import AgentSupervisor, host_name
 from mmm.launch.host.memory import host_memory
-from mmm.launch.job import binding, host_plan, hosts
-from mmm.launch.job import target as targets
-from mmm.launch.job.host_plan import HostPlan
-from mmm.launch.job.mpi import AGENT_VARIABLE
-from mmm.launch.job.target import Target
+from mmm.launch.plan import binding, host_plan, hosts
+from mmm.launch.plan.host_plan import HostPlan
+from mmm.launch.plan.mpi import AGENT_VARIABLE
+from mmm.launch.program import target as targets
+from mmm.launch.program.target import Target
+from mmm.launch.run.server import ForkServerProcess
 from mmm.launch.staging.host import Stager
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")

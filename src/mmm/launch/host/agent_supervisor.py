@@ -14,10 +14,10 @@ from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import say
 from mmm.launch.channel.link import Link, Lost
 from mmm.launch.channel.wire import PASSED_ON, Status
-from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.control.supervisor import Supervisor
-from mmm.launch.job import hosts
-from mmm.launch.job.host_plan import HostPlan
+from mmm.launch.plan import hosts
+from mmm.launch.plan.host_plan import HostPlan
+from mmm.launch.run.server import ForkServerProcess
+from mmm.launch.run.supervisor import Supervisor
 from mmm.launch.staging.host import Stager
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.

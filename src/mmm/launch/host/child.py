@@ -25,12 +25,12 @@ from mmm import contract, streams
 from mmm.contract import ENDING, USER_ERROR_EXIT
 from mmm.errors import UserError
 from mmm.launch.channel.wire import FAILURE_VARIABLE
-from mmm.launch.control.stacks import STACK_FILE
 from mmm.launch.host import lifeline
 from mmm.launch.host.import_timer import ImportTimer
-from mmm.launch.job import target as targets
-from mmm.launch.job.preloads import OURS, is_installed
-from mmm.launch.job.target import Target
+from mmm.launch.program import target as targets
+from mmm.launch.program.preloads import OURS, is_installed
+from mmm.launch.program.target import Target
+from mmm.launch.run.stacks import STACK_FILE
 
 INTERRUPTED = 128 + signal.SIGINT
 EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")  # profilers write at exit

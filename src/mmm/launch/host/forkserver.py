@@ -31,13 +31,13 @@ from mmm.launch.channel.wire import (
     Instructions,
     Status,
 )
-from mmm.launch.control import processes
 from mmm.launch.host import child, lifeline, memory
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.host.threads import renew_thread_pools
-from mmm.launch.job import binding
-from mmm.launch.job.preloads import OURS, preloads
-from mmm.launch.job.target import Target
+from mmm.launch.plan import binding
+from mmm.launch.program.preloads import OURS, preloads
+from mmm.launch.program.target import Target
+from mmm.launch.run import processes
 from mmm.torch_private.startup import TORCH_LATER, TORCH_LATER_FOR, is_in_bad_fork
 
 READING = ("xarray", "h5netcdf")  # what rank 0 of ours imports to go on with a record, in every attempt but the first

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from mmm.errors import LaunchError
-from mmm.launch.job import stage
+from mmm.launch.plan import stage
 from mmm.outside import open_own, parse_json, read_file
 
 CHUNK = 1 << 20  # bytes

@@ -25,7 +25,7 @@ from mmm.errors import LaunchError
 from mmm.launch.channel.failures import say
 from mmm.launch.channel.handshake import Reception, reach
 from mmm.launch.channel.link import CONNECT_TIMEOUT, Link, Lost
-from mmm.launch.job.stage import Stage
+from mmm.launch.plan.stage import Stage
 from mmm.launch.staging.copy import Copy, Source, pack, scan
 
 FAILURES = (OSError, tarfile.TarError, LaunchError, Lost)

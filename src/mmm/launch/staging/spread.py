@@ -12,7 +12,7 @@ from typing import Any
 from mmm.launch.channel.commands import RemoteAgent, addresses
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Lost, Message
-from mmm.launch.job.plan import LaunchPlan
+from mmm.launch.plan.launch_plan import LaunchPlan
 
 FANOUT = 2  # hosts that one host serves
 

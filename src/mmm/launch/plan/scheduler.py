@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mmm.errors import LaunchError
-from mmm.launch.job import pbs, slurm
-from mmm.launch.job.job import Job
+from mmm.launch.plan import pbs, slurm
+from mmm.launch.plan.job import Job
 
 SCHEDULERS = ("slurm", "pbs")
 

@@ -27,13 +27,13 @@ from mmm.launch.channel import failures
 from mmm.launch.channel.commands import RemoteAgent, addresses, slot_commands
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Lost, Message
-from mmm.launch.control import processes
-from mmm.launch.control.controller import LAUNCHER_END
-from mmm.launch.control.output import Output
-from mmm.launch.control.remote import LAST_WORDS, START_TIMEOUT, RemoteRun
-from mmm.launch.control.run import Limits
-from mmm.launch.job import variables
-from mmm.launch.job.plan import LaunchPlan, Value
+from mmm.launch.plan import variables
+from mmm.launch.plan.launch_plan import LaunchPlan, Value
+from mmm.launch.run import processes
+from mmm.launch.run.control import Limits
+from mmm.launch.run.controller import LAUNCHER_END
+from mmm.launch.run.output import Output
+from mmm.launch.run.remote import LAST_WORDS, START_TIMEOUT, RemoteRun
 
 SHORT_GRACE = 0.1  # s for the ranks that are left, when the run goes on without one that was killed
 

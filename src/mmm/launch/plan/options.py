@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import NoReturn
 
 from mmm.errors import LaunchError
-from mmm.launch.job import elastic, mpi, scheduler, stage
-from mmm.launch.job.elastic import Elastic
-from mmm.launch.job.stage import Stage
+from mmm.launch.plan import elastic, mpi, scheduler, stage
+from mmm.launch.plan.elastic import Elastic
+from mmm.launch.plan.stage import Stage
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 MAX_RANKS = 4096  # on one host

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mmm.errors import LaunchError
-from mmm.launch.job import elastic, hosts, mpi, placement, slurm
-from mmm.launch.job.job import Job
-from mmm.launch.job.mpi import Request
-from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.sites import Site
-from mmm.launch.job.target import Target
+from mmm.launch.plan import elastic, hosts, mpi, placement, slurm
+from mmm.launch.plan.job import Job
+from mmm.launch.plan.mpi import Request
+from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.plan.sites import Site
+from mmm.launch.program.target import Target
 
 
 @dataclass(frozen=True)

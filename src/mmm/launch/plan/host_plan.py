@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmm.launch.job import accelerators, binding, stage
-from mmm.launch.job.target import Target
+from mmm.launch.plan import accelerators, binding, stage
+from mmm.launch.program.target import Target
 
 FORKABLE = "one process imports, then forks the ranks"
 

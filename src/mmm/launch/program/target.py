@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmm.errors import LaunchError
-from mmm.launch.job import modules
+from mmm.launch.program import modules
 
 VALUE_FLAGS = "WX"  # python's own flags that take a value; -m and -c end the flags
 PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -x, -V, -h) python is run as it is

@@ -9,10 +9,10 @@ else    a rank an accelerator; 1
 from dataclasses import dataclass
 
 from mmm.errors import LaunchError
-from mmm.launch.job import hosts
-from mmm.launch.job.counts import spread
-from mmm.launch.job.job import Job
-from mmm.launch.job.options import MAX_RANKS, LaunchOptions
+from mmm.launch.plan import hosts
+from mmm.launch.plan.counts import spread
+from mmm.launch.plan.job import Job
+from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
 
 NO_REASON = "nothing says more"
 

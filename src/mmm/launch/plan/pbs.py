@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from mmm.errors import LaunchError
-from mmm.launch.job import hosts
-from mmm.launch.job.job import Job
+from mmm.launch.plan import hosts
+from mmm.launch.plan.job import Job
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmm.errors import LaunchError
-from mmm.launch.job import hosts
+from mmm.launch.plan import hosts
 
 REJOIN = 60.0  # s
 

@@ -14,9 +14,9 @@ from mmm.contract import ENDING, REPEAT
 from mmm.launch.channel import failures
 from mmm.launch.channel.failures import Failure, say, signal_name
 from mmm.launch.channel.wire import PASSED_ON
-from mmm.launch.control import stacks
-from mmm.launch.control.output import Output
-from mmm.launch.job.walltime import Limits
+from mmm.launch.plan.walltime import Limits
+from mmm.launch.run import stacks
+from mmm.launch.run.output import Output
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise

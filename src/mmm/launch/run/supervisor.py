@@ -14,11 +14,11 @@ from mmm.contract import SOCKET_BUFFER, Report
 from mmm.launch.channel import failures
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.wire import Status
-from mmm.launch.control import processes, stacks
-from mmm.launch.control.output import Output
-from mmm.launch.control.run import Limits, RunControl
-from mmm.launch.control.server import ForkServerProcess
-from mmm.launch.job.host_plan import HostPlan
+from mmm.launch.plan.host_plan import HostPlan
+from mmm.launch.run import processes, stacks
+from mmm.launch.run.control import Limits, RunControl
+from mmm.launch.run.output import Output
+from mmm.launch.run.server import ForkServerProcess
 
 DRAIN = 1.0  # s for the rest of the output
 LEFTOVER_GRACE = 0.3  # s for processes that outlive their ranks, between SIGTERM and SIGKILL

@@ -10,12 +10,12 @@ from mmm.launch.channel import failures
 from mmm.launch.channel.commands import RemoteAgent, addresses, start_commands
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Message
-from mmm.launch.control import processes
-from mmm.launch.control.output import Output
-from mmm.launch.control.remote import START_TIMEOUT, RemoteRun
-from mmm.launch.control.run import Limits
-from mmm.launch.job import hosts
-from mmm.launch.job.plan import LaunchPlan
+from mmm.launch.plan import hosts
+from mmm.launch.plan.launch_plan import LaunchPlan
+from mmm.launch.run import processes
+from mmm.launch.run.control import Limits
+from mmm.launch.run.output import Output
+from mmm.launch.run.remote import START_TIMEOUT, RemoteRun
 from mmm.launch.staging.spread import Staging
 
 LAUNCHER_END = 1.5  # s that mpiexec or srun has to end once its processes have

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mmm.errors import LaunchError
-from mmm.launch.job import hosts
-from mmm.launch.job.counts import is_even, spread
-from mmm.launch.job.job import Job
-from mmm.launch.job.mpi import Request, joined
+from mmm.launch.plan import hosts
+from mmm.launch.plan.counts import is_even, spread
+from mmm.launch.plan.job import Job
+from mmm.launch.plan.mpi import Request, joined
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:

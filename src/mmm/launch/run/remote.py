@@ -23,10 +23,10 @@ from mmm.launch.channel.commands import RemoteAgent, read_failure
 from mmm.launch.channel.failures import Failure, say, signal_name
 from mmm.launch.channel.handshake import Reception
 from mmm.launch.channel.link import Lost, Message
-from mmm.launch.control.run import GRACE, Limits, RunControl
-from mmm.launch.control.stacks import Stack
-from mmm.launch.job import mpi
-from mmm.launch.job.plan import LaunchPlan
+from mmm.launch.plan import mpi
+from mmm.launch.plan.launch_plan import LaunchPlan
+from mmm.launch.run.control import GRACE, Limits, RunControl
+from mmm.launch.run.stacks import Stack
 
 START_TIMEOUT = 300.0  # s until every process has connected
 LAST_WORDS = 3.0  # s beyond the grace that hosts have to say that their ranks are gone

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from mmm.launch.job import modules
-from mmm.launch.job.target import Target
+from mmm.launch.program import modules
+from mmm.launch.program.target import Target
 
 MAX_FILES = 400  # of the user's own that are read; a bound, not a target
 INSTALLED = ("site-packages", "dist-packages")

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from mmm.launch.job.elastic import Elastic
-from mmm.launch.job.job import Job
-from mmm.launch.job.sites import Site
-from mmm.launch.job.stage import Stage
-from mmm.launch.job.target import Target
+from mmm.launch.plan.elastic import Elastic
+from mmm.launch.plan.job import Job
+from mmm.launch.plan.sites import Site
+from mmm.launch.plan.stage import Stage
+from mmm.launch.program.target import Target
 
 T = TypeVar("T")
 LOCAL = "local"  # the launcher of ranks that launch itself starts and supervises, on this host

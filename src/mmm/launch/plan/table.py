@@ -5,9 +5,9 @@ import shlex
 import sys
 
 from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
-from mmm.launch.job import counts
-from mmm.launch.job.host_plan import HostPlan
-from mmm.launch.job.plan import LaunchPlan, Value
+from mmm.launch.plan import counts
+from mmm.launch.plan.host_plan import HostPlan
+from mmm.launch.plan.launch_plan import LaunchPlan, Value
 
 SHOWN_HOSTS = 8
 

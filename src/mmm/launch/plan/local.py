@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, check_loopback, numbering, read_number
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, hosts, scheduler, variables
-from mmm.launch.job.accelerators import Accelerators
-from mmm.launch.job.host_plan import HostPlan, available_cores, make
-from mmm.launch.job.options import MAX_RANKS, LaunchOptions
-from mmm.launch.job.plan import LOCAL, LaunchPlan, Value
-from mmm.launch.job.target import Target
+from mmm.launch.plan import accelerators, hosts, scheduler, variables
+from mmm.launch.plan.accelerators import Accelerators
+from mmm.launch.plan.host_plan import HostPlan, available_cores, make
+from mmm.launch.plan.launch_plan import LOCAL, LaunchPlan, Value
+from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
+from mmm.launch.program.target import Target
 
 DEFAULT_CPU_RANKS = 4
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from mmm.contract import DEVICE_VARIABLE, port_of
 from mmm.errors import LaunchError
-from mmm.launch.job import accelerators, hosts
-from mmm.launch.job.job import Job
-from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.plan import Value
-from mmm.launch.job.sites import Site
+from mmm.launch.plan import accelerators, hosts
+from mmm.launch.plan.job import Job
+from mmm.launch.plan.launch_plan import Value
+from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.plan.sites import Site
 
 
 def given_device(device: str | None, environ: Mapping[str, str]) -> Value[str | None] | None:

@@ -3,8 +3,8 @@
 In this order, each stated in its `Value`:
 
     hosts           --hosts, --hostfile; Slurm's job; PBS's job; else this is no cluster and `local` plans
-    ranks a host    `mmm.launch.job.placement`; accelerators: the site's, GPUs the job has, those of this host, if it is
-                    one of them
+    ranks a host    `mmm.launch.plan.placement`; accelerators: the site's, GPUs the job has, those of this host, if it
+                    is one of them
     device          --device; MMM_DEVICE; the site; what is found here; else each rank looks
     MASTER_ADDR     MASTER_ADDR; 127.0.0.1 on one host; the first host, with the site's suffix
     MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity, or a
@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from mmm.contract import SITE_VARIABLE
 from mmm.errors import LaunchError
-from mmm.launch.job import (
+from mmm.launch.plan import (
     accelerators,
     binding,
     hosts,
@@ -28,14 +28,14 @@ from mmm.launch.job import (
     sites,
     variables,
 )
-from mmm.launch.job.accelerators import Accelerators
-from mmm.launch.job.backend import Backend, agent, choose_backend, each_host, request_of
-from mmm.launch.job.counts import is_filled
-from mmm.launch.job.job import Job
-from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.plan import LaunchPlan, Value
-from mmm.launch.job.sites import Site
-from mmm.launch.job.target import Target
+from mmm.launch.plan.accelerators import Accelerators
+from mmm.launch.plan.backend import Backend, agent, choose_backend, each_host, request_of
+from mmm.launch.plan.counts import is_filled
+from mmm.launch.plan.job import Job
+from mmm.launch.plan.launch_plan import LaunchPlan, Value
+from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.plan.sites import Site
+from mmm.launch.program.target import Target
 
 
 def plan(
