@@ -17,7 +17,7 @@ from mmm.parity.report import ERRORS, Comparison, evaluate, failed
 from mmm.parity.train import PreparedCase, plan_problems, prepare, train
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import Rank
-from mmm.testing import RanksFailed, fork_ranks
+from mmm.testing.ranks import RanksFailed, fork_ranks
 from mmm.torch_private.dynamo import import_dynamo
 
 
