@@ -39,6 +39,11 @@ NAMES = {
     "starter": "launcher backend",
     "fold": "finalize",
     "cut": "sharded; of layers: split",
+    "sendable": "to_group_device",
+    "tie_again": "retie",
+    "first_names": "tied_aliases",
+    "shared_by": "n_rep",
+    "of_loss_ranks": "loss_rank_slice",
 }
 ALONE = {"here"}  # wrong as a name, and right in one: is_here
 FIELD = {"held_out"}  # the field's own
@@ -48,6 +53,7 @@ CLASSES = {
     "Uncut": "Replicated",
     "Copies": "Replicas",
     "OutputLater": "DeferredLMHead",
+    "Vocabulary": "VocabShard",
     "Parcel": "a P2P exchange",
     "Wishes": "LaunchOptions",
     "Head": "Controller",
@@ -128,6 +134,8 @@ def test_no_class_name_means_two_things():
         "whole_model = 1",
         "def f(how): ...",
         "self.held = 1",
+        "shared_by = 1",
+        "class Vocabulary: ...",
         "# it is worked out",
         "# works each out",
     ],
