@@ -153,7 +153,8 @@ def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
         device=CPU,
         loss=lambda logits, targets: cross_entropy(logits, targets, count),
     )
-    step_of = optimizer_of("sgd", pipeline.parameters())
+    named = [pair for stage in pipeline.stages.values() for pair in stage.named_parameters()]
+    step_of = optimizer_of("sgd", [p for _, p in named])
     size = reference.GLOBAL_BATCH // layout.dp
     numbers = [int(number) for stage in mine.values() for number in stage.layers]
     losses, first, norm, loads = [], {}, math.nan, []
@@ -162,8 +163,8 @@ def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
         with loss_parallel():
             share = pipeline.step(part.inputs, part.targets, positions=torch.arange(reference.SEQ)).item()
         if step == 0:
-            first = {canonical_name(name): p.grad.full_tensor() for name, p in pipeline.named_parameters()}
-            norm = float(clip_grad_norm(pipeline.parameters(), math.inf, stages=mesh["pp"]))
+            first = {canonical_name(name): p.grad.full_tensor() for name, p in named}
+            norm = float(clip_grad_norm([p for _, p in named], math.inf, stages=mesh["pp"]))
         step_of.step()
         step_of.zero_grad()
         loads.append(dict(zip(numbers, balance_experts(mine.values(), mesh, BALANCE).tolist(), strict=True)))

@@ -42,7 +42,7 @@ def train(rank, layout: Layout, schedules: list[str], own_groups: bool):
     batched = dist.batch_isend_irecv
 
     def noted(ops):
-        pipe, p2p = pipelines[-1].group, pipelines[-1]._wrapped[0].p2p
+        pipe, p2p = pipelines[-1]
         pair = next((pair for pair, group in p2p.items() if group is ops[0].group), None)
         if pair is None:
             messages["pp"] += len(ops)
@@ -55,8 +55,9 @@ def train(rank, layout: Layout, schedules: list[str], own_groups: bool):
         return batched(ops)
 
     def kept(*given, **named):
-        pipelines.append(Pipeline(*given, **named))
-        return pipelines[-1]
+        pipeline, on = Pipeline(*given, **named), given[2]
+        pipelines.append((pipeline.group, on.p2p))
+        return pipeline
 
     mesh = with_groups if own_groups else build_mesh
     for schedule in schedules:

@@ -80,7 +80,8 @@ def train_one(rank, model: str, layout: Layout, schedule: str, microbatches: int
     if bug == "mean of each micro-batch":
         pipeline.schedule._loss_fn = lambda output, targets: cross_entropy(output, targets, targets.numel())
     rate, limit = (reference.RATE, math.inf) if model in TEXT else (vision.RATE, vision.MAX_NORM[model])
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=rate["sgd"])
+    named = [pair for stage in pipeline.stages.values() for pair in stage.named_parameters()]
+    optimizer = torch.optim.SGD([p for _, p in named], lr=rate["sgd"])
     size = size_of(model, layout)
     losses, norms, first, evaluated = [], [], {}, []
     for step in range(steps):
@@ -90,8 +91,8 @@ def train_one(rank, model: str, layout: Layout, schedule: str, microbatches: int
                 evaluated = [pipeline.evaluate(inputs, targets, **whole).item() for _ in range(2)]
             share = pipeline.step(inputs, targets, **whole).item()
         if step == 0:
-            first = {canonical_name(name): p.grad.full_tensor().clone() for name, p in pipeline.named_parameters()}
-        norms.append(clip_grad_norm(pipeline.parameters(), limit, stages=axis).item())
+            first = {canonical_name(name): p.grad.full_tensor().clone() for name, p in named}
+        norms.append(clip_grad_norm([p for _, p in named], limit, stages=axis).item())
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:

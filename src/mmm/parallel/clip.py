@@ -3,8 +3,8 @@
 Gradients may be plain, or sharded over one axis or two, or replicated on some: each rank sums the squares of its local
 tensors, and gradients that are sharded over the same axes are summed over just those.
 
-``torch.nn.utils.get_total_norm`` takes gradients of one mesh at a time, gives no norm of each (by which a run names the
-one that is not finite), overflows in fp16, and sends what offload keeps on the host from there.
+``torch.nn.utils.get_total_norm`` is not used: it takes gradients of one mesh at a time, gives no norm of each (by which
+a run names the one that is not finite), overflows in fp16, and would send from the host what offload keeps there.
 
 Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
 """

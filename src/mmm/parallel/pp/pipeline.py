@@ -17,9 +17,8 @@ Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Megatron-LM", 2021 (1F1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -171,13 +170,6 @@ class Pipeline:
 
     def _add_unsplit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**self._unsplit, **kwargs}
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank's stages, by their names in the full model."""
-        return chain.from_iterable(stage.named_parameters() for stage in self.stages.values())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are then those of the full batch. A collective.
