@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from mmm.bubble.replay import PipelineTimeline, bubble_formula, gather, replay
 from mmm.history import plot_timeline
-from mmm.history.timeline import Panel, Span, legend_text, timeline_text
+from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_text
 from mmm.parallel.pp.pipeline import TimedStage, sum_over_stages
 from mmm.parallel.pp.recorder import Recorder
 from mmm.runtime.clock import StepClock

@@ -17,7 +17,7 @@ from mmm.checkpoint.first_tokens import CONFIGS, first_tokens
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.weights import TOKENIZERS, Origins, TensorEntry, Weights, read_tokenizer
 from mmm.errors import CheckpointError
-from mmm.history.record import cannot_write
+from mmm.history.record.folder import cannot_write
 from mmm.outside import is_plain_name, printable, read_json
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
