@@ -13,8 +13,8 @@ from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import load_tokenizer
 from mmm.errors import RecordError, UserError
 from mmm.history import History, write_config
-from mmm.history.attempts import Attempt, attempt_of
-from mmm.history.record import own_files
+from mmm.history.record.attempts import Attempt, attempt_of
+from mmm.history.record.folder import own_files
 from mmm.launch.plan import sites
 from mmm.outside import DEEPEST, is_plain_name, open_file, parse_json, printable, printable_lines, read_file, read_json
 from mmm.plan import hugging_face, machine

@@ -1,4 +1,4 @@
-"""What others wrote: files of JSON, names in them, and their text on a terminal. Imports no torch.
+"""What others wrote: files and their locks, JSON, names in them, and their text on a terminal. Imports no torch.
 
 A file that another made may be a FIFO that nobody writes to, a device that never ends, a million brackets or a number
 of a million digits. What these functions read costs a second and some hundred MB at most, or is refused in a line.
@@ -6,6 +6,7 @@ of a million digits. What these functions read costs a second and some hundred M
 
 from __future__ import annotations
 
+import enum
 import errno
 import json
 import os
@@ -64,6 +65,31 @@ def read_file(path: Path | str, most: int = LARGEST) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
+
+
+class Lock(enum.Enum):
+    """The result of asking for a file's lock."""
+
+    LOCKED = "held by us"
+    TAKEN = "held by another"
+    NONE = "the file system has no locks"
+
+
+def lock(descriptor: int, shared: bool = False) -> Lock:
+    """Take a file's advisory lock, if it is free. Closing the descriptor releases it.
+
+    Args:
+        shared: with others that ask for it so; without one that has it alone.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Lock.TAKEN
+    except (ImportError, OSError):  # ENOLCK, ENOSYS, EOPNOTSUPP, …
+        return Lock.NONE
+    return Lock.LOCKED
 
 
 def parse_json(

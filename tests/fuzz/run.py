@@ -36,7 +36,7 @@ from fuzz.draw import Case
 from fuzz.flags import PROGRAMS, arguments
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DivergedError, UserError
-from mmm.history.record import TRACE
+from mmm.history.record.folder import TRACE
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer.config.options import parse

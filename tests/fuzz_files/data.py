@@ -19,12 +19,12 @@ from fuzz_files.kinds import Kind, is_small_file
 from fuzz_files.weights import TEXT
 from mmm.data import download
 from mmm.data.text import prepare as preparation
+from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.encode import Encoding, _begin, _encode
 from mmm.data.text.pieces import read_documents, split
 from mmm.data.text.prepare import Preparation
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer
-from mmm.errors import DataError
 
 TOKENS = np.arange(200, 600)
 ENDS = [100, 150, 400]
@@ -182,7 +182,7 @@ def _alone(pieces: Any, processes: int, encoding: Encoding) -> Any:
     """`mmm.data.text.encode.encode` in this process."""
     with mock.patch("threading.Thread"):
         _begin(encoding)
-    return map(_encode, pieces)
+    yield from map(_encode, pieces)
 
 
 def _prepare(folder: Path, say: Callable[[str], None] = lambda _: None) -> Any:
@@ -194,13 +194,12 @@ def make_progress(folder: Path) -> None:
     """A preparation that was killed after its first file."""
     for name in ("a.txt", "b.txt"):
         (folder / name).write_text(TEXT)
-    with mock.patch.object(Path, "rename", side_effect=OSError("killed")), contextlib.suppress(DataError):
-        _prepare(folder)
-    part = folder / "made.part"
-    rows = (part / "progress.jsonl").read_bytes().splitlines(keepends=True)
-    (part / "progress.jsonl").write_bytes(b"".join(rows[:2]))
-    for left in part.glob("*manifest.json"):
-        left.unlink()
+
+    def killed(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        _prepare(folder, killed)
 
 
 def make_prepared(folder: Path) -> None:
@@ -215,28 +214,23 @@ def read_prepared(folder: Path) -> Any:
 
 
 def seal(folder: Path) -> None:
-    """Have the key be of the files as they lie in this folder, which is another than where they were made."""
+    """Have the keys be of the files as they lie in this folder, which is another than where they were made."""
     wanted = Preparation((folder / "a.txt", folder / "b.txt"), folder / "made")
-    header = preparation._header(wanted, preparation._text_files(wanted))
-    for path in (folder / "made" / "manifest.json", folder / "made.part" / "progress.jsonl"):
-        try:
-            if not is_small_file(path):
-                continue
-            first, end, rest = path.read_text().partition("\n" if path.suffix == ".jsonl" else "\0")
-            about = json.loads(first)
-            if "key" in about:
-                about |= {
-                    name: header[name]
-                    for name in ("key", "names_key", "files")
-                    if type(about.get(name)) is type(header[name])
-                }
-                path.write_text(json.dumps(about) + end + rest)
-        except (OSError, ValueError, RecursionError, TypeError, AttributeError):
-            pass  # changed, so that it has none
+    files = preparation._text_files(wanted)
+    stamps, key = preparation._identity(wanted, files)
+    path, part = folder / "made" / "manifest.json", folder / "made.part"
+    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):  # changed: it has no key
+        if is_small_file(path):
+            about = json.loads(path.read_text())
+            if isinstance(about.get("key"), str):
+                path.write_text(json.dumps(about | {"key": key}))
+    encoding = Encoding(part, ByteTokenizer(), b"", "text", (), stamps)
+    for left in list(part.glob("piece-*.npz"))[:1]:
+        left.rename(encoding.path(next(iter(split(files, preparation.PIECE)))))
 
 
 def wrong_prepared(folder: Path, found: Any) -> str | None:
-    """Of one that had begun, whose journal has sums of tokens and documents."""
+    """Of one that had begun."""
     return _differ(found, np.frombuffer(2 * TEXT.encode(), np.uint8), np.array([len(TEXT), 2 * len(TEXT)]))
 
 

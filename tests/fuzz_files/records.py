@@ -15,12 +15,11 @@ from mmm.cli import history as cli_history
 from mmm.cli import startup as cli_startup
 from mmm.cli.startup_logs import read_log
 from mmm.errors import RecordError
-from mmm.history.attempts import Attempt, attempt_of, make_room
-from mmm.history.ending import read_config
-from mmm.history.journal import Header
-from mmm.history.record import JOURNAL, TRACE
-from mmm.history.resume import Resume, check_over
-from mmm.history.trackers import Tracked
+from mmm.history.record.attempts import Attempt, attempt_of, make_room
+from mmm.history.record.ending import read_config
+from mmm.history.record.folder import JOURNAL, TRACE
+from mmm.history.record.journal import Header
+from mmm.history.record.resume import Resume, check_over
 from mmm.profile.rank_trace import CALLS, STEPS, RankTrace, Slice
 from mmm.profile.trace_file import TraceFile
 from mmm.profile.trace_picture import _read
@@ -171,16 +170,6 @@ def read_logs(folder: Path) -> Any:
     return cli_startup.main([str(folder / "job.log")])
 
 
-def make_csv(folder: Path) -> None:
-    (folder / "metrics.csv").write_text("iter,loss,dt\n0,5.0,0.1\n1,4.9,0.1\n2,4.8,0.1\n")
-
-
-def read_csv(folder: Path) -> None:
-    tracker = Tracked("csv", folder, {})
-    tracker.row({"iter": 2, "loss": 1.0})
-    tracker.row({"iter": 3, "loss": 1.0, "lr": 0.1})
-
-
 KINDS = (
     Kind("record-journal", make_journal, (f"run/{JOURNAL}",), read_journal, wrong_journal, seal_journal),
     Kind("record-config", make_record, ("run/config.json",), read_record),
@@ -188,5 +177,4 @@ KINDS = (
     Kind("record-plots", make_record, ("run/plots/*.json",), read_plots),
     Kind("trace", make_trace, (TRACE,), read_trace, trusted=True),
     Kind("log", make_log, ("job.log",), read_logs, trusted=True),
-    Kind("metrics-csv", make_csv, ("metrics.csv",), read_csv),
 )

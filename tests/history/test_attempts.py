@@ -9,7 +9,7 @@ import pytest
 import mmm.history
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare, write_config
-from mmm.history.attempts import Attempt, attempt_of, make_room, this_attempt
+from mmm.history.record.attempts import Attempt, attempt_of, make_room, this_attempt
 from support.clock import PATIENCE
 from support.launcher import Launcher
 

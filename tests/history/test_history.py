@@ -12,7 +12,7 @@ import xarray
 
 from mmm.errors import RecordError
 from mmm.history import History, finalize, load, write_config
-from mmm.history.dataset import Columns, plain_attrs, write_dataset
+from mmm.history.record.dataset import Columns, plain_attrs, write_dataset
 
 
 def ranks(count):

@@ -17,9 +17,9 @@ import mmm.history
 from mmm.cli import main as cli
 from mmm.errors import RecordError
 from mmm.history import History, finalize, load, write_config
-from mmm.history import reader as reading
-from mmm.history.journal import Journal
-from mmm.history.record import cannot_write
+from mmm.history.record import dataset
+from mmm.history.record.folder import cannot_write
+from mmm.history.record.journal import Journal
 from support.disk import CAN_MOUNT, small_disk
 
 RANKS = [{"rank": r, "host": "a"} for r in range(2)]
@@ -369,7 +369,7 @@ def test_a_run_that_finished_stays_finished_without_the_last_line_of_its_config(
     write_config(tmp_path, {"module": "lm"})
     with monkeypatch.context() as patch, History(tmp_path, ranks=RANKS) as history:
         history.update({"iter": 0})
-        patch.setattr("mmm.history.ending.write_atomically", full_config)
+        patch.setattr("mmm.history.record.ending.write_atomically", full_config)
     assert mmm.history.state(tmp_path) == "finished"
     assert load(tmp_path).attrs["state"] == "finished"
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "train_dataset.h5"]
@@ -394,7 +394,7 @@ def test_a_failed_finalize_keeps_the_journal(tmp_path, monkeypatch):
 
 
 def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(reading, "write_dataset", full)
+    monkeypatch.setattr(dataset, "write_dataset", full)
     with pytest.raises(ZeroDivisionError), History(tmp_path, ranks=RANKS) as history:  # noqa: PT012
         history.update({"iter": 0})
         1 / 0  # noqa: B018

@@ -12,8 +12,10 @@ import pytest
 
 import mmm.history
 from mmm.errors import RecordError
-from mmm.history import History, alive, finalize, load
-from mmm.history import reader as reading
+from mmm.history import History, finalize, load
+from mmm.history.record import dataset, reader
+from mmm.history.record.journal import this_process
+from mmm.outside import Lock
 from support.clock import PATIENCE
 
 NO_LOCKS = f"""
@@ -38,15 +40,15 @@ FOLD = (
     + """
 from mmm.cli.history import main
 from mmm.errors import UserError
-from mmm.history import alive
-alive.socket.gethostname = lambda: sys.argv[2]
+from mmm.history.record import reader
+reader.socket.gethostname = lambda: sys.argv[2]
 try:
     main([sys.argv[1], "--finalize"])
 except UserError as error:
     sys.exit(str(error))
 """
 )
-HERE = alive.this_process()["host"]
+HERE = this_process()["host"]
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_a_killed_run_is_finalized_once_it_is_old(writer):
     writer.process.kill()
     writer.process.wait()
     assert "only after 15 minutes" in fold_elsewhere(writer.folder).stderr  # this host's pids may not be its own
-    age(writer.folder, alive.RECENT + 5)
+    age(writer.folder, reader.RECENT + 5)
     done = fold_elsewhere(writer.folder)
     assert (done.returncode, "state      killed" in done.stdout) == (0, True), done.stderr
     assert losses(writer.folder) == expected(5)
@@ -129,12 +131,12 @@ def test_a_killed_run_is_finalized_once_it_is_old(writer):
 def test_a_run_that_was_finalized_under_its_feet_keeps_every_row(writer):
     """Another host finalizes a run that has paused for long: no process to ask, no lock."""
     assert writer(5) == 5
-    age(writer.folder, alive.RECENT + 5)
+    age(writer.folder, reader.RECENT + 5)
     assert fold_elsewhere(writer.folder, "another").returncode == 0
     assert not (writer.folder / "journal.jsonl").exists()
     assert writer(3) == 8
     assert losses(writer.folder) == expected(8)  # dataset and journal, each row once
-    age(writer.folder, alive.RECENT + 5)
+    age(writer.folder, reader.RECENT + 5)
     assert fold_elsewhere(writer.folder, "another").returncode == 0
     writer.process.stdin.close()
     assert writer.process.wait(PATIENCE) == 0
@@ -154,13 +156,13 @@ def test_state_without_locks(tmp_path, no_locks):
     header["writer"]["began"] = "another process of that pid"
     (tmp_path / "journal.jsonl").write_text("\n".join([json.dumps(header), *text.splitlines()[1:], ""]))
     assert mmm.history.state(tmp_path) == "running"  # it has just been written
-    age(tmp_path, alive.RECENT + 5)
+    age(tmp_path, reader.RECENT + 5)
     assert mmm.history.state(tmp_path) == "killed"
 
 
 def test_a_journal_that_grows_while_it_is_finalized_stays(tmp_path, monkeypatch):
     History(tmp_path, ranks=[{}], flush_every=1).update({"loss": 1.0})
-    real = reading.write_dataset
+    real = dataset.write_dataset
 
     def grows(*args):
         with open(tmp_path / "journal.jsonl", "a") as file:
@@ -168,8 +170,8 @@ def test_a_journal_that_grows_while_it_is_finalized_stays(tmp_path, monkeypatch)
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(alive, "lock", lambda fd: alive.Lock.LOCKED)
-        patch.setattr(reading, "write_dataset", grows)
+        patch.setattr(reader, "lock", lambda fd, shared=False: Lock.LOCKED)
+        patch.setattr(dataset, "write_dataset", grows)
         with pytest.raises(RecordError, match=r"still writing \(its journal has grown beyond the \d+ bytes"):
             finalize(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "train_dataset.h5"]
@@ -213,7 +215,58 @@ def test_another_runs_journal_is_left_alone(tmp_path):
 
 def test_a_lock_that_a_reader_had_for_a_moment_is_taken_later(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("mmm.history.journal.lock", lambda fd: alive.Lock.TAKEN)
+        patch.setattr("mmm.history.record.journal.lock", lambda fd: Lock.TAKEN)
         history = History(tmp_path, ranks=[{}], flush_every=1)
     history.update({"loss": 1.0})
     assert mmm.history.state(tmp_path) == "running"
+
+
+LOOK = """
+import os, sys
+from mmm.history.record.reader import why_going_on
+fd = os.open(sys.argv[1], os.O_RDONLY)
+print(why_going_on(fd, {}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_readers_at_once_see_that_a_run_is_dead(tmp_path):
+    """One that looks whether the run goes on holds the lock for that moment; the other is no running run to it."""
+    history = History(tmp_path, ranks=[{}], flush_every=1)
+    history.update({"loss": 1.0})
+    history._journal.close()  # as if the process had gone
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "journal.jsonl")]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looks:
+        assert looks.stdout.readline() == "None\n"
+        assert mmm.history.state(tmp_path) == load(tmp_path).attrs["state"] == "killed"
+        with pytest.raises(RecordError, match="other processes hold its journal's lock"):
+            finalize(tmp_path)
+        looks.stdin.close()
+    finalize(tmp_path)
+    assert losses(tmp_path) == [1.0]
+
+
+def test_a_run_that_goes_on_is_seen_by_two_readers(tmp_path):
+    history = History(tmp_path, ranks=[{}], flush_every=1)
+    history.update({"loss": 1.0})
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "journal.jsonl")]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looks:
+        assert looks.stdout.readline() == "another process holds its journal's lock\n"
+        assert mmm.history.state(tmp_path) == "running"
+        looks.stdin.close()
+    history.close()
+
+
+def test_a_slow_run_is_seen_while_it_runs(tmp_path, monkeypatch):
+    """Rows reach the file by time as well: every 5 s, where `flush_every` of them take longer."""
+    now = [100.0]
+    monkeypatch.setattr("mmm.history.record.history.time.monotonic", lambda: now[0])
+    history = History(tmp_path, ranks=[{}], flush_every=10)
+    seen = []
+    for seconds in (2.0, 2.0, 2.0, 2.0, 6.0):
+        now[0] += seconds
+        history.update({"loss": 1.0})
+        seen.append(len((tmp_path / "journal.jsonl").read_text().splitlines()) - 1)
+    assert seen == [0, 0, 3, 3, 5]
+    monkeypatch.undo()
+    history.close()

@@ -9,8 +9,8 @@ import pytest
 from mmm.cli import history as command
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, terminal_plot
-from mmm.history import figures as drawing
-from mmm.history.series import limits, metrics, outside, series, slowest
+from mmm.history.plots import figures as drawing
+from mmm.history.plots.series import limits, metrics, outside, series, slowest
 
 RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
 

@@ -14,7 +14,7 @@ import pytest
 
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare, versions, write_config
-from mmm.history.dataset import plain_attrs
+from mmm.history.record.dataset import plain_attrs
 
 
 def test_default_folder_is_module_and_time(tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ import pytest
 
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare
-from mmm.history.attempts import Attempt
-from mmm.history.dataset import marks_of
-from mmm.history.figures import metric_figure
-from mmm.history.journal import Header, Journal
-from mmm.history.resume import Resume, check_over
+from mmm.history.plots.figures import metric_figure
+from mmm.history.record.attempts import Attempt
+from mmm.history.record.dataset import marks_of
+from mmm.history.record.journal import Header, Journal
+from mmm.history.record.resume import Resume, check_over
 
 
 def ranks(n):

@@ -110,7 +110,7 @@ def test_a_run_that_ended_before_its_dataset_was_in_place(tmp_path, monkeypatch)
     history = History(tmp_path, ranks=[{}], flush_every=1)
     history.update({"loss": 1.0})
     with monkeypatch.context() as patch:
-        patch.setattr("mmm.history.reader.write_dataset", cut_off)
+        patch.setattr("mmm.history.record.dataset.write_dataset", cut_off)
         with pytest.raises(MemoryError):
             history.close(RuntimeError("no"))
     history._journal.close()

@@ -5,8 +5,9 @@ import json
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from mmm.history import figures, plot_timeline
-from mmm.history.timeline import Panel, Span, legend_text, timeline_figure, timeline_text
+from mmm.history import plot_timeline
+from mmm.history.plots import figures
+from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_figure, timeline_text
 
 ROWS = [
     [Span("F", "0", 0, 0.0, 0.010), Span("F", "1", 0, 0.010, 0.020), Span("B", "0", 0, 0.050, 0.070)],

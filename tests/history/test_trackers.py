@@ -1,12 +1,11 @@
 """Rows go to trackers as well; one that fails costs a warning."""
 
-import csv
-import os
 import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from mmm.trainer.options import parse
 
 from mmm.errors import ConfigError
 from mmm.history import History, load
@@ -25,53 +24,6 @@ def keep(outdir, tracker, rows=ROWS):
     return load(outdir)
 
 
-def table(outdir):
-    with open(outdir / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_has_all_rows_and_columns(tmp_path):
-    keep(tmp_path, Tracked("csv", tmp_path, {}))
-    rows = table(tmp_path)
-    assert [row["iter"] for row in rows] == ["0", "1", "2"]
-    assert [float(row["loss"]) for row in rows] == [4.5, 4.25, 3.5]
-    assert [row["val_loss"] for row in rows] == ["", "4.75", ""]
-
-
-def test_csv_goes_on(tmp_path):
-    first = Tracked("csv", tmp_path, {})
-    first.row(ROWS[1])
-    again = Tracked("csv", tmp_path, {})
-    again.row(ROWS[2] | {"grad_norm": 1.5})
-    rows = table(tmp_path)
-    assert [row["val_loss"] for row in rows] == ["4.75", ""]
-    assert [row["grad_norm"] for row in rows] == ["", "1.5"]
-
-
-def test_csv_has_a_step_once(tmp_path):
-    """A run that goes on from a checkpoint makes some rows again; one that begins anew, all."""
-    for first, loss in ((0, 4.0), (2, 3.0), (1, 2.0)):
-        again = Tracked("csv", tmp_path, {})
-        for step in range(first, 4):
-            again.row({"iter": step, "loss": loss})
-    rows = table(tmp_path)
-    assert [row["iter"] for row in rows] == ["0", "1", "2", "3"]
-    assert [float(row["loss"]) for row in rows] == [4.0, 2.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize("planted", ["link", "fifo"])
-def test_csv_goes_through_no_link_and_waits_for_no_fifo(tmp_path, caplog, planted):
-    other, there = tmp_path / "other", tmp_path / "run" / "metrics.csv"
-    other.write_text("iter,loss\n")
-    there.parent.mkdir()
-    there.symlink_to(other) if planted == "link" else os.mkfifo(there)
-    tracked = Tracked("csv", there.parent, {})
-    tracked.row(ROWS[0])
-    assert other.read_text() == "iter,loss\n"
-    assert "could not start, and is given up" in caplog.text
-    assert "metrics.csv is there, and is no file" in caplog.text
-
-
 @pytest.mark.parametrize("when", ["row", "close"])
 def test_one_that_fails_costs_a_warning(tmp_path, caplog, monkeypatch, when):
     called = []
@@ -80,11 +32,12 @@ def test_one_that_fails_costs_a_warning(tmp_path, caplog, monkeypatch, when):
         called.append(given)
         raise RuntimeError("no room\nfor it")
 
-    monkeypatch.setattr(f"mmm.history.trackers.CSVTracker.{when}", fails)
-    found = keep(tmp_path, Tracked("csv", tmp_path, {}))
+    monkeypatch.setitem(sys.modules, "wandb", MagicMock())
+    monkeypatch.setattr(f"mmm.history.trackers.WandbTracker.{when}", fails)
+    found = keep(tmp_path, Tracked("wandb", tmp_path, {}))
     assert found.loss.values.tolist() == [4.5, 4.25, 3.5]
     assert [r.message for r in caplog.records if "--tracker" in r.message] == [
-        f"--tracker csv could not {'take a row' if when == 'row' else 'end'}, and is given up: no room"
+        f"--tracker wandb could not {'take a row' if when == 'row' else 'end'}, and is given up: no room"
     ]
     assert len(called) == 1
 
@@ -131,13 +84,23 @@ def test_one_that_is_not_installed_is_refused_before_the_ranks_meet(name, monkey
     with pytest.raises(ConfigError, match="needs the package a_package_that_nobody_has, which is not installed: pip"):
         lm.train(lm.Config(tracker=name))
     check_tracker(None)
-    check_tracker("csv")
+
+
+def test_another_is_a_wrong_value(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lm", "--tracker", "csv"])
+    with pytest.raises(SystemExit) as exit_:
+        parse(lm.Config)
+    assert exit_.value.code == 2
+    assert "--tracker" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_a_run_of_the_trainer(tmp_path):
+def test_a_run_of_the_trainer(tmp_path, monkeypatch):
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(PACKAGES, "wandb", "json")  # one that is installed
     flags = {"preset": "debug", "seq_length": 16, "batch_size": 2, "max_iters": 3, "plots": False, "device": "cpu"}
-    lm.train(lm.Config(**flags, tracker="csv", outdir=tmp_path, eval_batches=1))
-    rows, found = table(tmp_path), load(tmp_path)
-    assert [float(row["loss"]) for row in rows] == found.loss.values.tolist()
-    assert float(rows[-1]["val_loss"]) == found.val_loss.values[-1]
+    lm.train(lm.Config(**flags, tracker="wandb", outdir=tmp_path, eval_batches=1))
+    rows, record = [call.args[0] for call in wandb.init.return_value.log.call_args_list], load(tmp_path)
+    assert [row["loss"] for row in rows] == record.loss.values.tolist()
+    assert rows[-1]["val_loss"] == record.val_loss.values[-1]

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm.cli.history import straggler
 from mmm.history import load
-from mmm.runtime.clock import StepClock
-from mmm.runtime.waits import timed_waits
+from mmm.runtime.clock import StepClock, timed_waits
 from mmm.trainer import lm
 from support.pool import program_on
 

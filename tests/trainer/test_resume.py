@@ -19,8 +19,8 @@ import mmm.history
 from mmm.checkpoint import Saver, read_manifest
 from mmm.checkpoint.manifest import FileSum, Manifest, steps_of
 from mmm.data.text.prepare import Preparation, prepare
-from mmm.history.dataset import marks_of
-from mmm.history.figures import metric_figure
+from mmm.history.plots.figures import metric_figure
+from mmm.history.record.dataset import marks_of
 from mmm.runtime.stop import stop_signal
 from mmm.trainer.run.resume import _has_state
 from support.disk import CAN_MOUNT, small_disk

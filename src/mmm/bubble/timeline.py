@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from mmm.bubble.replay import PipelineTimeline, bubble_formula, gather, replay
-from mmm.history.plots import plot_timeline
-from mmm.history.timeline import Panel, Span, legend_text, timeline_text
+from mmm.history.plots.files import plot_timeline
+from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_text
 from mmm.parallel.pp.pipeline import StageTimes, TimedStage, sum_over_stages
 from mmm.parallel.pp.recorder import Recorder
 from mmm.runtime.clock import StepClock

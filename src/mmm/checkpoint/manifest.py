@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmm.errors import CheckpointError
-from mmm.history.record import reason, write_atomically
+from mmm.history.record.folder import reason, write_atomically
 from mmm.outside import is_plain_name, open_file, read_json
 
 VERSION = 1

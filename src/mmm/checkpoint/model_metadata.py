@@ -8,7 +8,7 @@ from typing import Any
 
 from mmm.checkpoint.manifest import FileSum, file_sum
 from mmm.errors import CheckpointError
-from mmm.history.record import reason
+from mmm.history.record.folder import reason
 from mmm.outside import read_file
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # names of their files, in whatever folder

@@ -45,7 +45,7 @@ from mmm.checkpoint.manifest import (
 from mmm.checkpoint.saver import Saver
 from mmm.checkpoint.storage import METADATA, Writer
 from mmm.errors import CheckpointError
-from mmm.history.record import reason
+from mmm.history.record.folder import reason
 from mmm.runtime.process_group import broadcast_object
 
 LOST = -1  # the size of a file that its rank could not write

@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     from mmm.history import finalize, load, plot_all, terminal_plot
-    from mmm.history.ending import FINISHED, Ending, read_ending
-    from mmm.history.series import metrics
+    from mmm.history.plots.series import metrics
+    from mmm.history.record.ending import FINISHED, Ending, read_ending
 
     if args.finalize:
         print(f"finalized: {finalize(args.outdir)}")
@@ -52,9 +52,9 @@ def main(argv: list[str]) -> int:
 
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     """The lines of the table: name and text."""
-    from mmm.history.figures import facts
-    from mmm.history.journal import LEFT_OUT
-    from mmm.history.series import PARTS, metrics, series
+    from mmm.history.plots.figures import facts
+    from mmm.history.plots.series import PARTS, metrics, series
+    from mmm.history.record.journal import LEFT_OUT
 
     known, rows = metrics(ds), ds.sizes["draw"]
     table = [("state", state), ("size", facts(ds))]
@@ -92,8 +92,8 @@ def straggler(ds: "xarray.Dataset") -> str | None:
     is a pipeline and nothing else dt - dtw. The median over the rows; above `full_ranks` ranks, the rank that had the
     most in most rows.
     """
-    from mmm.history.record import OWN
-    from mmm.history.series import median_by_rank
+    from mmm.history.plots.series import median_by_rank
+    from mmm.history.record.folder import OWN
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
         return None

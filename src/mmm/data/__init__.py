@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmm.data.text.batch import Batch as Batch
     from mmm.data.text.corpus import Corpus as Corpus
     from mmm.data.text.corpus import read_text_files as read_text_files
     from mmm.data.text.corpus import standard_library as standard_library
     from mmm.data.text.file_tokens import FileTokens as FileTokens
     from mmm.data.text.mixture import Mixture as Mixture
+    from mmm.data.text.tokens import Batch as Batch
     from mmm.data.text.tokens import RandomTokens as RandomTokens
     from mmm.data.text.tokens import TextTokens as TextTokens
     from mmm.data.text.tokens import Tokens as Tokens
@@ -19,9 +19,8 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.data.text.corpus": "Corpus read_text_files standard_library",
-        "mmm.data.text.batch": "Batch",
         "mmm.data.text.file_tokens": "FileTokens",
         "mmm.data.text.mixture": "Mixture",
-        "mmm.data.text.tokens": "RandomTokens TextTokens Tokens",
+        "mmm.data.text.tokens": "Batch RandomTokens TextTokens Tokens",
     },
 )

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import IO
 
 from mmm.errors import DataError
-from mmm.history.alive import Lock, lock, pid_exists
-from mmm.outside import parse_json, printable, read_file
+from mmm.history.record.journal import pid_exists
+from mmm.outside import Lock, lock, parse_json, printable, read_file
 from mmm.runtime.ranks import Rank
 
 ANSWER_SECONDS = 10.0  # for any server to begin to answer, all mirrors together

@@ -11,7 +11,9 @@ import io
 import os
 import pickle
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
@@ -24,6 +26,9 @@ from mmm.errors import DataError, UserError
 SHARED = "/dev/shm"
 _FAILED = re.compile(r"DataLoader (worker|timed out)|Pin memory thread exited")  # how PyTorch's messages begin
 _reasons: list[str] = []  # why batches that this process received came through the pipe, until `read` has said it
+LONGEST_PATH = 103  # bytes of a unix socket's: 107 on Linux (unix(7)), 103 on macOS
+BELOW_TMPDIR = len("/pymp-01234567/listener-01234567")
+SHORT_FOLDERS = ("/tmp", "/var/tmp")
 T = TypeVar("T")
 
 
@@ -31,7 +36,8 @@ def read(loader: Iterable[T], timeout: float, note: Callable[[str], object]) -> 
     """The batches of an iterable. If it is a `DataLoader` with workers, no failure of theirs is waited for.
 
     Args:
-        timeout: seconds to wait for a batch, 0 for no end. note: told of each batch that takes the slower way.
+        timeout: seconds to wait for a batch, 0 for no end. note: told of each batch that takes the slower way, and of a
+            TMPDIR that is too long.
 
     Raises:
         DataError: a worker has ended, or has not handed over its batch in time.
@@ -39,6 +45,8 @@ def read(loader: Iterable[T], timeout: float, note: Callable[[str], object]) -> 
     """
     if isinstance(loader, DataLoader) and loader.num_workers:
         loader.timeout = loader.timeout or timeout
+        if text := use_short_socket_folder():
+            note(text)
         if not isinstance(loader.collate_fn, HandOver):
             loader.collate_fn = HandOver(loader.collate_fn)
     try:
@@ -153,3 +161,23 @@ def _room() -> str:
         return f"there is no {SHARED}; try it without workers"
     size = room.f_blocks * room.f_frsize / 1e6
     return f"{SHARED} has {size:,.0f} MB, too little room: give it more (docker run --shm-size), or use no workers"
+
+
+def use_short_socket_folder() -> str | None:
+    """Have the sockets of this process and its children made in a folder whose name is short enough.
+
+    They are made two levels below TMPDIR, and a launcher's TMPDIR for a job can leave too little of a path for that.
+
+    Returns:
+        What to tell the user; None where TMPDIR is short, or where there is no other folder.
+    """
+    asked = tempfile.gettempdir()
+    folder = next((name for name in SHORT_FOLDERS if os.access(name, os.W_OK | os.X_OK)), None)
+    if len(os.fsencode(asked)) + BELOW_TMPDIR <= LONGEST_PATH or folder is None:
+        return None
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        made = util.get_temp_dir()  # multiprocessing keeps it, hands it to its children, and removes it at the end
+    finally:
+        tempfile.tempdir = before
+    return f"unix sockets are in {made}: TMPDIR has {len(os.fsencode(asked))} bytes, too long for a socket's path"

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmm.history.history import History as History
-    from mmm.history.plots import plot_all as plot_all
-    from mmm.history.plots import plot_timeline as plot_timeline
-    from mmm.history.reader import finalize as finalize
-    from mmm.history.reader import load as load
-    from mmm.history.reader import state as state
-    from mmm.history.record import encode as encode
-    from mmm.history.record import prepare as prepare
-    from mmm.history.record import versions as versions
-    from mmm.history.record import write_config as write_config
-    from mmm.history.record import write_encoded as write_encoded
-    from mmm.history.terminal import terminal_plot as terminal_plot
+    from mmm.history.plots.files import plot_all as plot_all
+    from mmm.history.plots.files import plot_timeline as plot_timeline
+    from mmm.history.plots.terminal import terminal_plot as terminal_plot
+    from mmm.history.record.folder import encode as encode
+    from mmm.history.record.folder import prepare as prepare
+    from mmm.history.record.folder import versions as versions
+    from mmm.history.record.folder import write_config as write_config
+    from mmm.history.record.folder import write_encoded as write_encoded
+    from mmm.history.record.history import History as History
+    from mmm.history.record.reader import finalize as finalize
+    from mmm.history.record.reader import load as load
+    from mmm.history.record.reader import state as state
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "mmm.history.history": "History",
-        "mmm.history.plots": "plot_all plot_timeline",
-        "mmm.history.reader": "finalize load state",
-        "mmm.history.record": "encode prepare versions write_config write_encoded",
-        "mmm.history.terminal": "terminal_plot",
+        "mmm.history.record.history": "History",
+        "mmm.history.plots.files": "plot_all plot_timeline",
+        "mmm.history.record.reader": "finalize load state",
+        "mmm.history.record.folder": "encode prepare versions write_config write_encoded",
+        "mmm.history.plots.terminal": "terminal_plot",
     },
 )

@@ -1,4 +1,4 @@
-"""A run's rows where others look for them, beside the record: CSV, TensorBoard, Weights & Biases, MLflow.
+"""A run's rows where others look for them, beside the record: TensorBoard, Weights & Biases, MLflow.
 
 Each writes into the run's folder unless its own environment variables name a server. One that fails is given up with a
 warning: a run never ends for it.
@@ -6,22 +6,18 @@ warning: a run never ends for it.
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import logging
-import math
 import os
-import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
-from mmm.history.record import METRICS
 
-PACKAGES = {"csv": "csv", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # by name, what it needs
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # by name, what it needs
 log = logging.getLogger("mmm")
 Row = Mapping[str, float | int]
 
@@ -43,45 +39,6 @@ class Tracker(ABC):
     @abstractmethod
     def close(self) -> None:
         """The run is over."""
-
-
-class CSVTracker(Tracker):
-    """metrics.csv: a row a logged step, a column a number; empty where a row has none. A run that goes on appends, in
-    place of the rows that it makes again."""
-
-    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
-        self.path, self.columns = outdir / METRICS, list[str]()
-        self.earlier = os.path.lexists(self.path)  # rows of before, until the first of this run says where it goes on
-        if self.earlier and not stat.S_ISREG(self.path.lstat().st_mode):
-            raise OSError(f"{self.path} is there, and is no file")
-
-    def row(self, step: int, row: Row) -> None:
-        if self.earlier:
-            with open(self.path, newline="") as file:
-                self.columns = next(csv.reader(file), [])
-            self._write_again((), before=step)
-            self.earlier = False
-        if new := [name for name in row if name not in self.columns]:
-            self._write_again(new)
-        with open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, self.columns, restval="").writerow(row)
-
-    def close(self) -> None:
-        pass  # each row is written at once
-
-    def _write_again(self, new: Sequence[str], before: float = math.inf) -> None:
-        """Write the file again, with more columns, and without rows of a step that is not `before` this one."""
-        rows: list[dict[str, str]] = []
-        if self.path.exists():
-            with open(self.path, newline="") as file:
-                rows = [row for row in csv.DictReader(file) if step_of(row) < before]
-        self.columns += new
-        part = self.path.with_suffix(".part")
-        with open(part, "w", newline="") as file:
-            writer = csv.DictWriter(file, self.columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-        part.replace(self.path)
 
 
 def step_of(row: Mapping[str, Any]) -> int:
@@ -153,7 +110,6 @@ class MLflowTracker(Tracker):
 
 
 KINDS: dict[str, type[Tracker]] = {
-    "csv": CSVTracker,
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MLflowTracker,

@@ -183,7 +183,7 @@ def compare(options: Options) -> int:
         return 0
 
     # torch and all else: a wrong flag has not waited for it
-    from mmm.history.record import prepare, versions, write_config
+    from mmm.history.record.folder import prepare, versions, write_config
     from mmm.parity import report, run
     from mmm.parity.reference import Training
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mmm.comparison import relative_error, worst
-from mmm.history import figures
-from mmm.history.dataset import Columns, plain_attrs, write_dataset
-from mmm.history.record import cannot_write, write_atomically
+from mmm.history.plots import figures
+from mmm.history.record.dataset import Columns, plain_attrs, write_dataset
+from mmm.history.record.folder import cannot_write, write_atomically
 from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
 from mmm.parity.train import Curve

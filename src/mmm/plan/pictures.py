@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmm.errors import ConfigError
-from mmm.history.figures import BLUE, GREY, INK, ORANGE, new_figure, style
+from mmm.history.plots.figures import BLUE, GREY, INK, ORANGE, new_figure, style
 from mmm.plan.candidate import GIB, Candidate, Found
 from mmm.plan.memory import PARTS
 from mmm.plan.search import Search

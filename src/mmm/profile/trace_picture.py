@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.history.figures import GREY, INK, PART_COLORS, PART_NAMES, new_figure, style
+from mmm.history.plots.figures import GREY, INK, PART_COLORS, PART_NAMES, new_figure, style
 from mmm.profile.rank_trace import CALLS, STEPS
 from mmm.profile.trace_file import OURS, read_trace
 

@@ -1,15 +1,26 @@
-"""Seconds of a step and of its parts, without making the host wait for the device until they are asked for."""
+"""Seconds of a step and of its parts, without making the host wait for the device until they are asked for; and how
+long a rank's host waits for other ranks.
+
+Every rank of a synchronous step takes as long as the slowest, so its time does not tell which that is: what is left of
+it without the waiting is the rank's own work.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter, time
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Work
+from torch.nn.parallel import DistributedDataParallel
 
 from mmm.runtime.device import synchronize
+from mmm.torch_private.groups import functional_collectives
 
 PARTS = ("dtd", "dtf", "dtb", "dto")
 PIPELINE_PARTS = ("dtd", "dtf", "dtb", "dtw", "dto")  # with a pipeline, a rank also waits
@@ -37,7 +48,7 @@ class StepClock:
         phase: ``start``, ``step N``, or from its last lap to the next step ``after step N``, where evaluations are.
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
         on_mark: called with each part when it ends, by the host's time, and with None when the clock is started.
-        waited: the seconds so far in which the host waited for other ranks (`mmm.runtime.waits`); NaN: not known.
+        waited: the seconds so far in which the host waited for other ranks (`timed_waits`); NaN: not known.
     """
 
     def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
@@ -121,3 +132,51 @@ class StepClock:
             laps[-1][2].synchronize()
         for part, begin, end in laps:
             self._seconds[part] += end - begin if self._event is None else begin.elapsed_time(end) / 1000
+
+
+@contextmanager
+def timed_waits(clock: StepClock) -> Iterator[None]:
+    """Inside, the clock knows how long this thread has waited for collectives, sends and receives.
+
+    Only where the host itself waits, by these two functions of PyTorch's: not on CUDA and XPU, whose queues wait, and
+    not with `DistributedDataParallel`, which waits in C++. There the clock says NaN.
+    """
+    waited, thread = 0.0, threading.get_ident()
+
+    def timing(wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def timed(*given: Any, **named: Any) -> Any:
+            nonlocal waited
+            if threading.get_ident() != thread:
+                return wait(*given, **named)
+            began = perf_counter()
+            try:
+                return wait(*given, **named)
+            finally:
+                waited += perf_counter() - began
+
+        return timed
+
+    def untimed(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def marking(*given: Any, **named: Any) -> None:
+            nonlocal waited
+            waited = math.nan
+            init(*given, **named)
+
+        return marking
+
+    changes: list[tuple[Any, str, Callable[..., Any]]] = [
+        (Work, "wait", timing),
+        (functional_collectives(), "wait_tensor", timing),
+        (DistributedDataParallel, "__init__", untimed),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, change in changes:
+            setattr(owner, name, change(getattr(owner, name)))
+        clock.waited = lambda: waited
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

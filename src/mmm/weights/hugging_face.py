@@ -15,7 +15,7 @@ from torch import Tensor
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.model_metadata import TOKENIZERS, ModelMetadata, read_tokenizer
 from mmm.errors import CheckpointError
-from mmm.history.record import cannot_write
+from mmm.history.record.folder import cannot_write
 from mmm.outside import is_plain_name, printable, read_json
 from mmm.weights import llama, llama_keys, safetensors
 from mmm.weights.first_tokens import CONFIGS, first_tokens

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from itertools import pairwise
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import mmm.data.text.prepare as module
+from mmm.data.text import encode as encoding
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.token_file import open_tokens
 from mmm.data.text.tokenizer import CharTokenizer
@@ -165,51 +167,46 @@ def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
     assert not wanted.folder.exists()
-    with pytest.raises(DataError):
-        open_tokens(wanted.folder.with_name("killed.part"))
     part = wanted.folder.with_name("killed.part")
-    with (part / "tokens.bin").open("ab") as torn, (part / "progress.jsonl").open("ab") as line:
-        torn.write(b"half a piece")
-        line.write(b'{"tokens": 99')
+    with pytest.raises(DataError):
+        open_tokens(part)
+    pieces = len(list(part.glob("piece-*.npz")))
+    assert pieces >= 2
+    (part / ".piece-torn.npz").write_bytes(b"half a piece")
     said, about, train = [], None, module.train_bpe
     monkeypatch.setattr(module, "train_bpe", None)  # it has been trained
-
-    def stopping(line):
-        said.append(line)
-        if len(said) == 2:
-            raise Stopped
-
     while about is None:
         try:
-            about = prepare(wanted, 2, stopping)
+            about = prepare(wanted, 2, said.append)
         except DataError as error:  # its processes hold the lock until they have seen that it ended
             if "another process is preparing" not in str(error):
                 raise
             time.sleep(0.02)
-        except Stopped:
-            pass
-    assert said[0].startswith("going on after 2 pieces")
-    assert said[2].startswith("going on after 3 pieces")
+    there = int(re.match(r"going on: (\d+) of \d+ pieces are there", said[0])[1])
+    assert there >= pieces  # its processes may have finished some after it was looked for
     monkeypatch.setattr(module, "train_bpe", train)
     assert not part.exists()
     other = prepare(Preparation(files, tmp_path / "straight", **flags), 2)
     assert about == other
     assert content(wanted.folder) == content(tmp_path / "straight")
+    assert not [path for path in content(wanted.folder) if "piece" in path or "lock" in path]
 
 
 def stopped_after(wanted, pieces):
-    """A preparation that ended after so many pieces: its FOLDER.part."""
+    """A preparation that ended after so many pieces: its FOLDER.part, without the pieces that were under way."""
+    part, first = wanted.folder.with_name(wanted.folder.name + ".part"), set()
 
     def stop(line, left=[pieces]):  # noqa: B006  counts over the calls
         left[0] -= 1
         if not left[0]:
+            first.update(sorted(part.glob("piece-*.npz"), key=lambda path: path.stat().st_mtime_ns)[:pieces])
             raise Stopped
 
     with pytest.raises(Stopped):
         prepare(wanted, 1, stop)
-    part = wanted.folder.with_name(wanted.folder.name + ".part")
-    rows = [json.loads(line) for line in (part / "progress.jsonl").read_bytes().splitlines()]
-    return part, rows
+    for path in set(part.glob("piece-*.npz")) - first:
+        path.unlink()
+    return part, sorted(first, key=lambda path: path.stat().st_mtime_ns)
 
 
 def zeros(path, size):
@@ -218,48 +215,64 @@ def zeros(path, size):
     path.write_bytes(content[: len(content) - size] + bytes(size))
 
 
+def in_the_middle(path):
+    """A bit of a token has turned over."""
+    content = bytearray(path.read_bytes())
+    content[400] ^= 4
+    path.write_bytes(content)
+
+
 LOSSES = {
-    "the end of the tokens": lambda part: os.truncate(part / "tokens.bin", os.path.getsize(part / "tokens.bin") - 5),
-    "all tokens": lambda part: (part / "tokens.bin").unlink(),
-    "zeros for tokens": lambda part: zeros(part / "tokens.bin", 100),
-    "the end of the documents": lambda part: os.truncate(part / "documents.bin", 16),
-    "zeros for documents": lambda part: zeros(part / "documents.bin", 8),
+    "its end": lambda path: os.truncate(path, path.stat().st_size - 5),
+    "all of it": lambda path: os.truncate(path, 0),
+    "zeros": lambda path: zeros(path, 100),
+    "a bit": in_the_middle,
+    "another": lambda path: np.savez(path, tokens=np.zeros(3), ends=np.zeros(1, np.int64), bytes=np.int64(3)),
 }
 
 
-SHORT = ("the end of the tokens", "zeros for documents")
-
-
-@pytest.mark.parametrize("loss", [pytest.param(e, marks=() if e in SHORT else pytest.mark.long) for e in LOSSES])
-def test_what_a_preparation_has_lost_is_written_again(files, tmp_path, loss):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_piece_that_has_lost_something_is_made_again(files, tmp_path, loss):
     wanted, said = Preparation(files, tmp_path / "out", separator="\n"), []
-    part, rows = stopped_after(wanted, 4)
-    LOSSES[loss](part)
-    about = prepare(wanted, 2, said.append)
-    lost = 4 if loss == "all tokens" else 1
-    if loss == "the end of the documents":
-        lost = sum(row["documents"] > 2 for row in rows)
-    assert said[0] == f"{part} does not have the last {lost} pieces that its progress.jsonl has: they are written again"
-    assert said[1].startswith(f"going on after {4 - lost} pieces" if lost < 4 else "0 MB of text")
+    _, pieces = stopped_after(wanted, 4)
+    before = {path: path.stat().st_mtime_ns for path in pieces}
+    LOSSES[loss](pieces[1])
+    made = []
+    real = encoding.write
+
+    def write(path, content):
+        made.append(path.name)
+        real(path, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "write", write)
+        patch.setattr(encoding, "pool_of", OwnProcess)
+        about = prepare(wanted, 1, said.append)
+    assert said[0].startswith("going on: 4 of")
+    assert pieces[1].name in made
+    assert not {path.name for path in before if path != pieces[1]} & set(made)
     straight = Preparation(files, tmp_path / "straight", separator="\n")
     assert about == prepare(straight, 2)
     assert content(wanted.folder) == content(straight.folder)
 
 
-@pytest.mark.parametrize(
-    "row",
-    ["[]", "more", *(pytest.param(e, marks=pytest.mark.long) for e in ("7", '{"tokens": 1e3}', "fewer"))],
-    ids=lambda row: row.strip("{}"),
-)
-def test_a_row_that_is_none_is_written_again(files, tmp_path, row):
-    wanted = Preparation(files, tmp_path / "out")
-    part, rows = stopped_after(wanted, 3)
-    changed = {"more": rows[3] | {"tokens": 1 << 70}, "fewer": rows[3] | {"documents": -1}}
-    lines = [*map(json.dumps, rows[:3]), json.dumps(changed[row]) if row in changed else row, json.dumps(rows[3])]
-    (part / "progress.jsonl").write_text("\n".join(lines) + "\n")
-    about, straight = prepare(wanted, 1), Preparation(files, tmp_path / "straight")
-    assert about == prepare(straight, 1)
-    assert content(wanted.folder) == content(straight.folder)
+class OwnProcess:
+    """A pool of one process: this one."""
+
+    def __init__(self, processes, wanted):
+        encoding._encoding = wanted
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def map(self, function, items):
+        return map(function, items)
+
+    def shutdown(self, cancel_futures):
+        pass
 
 
 def test_a_folder_that_has_lost_its_end(files, tmp_path):
@@ -306,8 +319,7 @@ def test_a_file_that_was_refused_and_is_put_right(files, tmp_path, flags, bad, w
     files[1].write_text(good)
     about = prepare(wanted, 2, said.append)
     if len(bad) == 5009:
-        assert said[0] == f"{files[1]} has changed: 5 pieces are written again"
-        assert said[1].startswith(f"going on after {-(-files[0].stat().st_size // 1050)} pieces")
+        assert said[0].startswith("going on: ")
     straight = Preparation(files, tmp_path / "straight", **flags)
     assert about == prepare(straight, 1)
     assert content(wanted.folder) == content(straight.folder)
@@ -315,13 +327,12 @@ def test_a_file_that_was_refused_and_is_put_right(files, tmp_path, flags, bad, w
 
 def test_a_file_that_changes_between_two_calls(files, tmp_path):
     wanted, said = Preparation(files, tmp_path / "out"), []
-    _, rows = stopped_after(wanted, 7)
+    stopped_after(wanted, 7)
     text = files[1].read_text()
     files[1].write_text("another " + text)
     changed = prepare(wanted, 1, said.append)
-    of_first = sum(row.get("file") == 0 for row in rows[1:])
-    assert 0 < of_first < 7
-    assert said[0] == f"{files[1]} has changed: {7 - of_first} pieces are written again"
+    of_first = -(-files[0].stat().st_size // 1050)  # pieces; the second file is one, and the third has the others
+    assert said[0].startswith(f"going on: {6 if of_first < 7 else 7} of")
     straight = Preparation(files, tmp_path / "straight")
     assert changed == prepare(straight, 1)
     assert content(wanted.folder) == content(straight.folder)
@@ -341,7 +352,7 @@ def test_two_at_once(files, tmp_path):
     assert found
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "progress.jsonl", "manifest.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "lock", "manifest.json"])
 def test_a_part_that_another_made_is_written_through_no_link(files, tmp_path, name):
     kept = tmp_path / "kept"
     kept.write_text("kept")
@@ -353,16 +364,16 @@ def test_a_part_that_another_made_is_written_through_no_link(files, tmp_path, na
 
 
 def test_part_of_another(files, tmp_path):
-    (tmp_path / "out.part").mkdir()
-    (tmp_path / "out.part" / "progress.jsonl").write_text('{"key": "other"}\n')
-    (tmp_path / "out.part" / "tokenizer.json").write_text("a tokenizer that took its time")
-    with pytest.raises(DataError, match=r"out.part is a preparation of other files"):
-        prepare(Preparation(files, tmp_path / "out"), 1)
-    (tmp_path / "out.part" / "tokenizer.json").unlink()
-    part, _ = stopped_after(Preparation(files, tmp_path / "out"), 2)  # the other one has made nothing: it is not kept
-    with pytest.raises(DataError, match=r"out.part is a preparation of other files"):
-        prepare(Preparation(files[:2], tmp_path / "out"), 1)
-    assert len((part / "progress.jsonl").read_text().splitlines()) == 3
+    """Its pieces have other names: none is taken for one of these, and all go in the end."""
+    other = Preparation(files[:2], tmp_path / "out", separator="\n")
+    part, pieces = stopped_after(other, 2)
+    (part / "tokenizer-0.json").write_text("a tokenizer that took its time")
+    wanted, said = Preparation(files, tmp_path / "out", "chars"), []
+    about = prepare(wanted, 1, said.append)
+    assert len(pieces) == 2
+    assert not said[0].startswith("going on")
+    assert about == prepare(Preparation(files, tmp_path / "straight", "chars"), 1)
+    assert content(wanted.folder) == content(tmp_path / "straight")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Prepare a folder of tokens (see `mmm.data.text.token_file`), in parallel; what a killed one has, stays.
 
-Files are read in pieces, whose tokens depend on nothing else. Processes encode pieces; this one writes them in order to
-``FOLDER.part``, and after each notes how far it is (`mmm.data.text.progress`). The folder gets its name when all
-is in it.
+Files are read in pieces, whose tokens depend on nothing else. Processes encode them, each to a file of its own in
+``FOLDER.part`` (`mmm.data.text.encode`); when all are there, this one joins them. The folder gets its name when all is
+in it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import Tokenizer
-from mmm.data.text.encode import Encoding, encode, pool_of
+from mmm.data.text.encode import PIECES, Counts, Encoding, encode, pool_of, read_piece, write
 from mmm.data.text.formats import check_is_file, check_text_file
 from mmm.data.text.pieces import Piece, TextFile, read_documents, split
-from mmm.data.text.progress import NOTHING, Progress, Row
 from mmm.data.text.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
 from mmm.data.text.tokenizer import CharTokenizer, characters, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
-from mmm.history.alive import Lock, lock
+from mmm.outside import Lock, lock
 
 PIECE = 1 << 24  # bytes of text, at least, where a file can be split
 EOS = "<|endoftext|>"  # of a trained BPE
-JOURNAL = "progress.jsonl"
+LOCK = "lock"
+MADE_TOKENIZERS = "tokenizer-*.json"  # by a hash of what they are made of
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,6 @@ class Preparation:
     eos: str | None = None
     field: str = "text"
 
-    @property
-    def tokenizer_is_made(self) -> bool:
-        """Of the files: all its tokens are of them all."""
-        return self.bpe is not None or self.tokenizer == CharTokenizer.kind
-
 
 def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Prepare the folder, or go on with it. Returns its manifest.
@@ -75,39 +70,49 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
     part = folder.with_name(folder.name + ".part")
     files = _text_files(wanted)
-    header = _header(wanted, files)
-    if (folder / MANIFEST).is_file():
-        manifest = read_manifest(folder)
-        if manifest.get("key") != header["key"]:
-            raise DataError(
-                f"{folder} was prepared from other files or with other flags: remove it, or choose another -o"
-            )
-        for name, size in (
-            (TOKENS, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize),
-            (DOCUMENTS, manifest["documents"] * 8),
-        ):
-            there = (folder / name).stat().st_size if (folder / name).is_file() else 0
-            if there != size:
-                raise DataError(
-                    f"{folder} is damaged: its {name} has {there} bytes, not {size}: remove the folder, and call again"
-                )
-        say(f"{folder} is complete already")
-        return manifest
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
+    stamps, key = _identity(wanted, files)
     try:
-        part.mkdir(parents=True, exist_ok=True)
-        for path in part.iterdir():  # somebody else may have made the folder, or what is in it
-            if not stat.S_ISREG(path.lstat().st_mode):
-                raise DataError(f"{path} is there, and is no file: remove {part}, or choose another -o")
-        with (part / JOURNAL).open("a+b") as journal:
-            if lock(journal.fileno()) is Lock.TAKEN:
-                raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
-            manifest = _prepare(wanted, part, Progress(journal), files, header, processes, say)
-        part.rename(folder)
-        (folder / JOURNAL).unlink()
+        if (folder / MANIFEST).is_file():
+            manifest = _complete(folder, key)
+            say(f"{folder} is complete already")
+        else:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise DataError(f"{folder} is there, and is no folder of mmm tokens: choose another -o")
+            part.mkdir(parents=True, exist_ok=True)
+            for path in part.iterdir():  # somebody else may have made the folder, or what is in it
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    raise DataError(f"{path} is there, and is no file: remove {part}, or choose another -o")
+            with (part / LOCK).open("ab") as file:
+                if lock(file.fileno()) is Lock.TAKEN:
+                    raise DataError(f"another process is preparing {folder}: wait for it, or choose another -o")
+                manifest = _prepare(wanted, part, files, stamps, key, processes, say)
+                part.rename(folder)
+        for name in (LOCK, PIECES, MADE_TOKENIZERS, f".{PIECES}"):
+            for path in folder.glob(name):
+                path.unlink()
     except OSError as error:
         raise DataError(f"{error.filename or part}: {error.strerror or error}") from None
+    return manifest
+
+
+def _complete(folder: Path, key: str) -> dict[str, Any]:
+    """The manifest of a folder that is there.
+
+    Raises:
+        DataError: it is of another preparation, or damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest.get("key") != key:
+        raise DataError(f"{folder} was prepared from other files or with other flags: remove it, or choose another -o")
+    for name, size in (
+        (TOKENS, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize),
+        (DOCUMENTS, manifest["documents"] * 8),
+    ):
+        found = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if found != size:
+            raise DataError(
+                f"{folder} is damaged: its {name} has {found} bytes, not {size}: remove the folder, and call again"
+            )
     return manifest
 
 
@@ -125,8 +130,8 @@ def _text_files(wanted: Preparation) -> tuple[TextFile, ...]:
     return tuple(found)
 
 
-def _header(wanted: Preparation, text_files: tuple[TextFile, ...]) -> Row:
-    """Of all that decides the tokens: a key, and what it is of: the files by name, size and time, and the rest."""
+def _identity(wanted: Preparation, text_files: tuple[TextFile, ...]) -> tuple[tuple[str, ...], str]:
+    """Of each file its name, size and time; and a hash of all that decides the tokens."""
     try:
         stats = [path.stat() for path in wanted.files]
         tokenizer = Path(wanted.tokenizer)
@@ -138,123 +143,81 @@ def _header(wanted: Preparation, text_files: tuple[TextFile, ...]) -> Row:
     flags = [wanted.bpe, wanted.separator, wanted.eos]
     if any(file.jsonl for file in text_files):
         flags.append(wanted.field)
-    key, of_names = (
-        hashlib.sha256(json.dumps([FORMAT, PIECE, each, *flags]).encode() + content).hexdigest()
-        for each in (files, names)
-    )
-    return {"key": key, "names_key": of_names, "files": files, **NOTHING}
+    key = hashlib.sha256(json.dumps([FORMAT, PIECE, files, *flags]).encode() + content).hexdigest()
+    return tuple(map(json.dumps, files)), key
 
 
 def _prepare(
     wanted: Preparation,
     part: Path,
-    journal: Progress,
     files: tuple[TextFile, ...],
-    header: Row,
+    stamps: tuple[str, ...],
+    key: str,
     processes: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    _begin_journal(journal, part, header, wanted.tokenizer_is_made, say)
-    tokenizer = _tokenizer(wanted, files, part, processes)
+    tokenizer = _tokenizer(wanted, files, part / MADE_TOKENIZERS.replace("*", key), processes)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
-    if lost := journal.check(part / TOKENS, part / DOCUMENTS, tokenizer.dtype.itemsize, tokenizer.sha256):
-        say(f"{part} does not have the last {lost} pieces that its {JOURNAL} has: they are written again")
-    done = journal.rows[-1]
-    if pieces := len(journal.rows) - 1:
-        say(f"going on after {pieces} pieces, {done['tokens']} tokens")
-    with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
-        tokens.truncate(done["tokens"] * tokenizer.dtype.itemsize)
-        documents.truncate(done["documents"] * 8)
-        encoding = Encoding(tokenizer, wanted.separator.encode(), wanted.field, appended)
-        todo = islice(split(files, PIECE, encoding.separator, tokenizer.splittable), pieces, None)
-        for encoded in encode(todo, processes, encoding):
-            ends = (encoded.ends + done["tokens"]).astype("<i8")
-            tokens.write(encoded.tokens.data)
-            documents.write(ends.data)
-            for file in (tokens, documents):
-                file.flush()
-                os.fsync(file.fileno())
-            done = {
-                "tokens": done["tokens"] + len(encoded.tokens),
-                "documents": done["documents"] + len(ends),
-                "bytes": done["bytes"] + encoded.bytes,
-                "file": encoded.file,
-                "sha256": encoded.sha256,
-                "ends_sha256": hashlib.sha256(ends.data).hexdigest(),
-                "tokenizer_sha256": tokenizer.sha256,
-            }
-            journal.append(done)
-            say(f"{done['bytes'] / 1e6:.0f} MB of text, {done['tokens']} tokens, {done['documents']} documents")
-    if not done["tokens"]:
+    encoding = Encoding(part, tokenizer, wanted.separator.encode(), wanted.field, appended, stamps)
+    pieces = list(split(files, PIECE, encoding.separator, tokenizer.splittable))
+    if there := sum(encoding.path(piece).exists() for piece in pieces):
+        say(f"going on: {there} of {len(pieces)} pieces are there")
+    total = Counts(0, 0, 0)
+    with closing(encode(pieces, processes, encoding)) as encoded:
+        for counts in encoded:
+            total = Counts(*map(sum, zip(total, counts, strict=True)))
+            say(f"{total.bytes / 1e6:.0f} MB of text, {total.tokens} tokens, {total.documents} documents")
+    if not total.tokens:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
+    hashes = _join(part, [encoding.path(piece) for piece in pieces], tokenizer.dtype)
+    if tokenizer.file:
+        write(part / tokenizer.file, tokenizer.content)
     about = {"kind": tokenizer.kind, "file": tokenizer.file, "sha256": tokenizer.sha256}
-    hashes = [tokenizer.sha256, "", *(row["sha256"] for row in journal.rows[1:])]
-    manifest = {name: done[name] for name in ("tokens", "documents", "bytes")} | {
+    manifest = total._asdict() | {
         "format": FORMAT,
         "dtype": tokenizer.dtype.str,
         "tokenizer": about | {"vocab_size": tokenizer.vocab_size, "eos": eos},
         "files": [str(path) for path in wanted.files],
-        "sha256": hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
-        "key": header["key"],
+        "sha256": hashlib.sha256("\n".join([tokenizer.sha256, "", *hashes]).encode()).hexdigest(),
+        "key": key,
     }
-    _write(part / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write(part / MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
 
-def _begin_journal(
-    journal: Progress, part: Path, header: Row, tokenizer_is_made: bool, say: Callable[[str], None]
-) -> None:
-    """Leave the rows that are of this preparation. Where a file has changed since, such as one that was refused, those
-    of the files before it."""
-    if not journal.rows:
-        journal.append(header)
-    before, rows = journal.rows[0], journal.rows[1:]
-    if before["key"] == header["key"]:
-        return
-    made = part / CharTokenizer.file
-    if before.get("names_key") != header["names_key"] and (rows or made.is_file()):
-        raise DataError(f"{part} is a preparation of other files or with other flags: remove it, or choose another -o")
-    kept: list[Row] = []
-    if before.get("names_key") == header["names_key"]:
-        pairs = enumerate(zip(header["files"], before.get("files", []), strict=False))
-        changed = next((number for number, (new, old) in pairs if new != old), 0)
-        kept = [] if tokenizer_is_made else [row for row in rows if row["file"] < changed]
-        say(f"{header['files'][changed][0]} has changed: {len(rows) - len(kept)} pieces are written again")
-    made.unlink(missing_ok=True)
-    journal.truncate(0)
-    for row in (header, *kept):
-        journal.append(row)
+def _join(part: Path, pieces: Sequence[Path], dtype: np.dtype) -> list[str]:
+    """Write the tokens and the ends of all pieces, in order. Returns the hash of each piece's tokens."""
+    hashes, before = [], 0
+    with (part / TOKENS).open("wb") as tokens, (part / DOCUMENTS).open("wb") as documents:
+        for path in pieces:
+            piece = read_piece(path, dtype)
+            if piece is None:
+                raise DataError(f"{path} is not as it was written: call again, and it is made anew")
+            tokens.write(piece.tokens.data)
+            documents.write((piece.ends + before).astype("<i8").data)
+            before += len(piece.tokens)
+            hashes.append(hashlib.sha256(piece.tokens.data).hexdigest())
+        for file in (tokens, documents):
+            file.flush()
+            os.fsync(file.fileno())
+    return hashes
 
 
-def _write(path: Path, content: bytes) -> None:
-    """A file that is there completely or not at all."""
-    beside = path.with_name(f".{path.name}")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(path)
-
-
-def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], part: Path, processes: int) -> Tokenizer:
-    """The tokenizer, whose file is kept in `part`: one that is made from the files is made once."""
-    made, kept = wanted.tokenizer_is_made, part / CharTokenizer.file
-    if made and kept.is_file():
-        return load_tokenizer(kept)
-    if wanted.bpe is not None:
-        with pool_of(1) as pool:  # in a process of its own: the library's threads would not survive the fork of others
-            _write(kept, pool.submit(_train, files, wanted.bpe, wanted.field).result())
-        return load_tokenizer(kept)
-    if made:
-        with pool_of(processes) as pool:
-            seen = set().union(*pool.map(partial(_characters, wanted.field), split(files, PIECE)))
-        tokenizer: Tokenizer = CharTokenizer("".join(map(chr, sorted(seen))))
-    else:
-        tokenizer = load_tokenizer(wanted.tokenizer)
-    if tokenizer.file:
-        _write(part / tokenizer.file, tokenizer.content)
-    return tokenizer
+def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], made: Path, processes: int) -> Tokenizer:
+    """The tokenizer. One that is made from the files is made once, and kept as `made`."""
+    if wanted.bpe is None and wanted.tokenizer != CharTokenizer.kind:
+        return load_tokenizer(wanted.tokenizer)
+    if not made.is_file():
+        if wanted.bpe is not None:
+            with pool_of(1) as pool:  # of its own: the library's threads would not survive the fork of others
+                content = pool.submit(_train, files, wanted.bpe, wanted.field).result()
+        else:
+            with pool_of(processes) as pool:
+                seen = set().union(*pool.map(partial(_characters, wanted.field), split(files, PIECE)))
+            content = CharTokenizer("".join(map(chr, sorted(seen)))).content
+        write(made, content)
+    return load_tokenizer(made)
 
 
 def _characters(field: str, piece: Piece) -> set[int]:

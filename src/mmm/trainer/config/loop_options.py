@@ -40,7 +40,7 @@ class LoopOptions(ProfileOptions, RunOptions):
     on_nan: Literal["stop", "skip"] = "stop"
     """Of a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave weights and
     optimizer as they are, and go on."""
-    tracker: Literal["csv", "tensorboard", "wandb", "mlflow"] | None = None  # type: ignore[assignment]
+    tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None  # type: ignore[assignment]
     """Rows go there as well, in the run's folder. wandb is offline, and mlflow a folder, unless WANDB_MODE or
     MLFLOW_TRACKING_URI says otherwise."""
     save_model: bool = False

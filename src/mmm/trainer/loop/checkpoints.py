@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.contract import SAVED_EXIT
-from mmm.history.record import versions
+from mmm.history.record.folder import versions
 from mmm.models.weights import accum_dtype
 from mmm.parallel.footprint import STATE
 from mmm.parallel.grad_scaler import GradScaler

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 
-from mmm.history.record import PROFILE_PAGE, PROFILE_TEXT, TRACE
+from mmm.history.record.folder import PROFILE_PAGE, PROFILE_TEXT, TRACE
 from mmm.layout import Layout
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel

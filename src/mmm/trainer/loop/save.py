@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.history.record import cannot_write
+from mmm.history.record.folder import cannot_write
 from mmm.models.weights import canonical_name
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded

@@ -28,15 +28,13 @@ from torch import Tensor
 from mmm.errors import DeviceError, DivergedError
 from mmm.layout import Layout
 from mmm.parallel.local import detached
-from mmm.runtime.clock import OWN, PARTS, PIPELINE_PARTS, StepClock, event_class
+from mmm.runtime.clock import OWN, PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.log import get_logger, ignore_views, logging_to, say_once
 from mmm.runtime.observer import observed
 from mmm.runtime.process_group import gather_floats, gather_table, locate, process_group
 from mmm.runtime.ranks import DRY_RUN, Rank, whoami
 from mmm.runtime.seed import seed_start
-from mmm.runtime.sockets import use_short_socket_folder
-from mmm.runtime.waits import timed_waits
 from mmm.trainer.run.losses import NotFinite, UnreadLosses, on_host, sums_in_order
 
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
@@ -333,7 +331,7 @@ def start_run(name: str, options: Any, resolved: Any, hooks: Sequence[Hook]) -> 
         stack.enter_context(logging_to(1 if run.dry else rank.rank, file, options.log_all_ranks))
         error: BaseException | None = None
         try:
-            for note in filter(None, (left_out(options.device, device), use_short_socket_folder())):
+            if note := left_out(options.device, device):
                 run.note(note)
             for hook in run.hooks:
                 hook.start(run)

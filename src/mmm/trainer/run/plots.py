@@ -7,7 +7,7 @@ import sys
 
 from mmm.trainer.run.core import Hook, Run
 
-DRAW = "mmm.history.draw"  # the module, which no run imports
+DRAW = "mmm.history.plots.draw"  # the module, which no run imports
 
 
 class Plots(Hook):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from mmm import history
 from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import ConfigError, RecordError
-from mmm.history.attempts import make_room, this_attempt
-from mmm.history.ending import RUNNING, Ending
+from mmm.history.record.attempts import make_room, this_attempt
+from mmm.history.record.ending import RUNNING, Ending
 from mmm.runtime.agreement import agree
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
@@ -25,7 +25,7 @@ from mmm.trainer.run.core import Hook, Row, Run
 from mmm.trainer.run.tables import rank_table
 
 if TYPE_CHECKING:
-    from mmm.history.resume import Resume
+    from mmm.history.record.resume import Resume
 
 
 class Record(Hook):

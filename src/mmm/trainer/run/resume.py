@@ -22,10 +22,10 @@ from mmm.checkpoint.manifest import (
 )
 from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
-from mmm.history.attempts import Attempt, attempt_of, make_room, this_attempt
-from mmm.history.ending import FINISHED, config_ending, parsed, read_config
-from mmm.history.record import DATASET, JOURNAL, writable
-from mmm.history.resume import Resume, check_over
+from mmm.history.record.attempts import Attempt, attempt_of, make_room, this_attempt
+from mmm.history.record.ending import FINISHED, config_ending, parsed, read_config
+from mmm.history.record.folder import DATASET, JOURNAL, writable
+from mmm.history.record.resume import Resume, check_over
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.stop import StopSignal, stop_signal

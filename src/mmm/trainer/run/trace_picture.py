@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmm.history.record import TRACE, TRACE_PICTURE
+from mmm.history.record.folder import TRACE, TRACE_PICTURE
 from mmm.trainer.run.core import Hook, Run
 
 

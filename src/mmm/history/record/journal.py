@@ -11,15 +11,15 @@ import contextlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mmm.errors import RecordError
-from mmm.history.alive import Lock, lock, this_process
-from mmm.history.record import cannot_write, reason, write_atomically
-from mmm.outside import open_file, parse_json
+from mmm.history.record.folder import cannot_write, reason, write_atomically
+from mmm.outside import Lock, lock, open_file, parse_json
 
 VERSION = 1
 LEFT_OUT = "left_out"  # the dataset's attribute: lines of a journal that are no rows
@@ -37,20 +37,51 @@ class LoggedRow(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`writer`: of `mmm.history.alive.this_process`; empty in older journals."""
+    """`writer`: of `this_process`; empty in older journals."""
 
     ranks: list[dict[str, Any]]
     attrs: dict[str, Any]
     writer: Mapping[str, Any] = MappingProxyType({})
 
 
-class Kept(NamedTuple):
+class JournalContents(NamedTuple):
     """The content of a journal, of which `size` bytes have been read. `left_out`: of lines that are no rows."""
 
     header: Header
     rows: list[LoggedRow]
     size: int
     left_out: str = ""
+
+
+def this_process() -> dict[str, Any]:
+    """What a journal's header says of its writer."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "began": process_began(os.getpid())}
+
+
+def process_began(pid: int) -> str | None:
+    """When a process of this host began, as text that identifies it among processes with that pid; None without one.
+
+    Empty where the system has no /proc: then only the pid is known.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "" if pid_exists(pid) else None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
+
+
+def pid_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 class Journal:
@@ -146,7 +177,7 @@ class Journal:
                 os.close(fd)
 
 
-def read_journal(path: Path) -> Kept | None:
+def read_journal(path: Path) -> JournalContents | None:
     """The header and every complete row of the journal at `path`, in order; None if there is no such file.
 
     A truncated last line is left out. Any other line that is no row is left out with a warning that says why.
@@ -183,7 +214,7 @@ def read_journal(path: Path) -> Kept | None:
         more = [f"and {len(problems) - MOST_SAID} more"] if len(problems) > MOST_SAID else []
         left_out = f"{len(problems)} of {sum(map(bool, lines[1:]))} lines left out: {', '.join([*said, *more])}"
         log.warning("%s: %s", path, left_out)
-    return Kept(header, [row for number, row in rows if number not in problems], len(content), left_out)
+    return JournalContents(header, [row for number, row in rows if number not in problems], len(content), left_out)
 
 
 def _out_of_order(rows: Sequence[tuple[int, LoggedRow]]) -> list[tuple[int, LoggedRow]]:

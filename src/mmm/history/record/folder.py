@@ -29,7 +29,6 @@ LOG = "log.txt"
 PLOTS = "plots"
 TRACE = "trace.json.gz"  # of a profile, and its picture
 TRACE_PICTURE = "trace.png"
-METRICS = "metrics.csv"  # of --tracker csv
 PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
 OWN = "dt_own"  # a variable: of a step's time, that in which this rank waits for no other
 PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
@@ -46,7 +45,6 @@ _OWN = (
     TRACE_PICTURE,
     PROFILE_TEXT,
     PROFILE_PAGE,
-    METRICS,
 )
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
 
@@ -59,7 +57,7 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False, goe
             (``-2``, ``-3``, … is added when two runs start in the same second).
         module: what is being run, e.g. ``fsdp_tp``. Only used when `outdir` is None.
         overwrite: a folder that already holds a record loses the record's own files (config.json, the dataset, the
-            journal, log.txt, the plots drawn here, traces, profiles, metrics.csv). Checkpoints and other files stay.
+            journal, log.txt, the plots drawn here, traces, profiles). Checkpoints and other files stay.
         goes_on: a record that is there stays, for `History` to go on with.
 
     Raises:

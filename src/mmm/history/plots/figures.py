@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmm.history.dataset import marks_of
-from mmm.history.series import AxisLimits, Series, limits, mean_over_ranks, metrics, outside, parts, series, slowest
+from mmm.history.plots.series import (
+    AxisLimits,
+    Series,
+    limits,
+    mean_over_ranks,
+    metrics,
+    outside,
+    parts,
+    series,
+    slowest,
+)
+from mmm.history.record.dataset import marks_of
 
 if TYPE_CHECKING:
     import xarray

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,14 +14,16 @@ import numpy as np
 
 import mmm
 from mmm.errors import RecordError
-from mmm.history.ending import RUNNING, Ending, ending_of, write_ending
-from mmm.history.journal import Header, Journal, LoggedRow, name_problem, taken_names
-from mmm.history.record import DATASET, JOURNAL, reason
+from mmm.history.record.dataset import finalize_now
+from mmm.history.record.ending import RUNNING, Ending, ending_of, write_ending
+from mmm.history.record.folder import DATASET, JOURNAL, reason
+from mmm.history.record.journal import Header, Journal, LoggedRow, name_problem, taken_names
 
 if TYPE_CHECKING:
-    from mmm.history.resume import Resume
+    from mmm.history.record.resume import Resume
 
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+FLUSH_SECONDS = 5.0  # between two writes, at most, where rows come
 log = logging.getLogger("mmm")
 
 
@@ -34,7 +37,8 @@ class History:
         outdir: the run's folder (see `prepare`); made if it does not exist.
         ranks: one mapping a rank, in order: ``rank``, ``host``, ``local_rank``, ``pid`` and the coordinate on each mesh
             axis (``"tp": 1``). They become coordinates of the dataset, the mesh axes as ``axis_<name>``.
-        flush_every: rows between two writes.
+        flush_every: rows between two writes, at most; rows also go to the file 5 s after the last write, so that a slow
+            run is seen while it runs.
         full_ranks: up to this many ranks a variable given by rank is kept in full, (draw, rank); above it a variable x
             is kept as ``x_min``, ``x_median``, ``x_max`` and ``x_argmax`` (the rank of the largest).
         resume: go on with the record that the folder holds.
@@ -62,6 +66,7 @@ class History:
         self._names: set[str] = set()
         self._pending: list[LoggedRow] = []
         self._next = 0  # draw
+        self._flushed = time.monotonic()
         self._closed = False
         there = [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]
         if there and resume is None:
@@ -92,7 +97,7 @@ class History:
                 value is not kept) or else at the end.
 
         Raises:
-            RecordError: a name or a value does not fit, or every `flush_every` rows, the journal cannot be written.
+            RecordError: a name or a value does not fit, or, when the rows are due, the journal cannot be written.
                 The row stays in memory then, and the next write tries again.
         """
         if self._closed:
@@ -118,7 +123,7 @@ class History:
                 scalars.update(_reduced(name, values))
         self._pending.append(LoggedRow(self._next, scalars, spread))
         self._next += 1
-        if len(self._pending) >= self.flush_every:
+        if len(self._pending) >= self.flush_every or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
         return " ".join([f"{name}={_shown(value)}" for name, value in shown.items()])
 
@@ -127,6 +132,7 @@ class History:
         if self._pending:
             self._journal.append(self._pending)
             self._pending = []
+        self._flushed = time.monotonic()
 
     def close(self, error: BaseException | None = None) -> Path:
         """Make train_dataset.h5, remove the journal, and return the dataset's path. A second call does nothing.
@@ -137,8 +143,6 @@ class History:
         Raises:
             RecordError: the dataset cannot be written. The journal stays, and `close` may be called again.
         """
-        from mmm.history.reader import finalize_now
-
         if not self._closed:
             self.flush()
             self._journal.ensure()

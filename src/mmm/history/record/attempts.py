@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from mmm.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 from mmm.errors import RecordError
-from mmm.history.ending import ENDED, KILLED, Ending, config_ending, parsed, read_config
-from mmm.history.record import CONFIG, JOURNAL, own_files, reason
+from mmm.history.record.dataset import finalize_now
+from mmm.history.record.ending import ENDED, KILLED, Ending, config_ending, parsed, read_config
+from mmm.history.record.folder import CONFIG, JOURNAL, own_files, reason
 
 
 class Attempt(NamedTuple):
@@ -86,8 +87,6 @@ def _move(path: Path, to: Path) -> None:
 
 def _finalize(target: Path, ending: Ending) -> str:
     """Make the dataset of an attempt that was killed: launch has ended its ranks. Returns a note if that fails."""
-    from mmm.history.reader import finalize_now
-
     if not (target / JOURNAL).exists():
         return ""
     try:

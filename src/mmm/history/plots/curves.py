@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.errors import RecordError
-from mmm.history.record import reason
-from mmm.history.terminal import ChartAxes, ChartSeries, chart, plain, ticks
+from mmm.history.plots.terminal import ChartAxes, ChartSeries, chart, plain, ticks
+from mmm.history.record.folder import reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def fitting_width() -> int:
 
 def curves_figure(panels: Mapping[str, Curves]) -> "Figure":
     """A panel for each set of curves, `panels` by the name of its y axis, side by side."""
-    from mmm.history.figures import new_figure
+    from mmm.history.plots.figures import new_figure
 
     figure = new_figure(5.2 * len(panels), 3.8)
     figure.subplots_adjust(left=0.14 / len(panels), right=0.97, bottom=0.14, top=0.93, wspace=0.25)
@@ -63,7 +63,7 @@ def save_curves(panels: Mapping[str, Curves], path: Path) -> Path:
     Raises:
         RecordError: it cannot be written, or the suffix is no picture format.
     """
-    from mmm.history.figures import style
+    from mmm.history.plots.figures import style
 
     with style():
         try:

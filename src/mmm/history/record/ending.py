@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmm.contract import CONSEQUENCES, ENDING, SAVED_EXIT, VERDICT_VARIABLE, first_failure
-from mmm.history.record import CONFIG, write_atomically
+from mmm.history.record.folder import CONFIG, write_atomically
 from mmm.outside import parse_json, printable, read_file
 
 RUNNING = "running"

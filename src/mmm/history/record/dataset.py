@@ -1,5 +1,7 @@
-"""Rows to a labelled dataset, and the dataset to and from its file. xarray is imported where it is used: not to write
-the file, since pandas comes with it, and both together take as long to import as a third of PyTorch.
+"""Rows to a labelled dataset, the dataset to and from its file, and a journal to a dataset.
+
+xarray is imported where it is used: not to write the file, since pandas comes with it, and both together take as long
+to import as a third of PyTorch.
 
 Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coordinates ``host``, ``local_rank``,
 ``pid``, for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
@@ -9,6 +11,7 @@ Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coor
 
 import io
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,13 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.journal import Header, LoggedRow
-from mmm.history.record import write_atomically
+from mmm.history.record.ending import RUNNING, Ending, config_with, parsed, read_config, write_ending
+from mmm.history.record.folder import DATASET, JOURNAL, reason, write_atomically
+from mmm.history.record.journal import LEFT_OUT, Header, LoggedRow, read_journal
 from mmm.outside import open_file, parse_json
 
 if TYPE_CHECKING:
     import xarray
 
+log = logging.getLogger("mmm")
 INT64 = np.iinfo(np.int64)
 MARKS = "resumed"  # the dataset's attribute: a list of mappings, with draw, the first row after the resumption
 
@@ -251,3 +256,71 @@ def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
         return [mark for mark in marks if isinstance(mark.get("draw"), int)]
     except (ValueError, TypeError, AttributeError):
         return []
+
+
+def join(folder: Path, ending: Ending | None) -> "tuple[Columns | xarray.Dataset, int]":
+    """What the journal and the file before it hold, with that ending (None: the one it has), and how many bytes the
+    journal has; without a journal the dataset."""
+    journal = read_journal(folder / JOURNAL)  # before the dataset: a run that ends meanwhile has written that first
+    stored = read_dataset(folder / DATASET)
+    if journal is None:
+        if stored is None:
+            raise no_record(folder)
+        return stored, 0
+    header, rows, size, left_out = journal
+    if stored is not None:
+        rows = to_rows(stored) + rows
+    config, ending = read_config(folder), ending or Ending(RUNNING)
+    attrs = {"config": config_with(config, ending)} if config else {}
+    if left_out := "; ".join(filter(None, (str(header.attrs.get(LEFT_OUT, "")), left_out))):
+        attrs[LEFT_OUT] = left_out
+    return to_columns(header, rows, ending.attrs() | attrs, startup_marks(config, len(header.ranks))), size
+
+
+def finalize_now(folder: Path, ending: Ending) -> Path:
+    """`finalize` where the caller knows that the run is over, and how it ended.
+
+    A journal that has grown since it was read stays beside the dataset, and `load` counts each row once.
+    """
+    columns, size = join(folder, ending)
+    if isinstance(columns, Columns):  # else another process has made the dataset meanwhile
+        write_dataset(columns, folder / DATASET)
+    try:
+        if (folder / JOURNAL).stat().st_size != size:
+            raise still_writing(folder, f"its journal has grown beyond the {size:,} bytes that were read")
+        (folder / JOURNAL).unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RecordError(f"cannot remove {folder / JOURNAL}: {reason(error)}. Its rows are in {DATASET}.") from error
+    try:
+        write_ending(folder, ending)
+    except RecordError as error:  # such as a full disk: the dataset has the ending as well
+        log.warning("%s", error)
+    return folder / DATASET
+
+
+def still_writing(folder: Path, why: str) -> RecordError:
+    return RecordError(
+        f"the run in {folder} is still writing ({why}): it makes {DATASET} itself when it ends. "
+        "Until then mmm.history.load and `mmm history` read it as it is."
+    )
+
+
+def no_record(folder: Path) -> RecordError:
+    inside = sorted(p.name for p in folder.iterdir())
+    shown = ", ".join(inside[:8]) + (", …" if len(inside) > 8 else "") if inside else "nothing"
+    return RecordError(
+        f"{folder} holds no run's record: neither {DATASET} nor {JOURNAL} is in it, but {shown}. "
+        "Give the folder of one run, e.g. outputs/<module>/<timestamp>."
+    )
+
+
+def startup_marks(config: str, ranks: int) -> dict[str, list[float | None]]:
+    """The marks of each rank's start-up, by name; empty before the first step has ended."""
+    try:
+        marks = parsed(config)["startup"]["marks"]
+        number = (float, int, type(None))
+        return {name: at for name, at in marks.items() if len(at) <= ranks and all(type(x) in number for x in at)}
+    except (KeyError, TypeError, AttributeError):
+        return {}  # a user may edit config.json; the rows do not depend on it

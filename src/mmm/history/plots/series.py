@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.dataset import about
-from mmm.history.record import OWN
+from mmm.history.record.dataset import about
+from mmm.history.record.folder import OWN
 
 if TYPE_CHECKING:
     import xarray

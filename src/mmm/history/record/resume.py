@@ -6,13 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmm.errors import RecordError
-from mmm.history.alive import why_going_on
-from mmm.history.attempts import Attempt, attempt_of
-from mmm.history.dataset import MARKS, marks_of, to_columns, to_rows, write_dataset
-from mmm.history.ending import FINISHED, KILLED, Ending, config_ending, read_config
-from mmm.history.journal import LEFT_OUT, Header
-from mmm.history.reader import _startup, _still_writing, _writer, dataset_of
-from mmm.history.record import DATASET, JOURNAL
+from mmm.history.record.attempts import Attempt, attempt_of
+from mmm.history.record.dataset import (
+    MARKS,
+    marks_of,
+    startup_marks,
+    still_writing,
+    to_columns,
+    to_rows,
+    write_dataset,
+)
+from mmm.history.record.ending import FINISHED, KILLED, Ending, config_ending, read_config
+from mmm.history.record.folder import DATASET, JOURNAL
+from mmm.history.record.journal import LEFT_OUT, Header
+from mmm.history.record.reader import dataset_of, journal_writer, why_going_on
 
 if TYPE_CHECKING:
     import xarray
@@ -51,7 +58,7 @@ class Resume(NamedTuple):
             before = _ranks_of(earlier)
             ranks = [*ranks, *before[len(ranks) :]]
             kept = Header(before, {**earlier.attrs, MARKS: marks})
-            write_dataset(to_columns(kept, rows, {}, _startup(read_config(folder), len(before))), folder / DATASET)
+            write_dataset(to_columns(kept, rows, {}, startup_marks(read_config(folder), len(before))), folder / DATASET)
         attrs[MARKS] = [*marks, {"draw": self.rows, **self.mark}]
         return Header(ranks, attrs)
 
@@ -70,7 +77,7 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
     if this is not None and earlier is not None and earlier.of == this.of and earlier.number < this.number:
         return
     try:
-        fd = os.open(folder / JOURNAL, os.O_RDWR | os.O_NONBLOCK)
+        fd = os.open(folder / JOURNAL, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         ending = config_ending(config)
         if ending is not None and ending.state == FINISHED and not from_checkpoint:
@@ -80,8 +87,8 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
             ) from None
         return
     try:
-        if why := why_going_on(fd, _writer(folder / JOURNAL)):
-            raise _still_writing(folder, why)
+        if why := why_going_on(fd, journal_writer(folder / JOURNAL)):
+            raise still_writing(folder, why)
     finally:
         os.close(fd)
 

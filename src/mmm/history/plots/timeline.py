@@ -62,7 +62,7 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
     """Panels below each other, each with its own time axis."""
     from matplotlib.patches import Patch
 
-    from mmm.history.figures import new_figure
+    from mmm.history.plots.figures import new_figure
 
     ranks = len(panels[0].rows)
     each = 0.42 * ranks + 0.85  # inches
@@ -102,7 +102,7 @@ def faded(color: str) -> tuple[float, float, float]:
 
 
 def _draw(axes: "Axes", panel: Panel) -> None:
-    from mmm.history.figures import GREY, INK
+    from mmm.history.plots.figures import GREY, INK
 
     start = min(span.begin for row in panel.rows for span in row)
     end = max(span.end for row in panel.rows for span in row)

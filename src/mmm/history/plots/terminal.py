@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmm.history.series import AxisLimits, Series, limits, outside, series
+from mmm.history.plots.series import AxisLimits, Series, limits, outside, series
 
 if TYPE_CHECKING:
     import xarray
@@ -72,24 +72,9 @@ class ChartAxes(NamedTuple):
 
 
 def chart(signals: Sequence[ChartSeries], axes: ChartAxes, width: int, height: int, color: bool = False) -> str:
-    """`width` × `height` characters by plotext, whose releases 5 and 6 have different interfaces."""
+    """`width` × `height` characters by plotext."""
     import plotext
 
-    if not hasattr(plotext, "figure"):  # plotext 5
-        plotext.clf()
-        plotext.theme("clear")
-        plotext.plotsize(width, height)
-        for s in signals:
-            plot = plotext.plot if s.connected else plotext.scatter
-            plot(s.x, s.y, marker=s.marker, color="cyan" if color else None)
-        plotext.title(axes.title)
-        plotext.xlabel(axes.x_name)
-        if axes.x_limits:
-            plotext.xlim(*axes.x_limits)
-        plotext.ylim(*axes.y_limits)
-        plotext.yticks(*axes.y_ticks)
-        plotext.xticks(*axes.x_ticks)
-        return plotext.build()
     plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
     try:
         figure = plotext.figure

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.errors import RecordError
-from mmm.history.record import PLOT_LIST, PLOTS, write_atomically
-from mmm.history.series import metrics
-from mmm.history.terminal import terminal_plot
+from mmm.history.plots.series import metrics
+from mmm.history.plots.terminal import terminal_plot
+from mmm.history.record.folder import PLOT_LIST, PLOTS, write_atomically
 from mmm.outside import read_json
 
 if TYPE_CHECKING:
     import xarray
     from matplotlib.figure import Figure
 
-    from mmm.history.timeline import Panel
+    from mmm.history.plots.timeline import Panel
 
 log = logging.getLogger("mmm")
 
@@ -38,7 +38,7 @@ def plot_all(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
     for name in names:
         written += _attempt(name, partial(_text, partial(terminal_plot, ds, name, 100, 24), folder, name))
     try:
-        from mmm.history import figures
+        from mmm.history.plots import figures
 
         with figures.style():
             for name in names:
@@ -57,13 +57,13 @@ def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, nam
 
     As with `plot_all`, nothing is raised.
     """
-    from mmm.history.timeline import timeline_text
+    from mmm.history.plots.timeline import timeline_text
 
     folder = Path(outdir)
 
     def picture() -> list[Path]:
-        from mmm.history import figures
-        from mmm.history.timeline import timeline_figure
+        from mmm.history.plots import figures
+        from mmm.history.plots.timeline import timeline_figure
 
         with figures.style():
             return _picture(lambda: timeline_figure(panels, title), folder, name)

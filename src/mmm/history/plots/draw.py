@@ -1,4 +1,4 @@
-"""``python -m mmm.history.draw OUTDIR``: pictures of a run's rows, and its loss in the terminal.
+"""``python -m mmm.history.plots.draw OUTDIR``: pictures of a run's rows, and its loss in the terminal.
 
 A run draws them by a process of its own when it is over: what the pictures need, and what may go wrong with them, is
 then no part of the run.
@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from mmm.errors import RecordError
-from mmm.history.plots import plot_all
-from mmm.history.reader import load
-from mmm.history.terminal import terminal_plot
+from mmm.history.plots.files import plot_all
+from mmm.history.plots.terminal import terminal_plot
+from mmm.history.record.reader import load
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,1 @@
+"""Pictures and terminal plots of a run's rows."""

@@ -1,0 +1,1 @@
+"""Record a run: its folder, its rows, how it ended."""
