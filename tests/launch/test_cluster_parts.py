@@ -20,7 +20,7 @@ from mmm.launch.control.failures import Failure
 from mmm.launch.host.agent import numbers
 from mmm.launch.job import binding, hosts, walltime
 from mmm.launch.job.job import Job
-from mmm.launch.job.sites import Site
+from mmm.machines.machine import Machine
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG, START
 
@@ -228,7 +228,7 @@ def agent(index, host, cpus="0-7", local_rank=None):
 
 
 class Plan:
-    by, device, bind, prefork, threads, site = "rank", "cpu", None, True, None, Site("")
+    by, device, bind, prefork, threads, site = "rank", "cpu", None, True, None, Machine("")
     hosts, counts, device_order, wished_port = ("a", "b"), (2, 1), (), None
 
     def __init__(self):

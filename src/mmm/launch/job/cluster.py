@@ -25,7 +25,6 @@ from mmm.launch.job import (
     local,
     placement,
     scheduler,
-    sites,
     variables,
 )
 from mmm.launch.job.accelerators import Accelerators
@@ -34,9 +33,10 @@ from mmm.launch.job.counts import is_filled
 from mmm.launch.job.elastic import Elastic
 from mmm.launch.job.job import Job
 from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.sites import Site
 from mmm.launch.job.staging import Stage
 from mmm.launch.job.target import Target
+from mmm.machines import find as machines
+from mmm.machines.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ClusterPlan:
 
     Attributes:
         launcher: "srun", "hydra", "pals" or "openmpi"; "direct": launch itself. command: its whole command line.
-        site: the known machine's data, or the empty `Site`.
+        site: the known machine, or the empty `Machine`.
         hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
         by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
         bind: how launch binds ranks itself; None: it does not. binding: in words.
@@ -60,7 +60,7 @@ class ClusterPlan:
     launcher: str
     command: list[str]
     job: Job
-    site: Site
+    site: Machine
     hosts: tuple[str, ...]
     counts: tuple[int, ...]
     by: str
@@ -120,7 +120,7 @@ def plan(
     job, listed = _hosts(options, environ, why)
     if not listed:
         return None
-    site, why["machine"] = sites.find(environ, options.site)
+    site, why["machine"] = machines.find(environ, options.site)
     backend, why["launcher"] = choose_backend(options, job, site, listed, environ, version)
     found = (found or accelerators.find(environ=environ, build=build)) if any(map(hosts.is_here, listed)) else None
     device, why[DEVICE_VARIABLE] = _device(options, site, environ, found)
@@ -156,7 +156,7 @@ def plan(
         prefork=options.prefork,
         stage=options.stage,
         why=why,
-        notes=(*job.notes, *placed.notes, *by_notes),
+        notes=(*machines.old_places(environ), *job.notes, *placed.notes, *by_notes),
         elastic=options.elastic,
         each=each_host(target, options, backend, request, job) if options.elastic is not None else {},
     )
@@ -197,20 +197,20 @@ def _started_by(
     return replace(options, by="host"), (note,)
 
 
-def _device_order(site: Site, options: LaunchOptions, backend: Backend, device: str | None) -> list[int]:
+def _device_order(site: Machine, options: LaunchOptions, backend: Backend, device: str | None) -> list[int]:
     """The site's devices for local rank 0, 1, …; none where each rank sees all of them, or its own alone."""
     shown = site.shows_devices(options.by, backend.kind, device) and site.device_variable not in options.env
     return site.device_order if shown else []
 
 
-def _site_for_ranks(site: Site, settings: dict[str, str], order: list[int]) -> dict[str, str]:
+def _site_for_ranks(site: Machine, settings: dict[str, str], order: list[int]) -> dict[str, str]:
     """The variable by which ranks know the site; none where it is not known."""
     told = {"name": site.name, "set": settings, "device_order": order}
     return {SITE_VARIABLE: json.dumps(told)} if site.name else {}
 
 
 def _device(
-    options: LaunchOptions, site: Site, environ: Mapping[str, str], found: Accelerators | None
+    options: LaunchOptions, site: Machine, environ: Mapping[str, str], found: Accelerators | None
 ) -> tuple[str | None, str]:
     """The device type, and why. `found`: on this host, if it is one of them."""
     if given := variables.given_device(options.device, environ):
@@ -222,11 +222,11 @@ def _device(
     return None, "not known here: each rank looks on its host"
 
 
-def _devices(device: str | None, site: Site, job: Job, found: Accelerators | None) -> tuple[int | None, str]:
+def _devices(device: str | None, site: Machine, job: Job, found: Accelerators | None) -> tuple[int | None, str]:
     """Devices a host, None where nothing says, and why."""
     if device == "cpu":
         return 0, "CPU was chosen"
-    if site.ranks_per_host and site.device in (None, device):
+    if site.ranks_per_host and site.device in ("", device):
         return site.ranks_per_host, site.name
     if job.gpus_per_host:
         return job.gpus_per_host, job.why["gpus_per_host"]
@@ -246,7 +246,7 @@ def _in_words(device: str | None, devices: int | None, why: str) -> str:
 
 
 def _binding(
-    options: LaunchOptions, site: Site, launcher: str, per_host: int
+    options: LaunchOptions, site: Machine, launcher: str, per_host: int
 ) -> tuple[str | None, list[str], str, str]:
     """launch's own binding, or None; the launcher backend's words for it; both in words, and why."""
     if options.by == "host" or launcher in ("hydra", "openmpi"):

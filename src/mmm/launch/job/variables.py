@@ -9,7 +9,7 @@ from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts
 from mmm.launch.job.job import Job
 from mmm.launch.job.options import LaunchOptions
-from mmm.launch.job.sites import Site
+from mmm.machines.machine import Machine
 
 OR_FREE = "; or a free one, where its host says that it is taken"
 
@@ -41,7 +41,7 @@ def given_port(environ: Mapping[str, str]) -> str | None:
 
 def of_cluster(
     options: LaunchOptions,
-    site: Site,
+    site: Machine,
     job: Job,
     used: Sequence[str],
     ranks: int,
@@ -61,7 +61,7 @@ def of_cluster(
 
 
 def master(
-    environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int, why: dict[str, str]
+    environ: Mapping[str, str], job: Job, site: Machine, used: Sequence[str], attempt: int, why: dict[str, str]
 ) -> dict[str, str]:
     """Where rank 0 of an attempt on the hosts `used` listens. Adds to `why`."""
     address, why["MASTER_ADDR"] = _address(environ, site, used)
@@ -69,7 +69,7 @@ def master(
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
-def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str], why: dict[str, str]) -> dict[str, str]:
+def of_site(site: Machine, options: LaunchOptions, environ: Mapping[str, str], why: dict[str, str]) -> dict[str, str]:
     """The site's variables that the user has not set. Adds where they come from to `why`."""
     found = {}
     for name, (value, source) in site.variables(options.by).items():
@@ -80,7 +80,7 @@ def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str], why:
     return found
 
 
-def _address(environ: Mapping[str, str], site: Site, used: Sequence[str]) -> tuple[str, str]:
+def _address(environ: Mapping[str, str], site: Machine, used: Sequence[str]) -> tuple[str, str]:
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"], "set in the environment"
     if len(used) == 1:
@@ -90,7 +90,7 @@ def _address(environ: Mapping[str, str], site: Site, used: Sequence[str]) -> tup
     return name, "the first host" + (f", with {site.name}'s suffix" if suffix else "")
 
 
-def _port(environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int) -> tuple[str, str]:
+def _port(environ: Mapping[str, str], job: Job, site: Machine, used: Sequence[str], attempt: int) -> tuple[str, str]:
     if given := given_port(environ):
         return given, "set in the environment"
     if site.port:
