@@ -22,8 +22,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from plan_measured import Measured, measure
+
 from mmm.plan.dry_run import dry_run
-from mmm.plan.measured import Measured, measure
 from mmm.trainer.config.dry_run import for_a_few_steps
 from mmm.trainer.config.options import parse
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmm.machines.find import named
 from mmm.plan.candidate import kind_of
-from mmm.plan.machine import changed, load
-from mmm.plan.models import read_model
+from mmm.plan.named_model import read_model
 from mmm.plan.search import Search
 
 H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
@@ -108,7 +108,7 @@ RUNS = [
 def predicted(run: Published) -> tuple[float, bool, int, str]:
     """Tokens a second and device; whether it fits; its place among those of its kind; the best of that kind."""
     spec = read_model(run.model, run.sizes, run.seq_length)
-    machine = changed(load(run.site, "--site"), {"hosts": run.hosts, **run.machine})
+    machine = named({}, run.site).changed({"hosts": run.hosts, **run.machine})
     only = Search(spec, machine, run.batch, "bf16", fixed=run.fixed).run()
     same = min(only.kinds, key=lambda candidate: candidate.cost.seconds)
     free = Search(spec, machine, run.batch, "bf16").run()

@@ -2,7 +2,7 @@
 
     python benchmarks/plan_times.py [--machine FILE] [--repeats 3] [--only NAME …] [--json FILE] [--list]
 
-First this machine is measured, as ``mmm plan --calibrate`` does (or FILE is read). Then each layout trains some steps
+First this machine is measured, as ``mmm machine --measure`` does (or FILE is read). Then each layout trains some steps
 on CPU ranks of this host, a thread each; layouts take turns, so that load from elsewhere meets all of them, and of all
 steps of a layout the fastest counts. ``busy`` is what other work on the host changes least: the CPU seconds of the
 busiest rank, or of all ranks over the cores; what ranks wait for each other is not in it. The prediction knows layout,
@@ -22,9 +22,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mmm.plan.calibrate import calibrate
-from mmm.plan.machine import Machine, changed, load
-from mmm.plan.measured import StepTime, step_times
+from plan_measured import StepTime, step_times
+
+from mmm.machines.machine import Machine, read
+from mmm.plan.measure import measure_machine
 from mmm.plan.predict import predict
 from mmm.trainer.config.dry_run import for_a_few_steps
 from mmm.trainer.config.options import parse
@@ -91,7 +92,7 @@ def predicted(line: str, ranks: int, machine: Machine) -> tuple[str, float]:
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     resolved = program.resolve(parse(program.Config))
-    found = predict(resolved, "cpu", "fp32", changed(machine, {"gpus_per_host": ranks}))
+    found = predict(resolved, "cpu", "fp32", machine.changed({"ranks_per_host": ranks}))
     assert found is not None
     assert found.seconds is not None
     return str(resolved.layout), found.seconds
@@ -110,7 +111,7 @@ def spearman(one: list[float], other: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--machine", type=Path, help="what --calibrate wrote; default: measured first")
+    parser.add_argument("--machine", type=Path, help="what mmm machine --measure wrote; default: measured first")
     parser.add_argument("--repeats", type=int, default=3, help="turns of all layouts (default: 3)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--list", action="store_true", help="print the names and leave")
@@ -122,8 +123,8 @@ def main() -> int:
         path = given.machine or Path(folder) / "machine.json"
         if given.machine is None:
             print(f"load {os.getloadavg()[0]:.1f}")
-            calibrate(path, print)
-        machine = load(str(path), "--machine")
+            measure_machine(path, print)
+        machine = read(path)
     turns: dict[str, list[StepTime]] = {name: [] for name in given.only}
     for turn in range(given.repeats):
         for name in given.only:

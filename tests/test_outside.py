@@ -15,9 +15,9 @@ from mmm.errors import RecordError, UserError
 from mmm.history import History, write_config
 from mmm.history.record.attempts import Attempt, attempt_of
 from mmm.history.record.folder import own_files
-from mmm.launch.plan import sites
+from mmm.machines import machine
 from mmm.outside import DEEPEST, is_plain_name, open_file, parse_json, printable, printable_lines, read_file, read_json
-from mmm.plan import hugging_face, machine
+from mmm.plan import hugging_face
 from mmm.runtime.startup import MARKS
 from mmm.weights.gguf_format import GGUFFile
 from mmm.weights.open_weights import open_weights
@@ -39,8 +39,7 @@ BAD = {
     "FIFO": None,
 }
 READERS = {
-    "machine.json": lambda path: machine.load(str(path), "--machine"),
-    "site.json": sites.read,
+    "machine.json": machine.read,
     "model.json": hugging_face.read_config,
     "config.json": lambda path: open_weights(path.parent),
     "model.safetensors.index.json": lambda path: open_weights(path.parent),

@@ -48,6 +48,10 @@ class RecordError(UserError):
     """A run's record cannot be written or read."""
 
 
+class MachineError(UserError):
+    """A machine is not known, or its file is wrong or does not say what is needed."""
+
+
 class LaunchError(UserError):
     """Ranks cannot be started as asked."""
 

@@ -1,4 +1,4 @@
-"""Files that say what machines there are, and what `launch` reads: sites, hosts, node lists, copies, programs."""
+"""Files that say what machines there are, and what `launch` reads: hosts, node lists, copies, programs."""
 
 from __future__ import annotations
 
@@ -10,46 +10,48 @@ from typing import Any
 
 from fuzz_files.kinds import Kind
 from mmm.errors import LaunchError
-from mmm.launch.plan import hosts, sites, slurm
+from mmm.launch.plan import hosts, slurm
 from mmm.launch.program import modules
 from mmm.launch.program.preloads import preloads
 from mmm.launch.program.target import Target
 from mmm.launch.staging import copy as copies
-from mmm.plan import machine
+from mmm.machines import find
+from mmm.machines.machine import read
 
 BUILT_IN = ("perlmutter", "polaris")
 
 
 def make_machine(folder: Path) -> None:
-    (folder / "machine.json").write_bytes(machine.known_machines()["perlmutter"].read_bytes())
+    (folder / "machine.json").write_bytes((find.BUILT_IN / "perlmutter.json").read_bytes())
 
 
-def make_calibrated(folder: Path) -> None:
+def make_measured(folder: Path) -> None:
     (folder / "mmm").mkdir()
-    about = json.loads(machine.known_machines()["laptop"].read_text()) | {"hosts": 1}
+    about = json.loads((find.BUILT_IN / "laptop.json").read_text()) | {"hosts": 1}
     (folder / "mmm" / f"machine-{socket.gethostname()}.json").write_text(json.dumps(about))
 
 
 def read_machine(folder: Path) -> Any:
-    found = machine.load(str(folder / "machine.json"), "--machine")
-    return machine.changed(found, {"hosts": 2})
+    machine = read(folder / "machine.json").changed({"hosts": 2})
+    return machine.bandwidth(2, True), machine.peak("bf16"), machine.explain()
 
 
-def read_calibrated(folder: Path) -> Any:
+def read_measured(folder: Path) -> Any:
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    return machine.known_here("cpu", None, 1, 2, 2)
+    return find.machine_here("cpu", None, 1, 2, 2)
 
 
-def make_site(folder: Path) -> None:
+def make_launch_machines(folder: Path) -> None:
     for name in BUILT_IN:
-        (folder / f"{name}.json").write_bytes((sites.BUILT_IN / f"{name}.json").read_bytes())
+        (folder / f"{name}.json").write_bytes((find.BUILT_IN / f"{name}.json").read_bytes())
 
 
-def read_site(folder: Path) -> Any:
-    environ = {sites.VARIABLE: str(folder), "HOME": str(folder), "NERSC_HOST": "perlmutter"}
-    site, why = sites.find(environ)
-    print(site, why)
-    return site.variables("rank"), site.fill(site.srun, 4), site.shows_devices("rank", "srun", "cuda")
+def read_launch_machines(folder: Path) -> Any:
+    environ = {find.VARIABLE: str(folder), "HOME": str(folder), "NERSC_HOST": "perlmutter"}
+    machine, why = find.find(environ)
+    print(machine, why)
+    shown = machine.shows_devices("rank", "srun", "cuda")
+    return machine.variables("rank"), machine.fill(machine.srun, 4), shown, machine.settings()
 
 
 def make_hosts(folder: Path) -> None:
@@ -117,8 +119,8 @@ def read_program(folder: Path) -> Any:
 
 KINDS = (
     Kind("plan-machine", make_machine, ("machine.json",), read_machine, sparse=True),
-    Kind("plan-calibrated", make_calibrated, ("mmm/*.json",), read_calibrated, sparse=True),
-    Kind("site", make_site, ("*.json",), read_site, sparse=True),
+    Kind("plan-measured", make_measured, ("mmm/*.json",), read_measured, sparse=True),
+    Kind("launch-machine", make_launch_machines, ("*.json",), read_launch_machines, sparse=True),
     Kind("hosts", make_hosts, ("hosts",), read_hosts, trusted=True),
     Kind("slurm-variables", make_slurm, ("environ",), read_slurm, trusted=True),
     Kind("staged-mark", make_staged, ("mmm-stage-*/*/.mmm-stage.json",), read_staged, sparse=True),

@@ -6,12 +6,11 @@ import re
 
 import pytest
 
-from mmm.errors import LaunchError
+from mmm.errors import LaunchError, MachineError, UserError
 from mmm.launch import main
 from mmm.launch.plan import cluster, mpi
 from mmm.launch.plan.accelerators import Accelerators
 from mmm.launch.plan.options import LaunchOptions
-from mmm.launch.plan.sites import load
 from mmm.launch.plan.table import shown, table
 from mmm.launch.program.target import Target
 
@@ -176,7 +175,7 @@ def test_how_many_ranks(options, ranks, per_host, used):
     ],
 )
 def test_numbers_that_contradict(options, says):
-    with pytest.raises(LaunchError, match=re.escape(says)):
+    with pytest.raises(UserError, match=re.escape(says)):
         plan({}, hosts="a,b", **options)
 
 
@@ -321,7 +320,7 @@ def test_dry_run_and_explain(pbs, monkeypatch, capsys, tmp_path):
     assert "(PBS_JOBID=1.aurora-pbs)" in capsys.readouterr().out
 
 
-def test_a_new_site_needs_no_code(tmp_path, pbs):
+def test_a_new_machine_needs_no_code(tmp_path, pbs):
     own = {
         "name": "Mine",
         "match": {"PBS_O_HOST": "^mine"},
@@ -332,42 +331,19 @@ def test_a_new_site_needs_no_code(tmp_path, pbs):
         "bind_args": ["--cpu-bind", "numa"],
         "env": {"NCCL_SOCKET_IFNAME": "ib0"},
     }
-    (tmp_path / "sites").mkdir()
-    (tmp_path / "sites" / "mine.json").write_text(json.dumps(own))
-    environ = pbs("m1", "m2", PBS_O_HOST="mine-login", MMM_SITES=str(tmp_path / "sites"))
+    (tmp_path / "machines").mkdir()
+    (tmp_path / "machines" / "mine.json").write_text(json.dumps(own))
+    environ = pbs("m1", "m2", PBS_O_HOST="mine-login", MMM_MACHINES=str(tmp_path / "machines"))
     made = plan(environ, "?")
     assert " -n 4 -ppn 2 " in line(made)
     assert " --cpu-bind numa " in line(made)
     assert made.variables["MASTER_ADDR"] == "m1.fast.mine.org"
     assert made.variables["NCCL_SOCKET_IFNAME"] == "ib0"
-    home = tmp_path / "home/.config/mmm/sites"
+    home = tmp_path / "home/.config/mmm/machines"
     home.mkdir(parents=True)
     own = {"name": "Polaris", "match": {"PBS_O_HOST": "^polaris"}, "mpi": "pals", "ranks_per_host": 3}
     (home / "polaris.json").write_text(json.dumps(own))
     assert plan(pbs("x", PBS_O_HOST="polaris-1", HOME=str(tmp_path / "home")), "?").ranks == 3  # replaces ours
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "it is no JSON object"),
-        ("{}", 'one JSON object with a "name"'),
-        ('{"name": "A", "rank_per_host": 2}', "Did you mean"),
-        ('{"name": "A", "env": {"a": 1}}', "strings"),
-        ('{"name": "A", "ranks_per_host": "2"}', "it has to be a whole number"),
-        ('{"name": "A", "match": {"X": "("}}', "is no regular expression"),
-        ('{"name": "A", "mpi": "lam"}', "not one of pals"),
-        ('{"name": "A", "srun": ["-c{cores}"]}', "only {per_host}, {cpus} and {gpus}"),
-        ('{"name": "A", "ranks_per_host": 0}', "at least 1"),
-    ],
-)
-def test_a_site_file_that_is_wrong(tmp_path, text, says):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(LaunchError, match=re.escape(says)) as caught:
-        plan(SLURM | {"MMM_SITES": str(path)})
-    assert str(path) in str(caught.value)
 
 
 PERLMUTTER = SLURM | {"NERSC_HOST": "perlmutter"}
@@ -419,15 +395,7 @@ def test_a_sites_settings_are_said():
     assert "advice" not in table(plan(FRONTIER, nhosts=1))
 
 
-@pytest.mark.parametrize("site", [s for s in load({}).values() if s.env or s.device_order], ids=lambda site: site.name)
-def test_each_value_of_a_site_has_its_source(site):
-    filled = {name for name in ("env", "env_by_rank", "device_order", "advice") if getattr(site, name)}
-    assert filled <= set(site.sources)
-    assert set(site.sources) <= filled | set(site.env) | set(site.env_by_rank)
-    assert all(page.startswith("https://") for page in site.sources.values())
-
-
 def test_two_sites_that_fit():
-    with pytest.raises(LaunchError, match=r"fits .* and .*: say which with --site NAME"):
+    with pytest.raises(MachineError, match=r"fits .* and .*: say which with --site NAME"):
         plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"})
     assert plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"}, site="Frontier").ranks == 16

@@ -16,7 +16,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm.plan.activations import transformer_layer, vit_layer
 from mmm.plan.memory import PARTS, MemoryModel, full_model, in_flight, stages_for
-from mmm.plan.models import read_model
+from mmm.plan.named_model import read_model
 
 CPU = torch.device("cpu")
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}

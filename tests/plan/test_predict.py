@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from mmm.cli.plan_program import train
+from mmm.machines.find import named
 from mmm.plan.dry_run import dry_run
-from mmm.plan.machine import changed, load
 from mmm.plan.predict import predict
 from mmm.trainer.config.options import parse
 
@@ -65,12 +65,12 @@ def test_memory_by_formula_is_that_of_the_dry_run(monkeypatch, ranks, line):
 def test_step_times_follow_the_machine(monkeypatch):
     """Twice the rates, half the time; ranks without a core of their own take turns."""
     what = resolved(monkeypatch, 4, f"{LLAMA} --parallel ddp")
-    machine = changed(load("laptop", "--site"), {"gpus_per_host": 4, "layer_overhead": 0.0, "link_latency": 0.0})
+    machine = named({}, "laptop").changed({"ranks_per_host": 4, "layer_overhead": 0.0, "link_latency": 0.0})
     rates = {"memory_bandwidth": 2 * machine.memory_bandwidth, "link_bandwidth": 2 * machine.link_bandwidth}
     rates["peak_flops"] = {name: 2 * rate for name, rate in machine.peak_flops.items()}
     one = predict(what, "cpu", "fp32", machine)
-    assert predict(what, "cpu", "fp32", changed(machine, rates)).seconds == pytest.approx(one.seconds / 2)
-    assert predict(what, "cpu", "fp32", changed(machine, {"cores": 2})).seconds == pytest.approx(2 * one.seconds)
-    assert predict(what, "cpu", "fp32", changed(machine, {"cores": 8})).seconds == one.seconds
+    assert predict(what, "cpu", "fp32", machine.changed(rates)).seconds == pytest.approx(one.seconds / 2)
+    assert predict(what, "cpu", "fp32", machine.changed({"cores": 2})).seconds == pytest.approx(2 * one.seconds)
+    assert predict(what, "cpu", "fp32", machine.changed({"cores": 8})).seconds == one.seconds
     assert predict(what, "cpu", "fp32").seconds is None
     assert predict(what, "cpu", "fp32").memory == one.memory

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from mmm.bubble.replay import action_lists, bubble_formula, replay
+from mmm.machines.find import named
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm.plan.candidate import Choice, divisors
 from mmm.plan.cost import bubble_of
-from mmm.plan.machine import changed, load
-from mmm.plan.models import read_model
+from mmm.plan.named_model import read_model
 from mmm.plan.pictures import frontier
 from mmm.plan.report import as_json, missing, text_of, why_each
 from mmm.plan.script import job_script, launch_line
@@ -28,7 +28,7 @@ TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit, "mmm.trainer.cnn": cnn
 
 def searched(model, site, hosts, batch, seq=2048, dtype="bf16", sizes=None, fixed=None, **machine):
     spec = read_model(model, sizes or {}, seq)
-    search = Search(spec, changed(load(site, "--site"), {"hosts": hosts, **machine}), batch, dtype, fixed=fixed)
+    search = Search(spec, named({}, site).changed({"hosts": hosts, **machine}), batch, dtype, fixed=fixed)
     return search, search.run()
 
 
@@ -119,7 +119,7 @@ def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, h
         if search.spec.program == "mmm.trainer.vit":  # whose default is downloaded
             flags += ["--dataset", "digits"]
         monkeypatch.setattr(sys, "argv", ["trainer", *flags])
-        each = search.machine.gpus_per_host
+        each = search.machine.ranks_per_host
         monkeypatch.setenv("MASTER_ADDR", "node1")
         monkeypatch.setenv("MASTER_PORT", "29500")
         for name, value in {"RANK": 0, "WORLD_SIZE": hosts * each, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": each}.items():
@@ -143,7 +143,7 @@ def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, h
 def test_llama_70b_on_1024_hosts_in_seconds():
     spec = read_model("llama-70b", {}, 8192)
     begin = time.process_time()
-    found = Search(spec, changed(load("aurora", "--site"), {"hosts": 1024}), 1024, "bf16").run()
+    found = Search(spec, named({}, "aurora").changed({"hosts": 1024}), 1024, "bf16").run()
     assert found.best
     assert found.layouts > 1000
     assert time.process_time() - begin < 5
@@ -185,7 +185,7 @@ def test_more_memory_and_faster_links_never_hurt():
 
 
 def test_offload_where_nothing_else_fits():
-    _, found = searched("llama-8b", "dgx-h100", 1, 8, 2048, gpus_per_host=1)
+    _, found = searched("llama-8b", "dgx-h100", 1, 8, 2048, ranks_per_host=1)
     assert found.best
     assert all(candidate.techniques.offload for candidate in found.best)
     assert found.best[0].host_memory > 90e9
@@ -233,7 +233,7 @@ def test_the_frontier_falls(aurora):
 
 @pytest.mark.parametrize(("site", "word"), [("aurora", "#PBS -l select=4"), ("frontier", "#SBATCH -N 4")])
 def test_job_scripts(site, word):
-    machine = changed(load(site, "--site"), {"hosts": 4})
+    machine = named({}, site).changed({"hosts": 4})
     script = job_script("launch true", machine)
     assert script.startswith("#!/bin/bash")
     assert word in script

@@ -11,7 +11,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.schedules import stages_of
 from mmm.plan.memory import MemoryModel, full_model, stages_for
-from mmm.plan.models import read_model
+from mmm.plan.named_model import read_model
 from mmm.plan.network import Group
 from mmm.plan.traffic import between_hosts, sent_bytes
 from mmm.runtime.device import Precision

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmm.plan.machine import changed, load
+from mmm.machines.find import named
 from mmm.plan.memory import MemoryModel
-from mmm.plan.models import read_model
+from mmm.plan.named_model import read_model
 from mmm.plan.tree import Facts, decide, facts_of
 
 
@@ -72,7 +72,7 @@ def test_a_path_has_the_questions_that_were_asked():
     ],
 )
 def test_facts(model, site, hosts, fits, largest_fits, fast):
-    spec, machine = read_model(model, {}, 2048), changed(load(site, "--site"), {"hosts": hosts})
+    spec, machine = read_model(model, {}, 2048), named({}, site).changed({"hosts": hosts})
     facts, lines = facts_of(spec, machine, MemoryModel(spec, machine.device, "bf16"))
     assert (facts.fits, facts.largest_fits, facts.fast) == (fits, largest_fits, fast)
     assert (facts.devices, facts.hosts) == (machine.ranks, hosts)
@@ -81,5 +81,5 @@ def test_facts(model, site, hosts, fits, largest_fits, fast):
 
 def test_a_layer_that_does_not_fit():
     spec = read_model("llama-70b", {"dim": 65536, "n_heads": 512, "ffn_dim": 262144}, 2048)
-    machine = changed(load("polaris", "--site"), {"hosts": 16})
+    machine = named({}, "polaris").changed({"hosts": 16})
     assert not facts_of(spec, machine, MemoryModel(spec, "cuda", "bf16"))[0].largest_fits

@@ -15,14 +15,13 @@ from mmm.data.images import cifar, idx
 from mmm.data.download import Refused, cache_folder, obtain
 from mmm.data.text.shakespeare import shakespeare
 from mmm.errors import DataError
-from mmm.launch.plan import sites
-from mmm.plan import machine
+from mmm.machines import find
 
 assert not os.access(os.environ["HOME"], os.R_OK)
-assert "aurora" in sites.load(os.environ)
+assert "aurora" in find.load(os.environ)
 assert idx.find(cache_folder(), ("mnist",)) is None
 assert cifar.find(cache_folder()) is None
-assert machine.known_here("cpu", None, 1, 1) is None
+assert find.machine_here("cpu", None, 1, 1) is None
 for ask, error in ((lambda: obtain(cache_folder() / "x", ()), Refused), (shakespeare, DataError)):
     try:
         ask()

@@ -3,22 +3,21 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 
-from mmm.plan.machine import calibrated_path, load
+from mmm.machines.find import BUILT_IN, measured_path
 
 LM = [sys.executable, "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
 LM += ["--seq_length", "32", "--batch_size", "2", "--max_iters", "3", "--no-plots", "--eval_batches", "1"]
 
 
 def run(tmp_path, monkeypatch, machine=None):
-    """The record of a run, and its last line. machine: what is in the calibration of this host."""
+    """The record of a run, and its last line. machine: what is in the machine file of this host."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if machine is not None:
-        calibrated_path().parent.mkdir(parents=True)
-        calibrated_path().write_text(machine)
+        measured_path().parent.mkdir(parents=True)
+        measured_path().write_text(machine)
     done = subprocess.run([*LM, "--outdir", str(tmp_path / "run")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = (done.stdout + done.stderr).splitlines()
@@ -28,8 +27,8 @@ def run(tmp_path, monkeypatch, machine=None):
 
 @pytest.mark.parametrize("known", [pytest.param(False, marks=pytest.mark.long), True])
 def test_predicted_and_measured(tmp_path, monkeypatch, known):
-    laptop = asdict(load("laptop", "--site"))
-    config, line = run(tmp_path, monkeypatch, json.dumps({**laptop, "script": []}) if known else None)
+    laptop = (BUILT_IN / "laptop.json").read_text()
+    config, line = run(tmp_path, monkeypatch, laptop if known else None)
     predicted, measured = config["predicted"], config["measured"]
     assert predicted["peak_bytes"] == sum(predicted["memory_bytes"].values()) > 0
     assert measured["step_seconds"] > 0
@@ -40,14 +39,14 @@ def test_predicted_and_measured(tmp_path, monkeypatch, known):
         assert f"step: predicted {predicted['step_seconds']:.4g} s (Laptop), measured" in line
     else:
         assert predicted["step_seconds"] is None
-        assert "mmm plan --calibrate" in line
+        assert "mmm machine --measure" in line
 
 
 @pytest.mark.long
 def test_a_prediction_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     config, line = run(tmp_path, monkeypatch, "{no machine")
-    assert config["predicted"]["failed"].startswith("ConfigError: --machine")
-    assert "no prediction: ConfigError" in line
+    assert config["predicted"]["failed"].startswith("MachineError: machine file ")
+    assert "no prediction: MachineError" in line
     assert config["measured"]["step_seconds"] > 0
 
 

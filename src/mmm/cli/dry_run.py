@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from mmm.cli.plan_try import write_json
+from mmm.cli.sizes import parse_bytes
 from mmm.errors import ConfigError
 from mmm.launch.program import target as targets
 from mmm.launch.program.target import Target
-from mmm.plan.machine import parse_bytes
 from mmm.runtime.ranks import whoami
 
 LINE = "mmm dry-run 1024 -- python3 -m mmm.trainer.lm --tpsize 4 --dataset random"

@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "export": ("mmm.cli.export", "write a language model's weights as transformers loads them"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
     "import": ("mmm.cli.import_", "weights of the Llama family, safetensors or GGUF, as a checkpoint"),
+    "machine": ("mmm.cli.machine", "the machines that are known, and a file of the one that this is"),
     "plan": ("mmm.cli.plan", "which layouts fit a machine, what they need, send and take, before a job is queued"),
     "sample": ("mmm.cli.sample", "text from a language model, on one device or sharded over ranks"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from mmm.cli.sizes import parse_bytes
 from mmm.errors import ConfigError
-from mmm.plan.machine import Machine, calibrated_path, changed, check_batch, known_machines, load, parse_bytes
+from mmm.machines import find
+from mmm.machines.machine import Machine, read
 
 if TYPE_CHECKING:
     from mmm.plan.candidate import Found
@@ -21,7 +24,7 @@ examples:
   mmm plan --model llama-8b --site aurora --hosts 128 --seq_length 8192 --global_batch 1024
   mmm plan --model llama-8b --hosts 128 --gpus-per-host 12 --gpu-memory 64GiB --seq_length 8192 --global_batch 1024
   mmm plan --model config.json --site perlmutter --hosts 4 --global_batch 64 --explain --script job.sh
-  mmm plan --calibrate here.json; mmm plan --model small --machine here.json
+  mmm machine --measure here.json; mmm plan --model small --machine here.json
   mmm plan --model debug --seq_length 128 --global_batch 16 --check dp2,tp2
   mmm plan --model llama-8b --site aurora --hosts 128 --global_batch 1536 --dry-run
 docs/plan.md says what is assumed.
@@ -58,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, cnn, config.json, MODULE:FACTORY")
-    add("--site", metavar="NAME", help=f"a known machine: {', '.join(known_machines())}")
-    add("--machine", metavar="FILE", help="a machine of one's own, such as --calibrate writes")
+    add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
+    add("--machine", metavar="FILE", help="a machine of one's own, such as mmm machine --measure writes")
     add("--hosts", metavar="N", type=int)
     add(*_both("gpus_per_host"), metavar="N", type=int, help="devices, with a rank each")
     add(*_both("gpu_memory"), metavar="SIZE", help="of a device, such as 64GiB")
@@ -90,15 +93,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="LAYOUT",
         nargs="?",
         const="",
-        help="run it here: memory and step time, predicted and measured",
+        help="run it here: its memory, predicted and measured",
     )
     made.add_argument(
         "--calibrate",
         metavar="FILE",
         type=Path,
         nargs="?",
-        const=calibrated_path(),
-        help="measure this machine; without FILE for --check, and for the record of runs here",
+        const=find.measured_path(),
+        help="the old name of mmm machine --measure",
     )
     return made
 
@@ -112,17 +115,16 @@ def machine_of(args: argparse.Namespace) -> Machine:
         if value is not None and not 1 <= value <= 10**6:
             raise ConfigError(f"--{name} {value}: it must be from 1 to 1,000,000")
     memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "--gpu_memory")
-    if args.machine is not None:
-        machine = load(args.machine, "--machine")
-    else:
-        machine = load(args.site or "generic", "--site")
     if args.site is None and args.machine is None and args.hosts is None:
-        raise ConfigError(f"which machine? give --site {'|'.join(known_machines())}, --machine FILE, or --hosts N")
-    if args.site is not None and args.hosts is not None and args.hosts > machine.hosts:
+        names = "|".join(find.load(os.environ))
+        raise ConfigError(f"which machine? give --site {names}, --machine FILE, or --hosts N")
+    machine = read(args.machine) if args.machine is not None else find.named(os.environ, args.site or "generic")
+    changed = machine.changed({"hosts": args.hosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": memory})
+    if args.site is not None and args.hosts is not None and 0 < machine.hosts < args.hosts:
         raise ConfigError(f"--hosts {args.hosts:,}: {machine.name} has {machine.hosts:,}")
     if args.hosts is None and machine.hosts > 1:
         raise ConfigError(f"--hosts is missing: how many of the {machine.hosts:,} of {machine.name}?")
-    return changed(machine, {"hosts": args.hosts, "gpus_per_host": args.gpus_per_host, "gpu_memory": memory})
+    return changed
 
 
 def main(argv: list[str]) -> int:
@@ -131,24 +133,30 @@ def main(argv: list[str]) -> int:
     made = parser()
     args = made.parse_args(argv)
     if args.calibrate is not None:
-        from mmm.plan.calibrate import calibrate
+        from mmm.plan.measure import measure_machine
 
-        return calibrate(args.calibrate, print)
+        print("mmm: mmm plan --calibrate is now mmm machine --measure", file=sys.stderr)
+        return measure_machine(args.calibrate, print)
     if args.model is None:
         raise ConfigError("--model is missing: such as --model llama-8b")
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
     if args.check is not None and args.dry_run is not None:
         raise ConfigError("--check and --dry_run: --check makes the dry run as well; leave one out")
+    for line in find.old_places(os.environ):
+        print(f"mmm: {line}", file=sys.stderr)
     from mmm.cli import plan_try
 
     given = args.dry_run if args.check is None else args.check
     sizes = plan_try.sizes_of(given) if given else {}
     machine = machine_of(args) if args.check is None else plan_try.machine_here(args, sizes)
     global_batch = machine.ranks if args.global_batch is None else args.global_batch
-    check_batch(global_batch, args.seq_length)
+    if not 1 <= global_batch <= 10**7:
+        raise ConfigError(f"--global_batch {global_batch}: it must be from 1 to 10,000,000 samples")
+    if not 1 <= args.seq_length <= 10**8:
+        raise ConfigError(f"--seq_length {args.seq_length}: it must be from 1 to 100,000,000 tokens")
 
-    from mmm.plan.models import read_model
+    from mmm.plan.named_model import read_model
     from mmm.plan.search import Search  # imports torch
 
     spec = read_model(

@@ -1,6 +1,6 @@
 """The program that ``mmm plan`` runs, in a dry run and on real ranks: a trainer, for some steps.
 
-launch -n N python3 -m mmm.cli.plan_program FOLDER memory|time MACHINE PROGRAM FLAGS…
+launch -n N python3 -m mmm.cli.plan_program FOLDER PROGRAM FLAGS…
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-TIMED_STEPS = 6
 
-
-def train(program: str, flags: Sequence[str], outdir: Path | None = None, steps: int | None = None) -> None:
-    """Some steps of a trainer.
+def train(program: str, flags: Sequence[str], outdir: Path | None = None) -> None:
+    """The few steps of a dry run, of a trainer.
 
     Args:
-        program: module. outdir: of its record. steps: None for those of a dry run.
+        program: module. outdir: of its record.
     """
     from mmm.trainer.config.dry_run import for_a_few_steps
     from mmm.trainer.config.options import parse
@@ -29,30 +27,23 @@ def train(program: str, flags: Sequence[str], outdir: Path | None = None, steps:
     trainer = importlib.import_module(program)
     sys.argv = [program, *flags]
     options = for_a_few_steps(parse(trainer.Config))
-    options = replace(options, outdir=outdir, **({} if steps is None else {"max_iters": steps}))
+    options = replace(options, outdir=outdir)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train(options)
 
 
 def main(words: Sequence[str]) -> None:
-    """On a real rank: run the program, and write what was found to FOLDER/KIND-RANK.json."""
+    """On a real rank: run the program, and write its memory to FOLDER/RANK.json."""
     from mmm.plan.check import CheckedRun
-    from mmm.plan.machine import load
-    from mmm.plan.measured import Stopwatch
     from mmm.runtime.observer import observing
     from mmm.runtime.ranks import whoami
 
-    folder, kind, machine, program, *flags = words
-    watch: CheckedRun | Stopwatch
-    watch = CheckedRun(load(machine, "--machine")) if kind == "memory" else Stopwatch()
+    folder, program, *flags = words
+    watch = CheckedRun()
     with observing(watch):
-        train(program, flags, Path(folder) / kind, None if kind == "memory" else TIMED_STEPS)
-    if isinstance(watch, Stopwatch):
-        found = {"seconds": watch.seconds}
-    else:
-        assert watch.found is not None, "the program has started no run"
-        found = asdict(watch.found)
-    (Path(folder) / f"{kind}-{whoami().rank}.json").write_text(json.dumps(found))
+        train(program, flags, Path(folder) / "run")
+    assert watch.memory is not None, "the program has started no run"
+    (Path(folder) / f"{whoami().rank}.json").write_text(json.dumps(asdict(watch.memory)))
 
 
 if __name__ == "__main__":

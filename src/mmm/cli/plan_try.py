@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmm.errors import ConfigError
 from mmm.layout import AXES
-from mmm.plan.machine import Machine, calibrated_path, changed, load
+from mmm.machines.find import measured_path
+from mmm.machines.machine import Machine, read
 
 if TYPE_CHECKING:
     from mmm.plan.candidate import Candidate
@@ -44,7 +45,7 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def machine_here(args: argparse.Namespace, sizes: dict[str, int]) -> Machine:
-    """This host, with as many ranks as the layout has: measured by --calibrate, now if it has not been.
+    """This host, with as many ranks as the layout has: measured by mmm machine --measure, now if it has not been.
 
     Raises:
         ConfigError: the flags name another machine.
@@ -53,18 +54,19 @@ def machine_here(args: argparse.Namespace, sizes: dict[str, int]) -> Machine:
         if getattr(args, flag) is not None:
             raise ConfigError(f"--check runs on this host: leave --{flag} out")
     if args.machine is not None:
-        machine = load(args.machine, "--machine")
+        machine = read(args.machine)
     else:
-        if not (path := calibrated_path()).exists():
-            from mmm.plan.calibrate import calibrate
+        path = measured_path()
+        if not path.exists():
+            from mmm.plan.measure import measure_machine
 
-            print(f"this machine has not been measured: mmm plan --calibrate {path}", flush=True)
-            calibrate(path, lambda _: None)
-        machine = load(str(path), "--machine")
+            print(f"this machine has not been measured: mmm machine --measure {path}", flush=True)
+            measure_machine(path, lambda _: None)
+        machine = read(path)
     ranks = 1
     for axis in AXES:
         ranks *= sizes.get(axis, 1)
-    return changed(machine, {"hosts": 1, "gpus_per_host": ranks if sizes else args.gpus_per_host})
+    return machine.changed({"hosts": 1, "ranks_per_host": ranks if sizes else args.gpus_per_host})
 
 
 def _flags(search: Search, candidate: Candidate) -> list[str]:
@@ -110,24 +112,18 @@ def check(search: Search, candidate: Candidate, args: argparse.Namespace) -> int
 
     program, flags, ranks = search.spec.program, _flags(search, candidate), search.machine.ranks
     dry = run(partial(train, program, flags), ranks)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        machine = folder / "machine.json"
-        machine.write_text(json.dumps(_plain(search.machine)))
-        for kind in ("memory", "time"):
-            _launch([name, kind, str(machine), program, *flags], ranks, search.machine.device)
-        memory = {rank: RankMemory(**_read(folder / f"memory-{rank}.json")) for rank in range(ranks)}
-        by_rank = [_read(folder / f"time-{rank}.json")["seconds"] for rank in range(ranks)]
-    seconds = [max(each) for each in zip(*by_rank, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        _launch([folder, program, *flags], ranks, search.machine.device)
+        memory = [RankMemory(**json.loads((Path(folder) / f"{rank}.json").read_text())) for rank in range(ranks)]
     line = launch_line(candidate, search.spec, search.machine, search.global_batch, search.dtype)
-    checked = Checked(dry, memory, seconds, search.machine.name, line)
+    checked = Checked(dry, memory, line)
     print(text_of(checked))
     write_json(args.json, json_of(checked))
     return 0 if checked.right else CHECK_FAILED
 
 
 def _launch(words: list[str], ranks: int, device: str) -> None:
-    """On a CPU with one thread a rank, as the machine was measured."""
+    """On a CPU with one thread a rank."""
     command = [sys.executable, "-m", "mmm.launch", "-n", str(ranks), "--device", device]
     command += ["python3", "-m", "mmm.cli.plan_program", *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"} if device == "cpu" else None
@@ -139,16 +135,6 @@ def _launch(words: list[str], ranks: int, device: str) -> None:
         ) from None
     if done.returncode:
         raise ConfigError(f"--check: the run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-
-
-def _plain(machine: Machine) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {**asdict(machine), "script": list(machine.script)}
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 def write_json(path: Path | None, content: Any) -> None:

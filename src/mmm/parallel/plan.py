@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
@@ -72,6 +72,17 @@ def matches(pattern: str, name: str) -> bool:
     """Whether a module's path matches a pattern, component by component."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(fnmatchcase(p, w) for p, w in zip(parts, wanted, strict=True))
+
+
+def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
+    """The dim along which tp shards the parameter of that name; None for one that it replicates."""
+    module_name, _, own_name = name.rpartition(".")
+    style = next((style for pattern, style in plan.tensor.items() if matches(pattern, module_name)), None)
+    by_rows = isinstance(style, RowwiseParallel)
+    if isinstance(style, ColwiseParallel) or (by_rows and own_name != "bias"):
+        linear = isinstance(model.get_submodule(module_name), nn.Linear)
+        return 1 if by_rows and linear else 0  # Linear keeps its matrix transposed; an embedding's rows are its rows
+    return None
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:

@@ -1,20 +1,15 @@
-"""A layout on real ranks of this machine, beside what was predicted for it: memory by part, and step time.
-
-`CheckedRun` watches the memory of a rank, which on a CPU makes it slow; its step times are those of a second run.
-"""
+"""The memory of a layout on real ranks of this machine, by part, beside what was predicted for it."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmm.layout import Layout
 from mmm.plan.dry_run import DryRun, RankReport
-from mmm.plan.machine import Machine
-from mmm.plan.predict import Prediction, predict
+from mmm.plan.predict import predict
 from mmm.plan.tracker import PARTS, MemoryTracker, logit_widths
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
@@ -39,7 +34,6 @@ class RankMemory:
     Attributes:
         pp: coordinate. parts: of the tensors, by this package's tracker. bytes: by the allocator of an accelerator, on
             a CPU by PyTorch's own tracker. source: which. formula: bytes by part; None for a model that has none.
-        step_seconds: predicted.
     """
 
     rank: int
@@ -48,15 +42,13 @@ class RankMemory:
     bytes: int
     source: str
     formula: dict[str, float] | None
-    step_seconds: float | None
 
 
 class CheckedRun(Observer):
-    """Watches the memory of the run of this process. machine: on which; None: then no step time is predicted."""
+    """Watches the memory of the run of this process."""
 
-    def __init__(self, machine: Machine | None) -> None:
-        self.machine = machine
-        self.found: RankMemory | None = None
+    def __init__(self) -> None:
+        self.memory: RankMemory | None = None
 
     @contextmanager
     def group(
@@ -69,7 +61,7 @@ class CheckedRun(Observer):
     ) -> Iterator[None]:
         device, rank = clock.device, whoami().rank
         pp = layout.coordinates(rank)["pp"]
-        predicted: Prediction | None = predict(resolved, device.type, precision.name, self.machine)
+        predicted = predict(resolved, device.type, precision.name)
         tracker = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
         pytorch_peaks: dict[str, int] = {}
         with ExitStack() as stack:
@@ -85,19 +77,15 @@ class CheckedRun(Observer):
             allocated = max(size for phase, size in pytorch_peaks.items() if phase != "start")
             source = "PyTorch's MemTracker"
         formula = dict(predicted.memory[pp]) if predicted is not None else None
-        seconds = predicted.seconds if predicted is not None else None
-        self.found = RankMemory(rank, pp, peak.parts, allocated or peak.bytes, source, formula, seconds)
+        self.memory = RankMemory(rank, pp, peak.parts, allocated or peak.bytes, source, formula)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What was predicted and what was measured. ranks: real ones. seconds: of each step of the slowest rank.
-    line: that starts the same layout."""
+    """What was predicted and what was measured. ranks: real ones. line: that starts the same layout."""
 
     dry: DryRun
-    ranks: Mapping[int, RankMemory]
-    seconds: list[float]
-    machine: str
+    ranks: Sequence[RankMemory]
     line: str
 
     @property
@@ -114,12 +102,6 @@ class Checked:
     def right(self) -> bool:
         """Whether the memory of every rank of the dry run is as predicted, to `ALLOWED`."""
         return abs(apart(*self.worst)) <= ALLOWED
-
-    @property
-    def step(self) -> tuple[float | None, float]:
-        """Seconds of a step: predicted, and the median of those measured after the first."""
-        predicted = max((rank.step_seconds for rank in self.ranks.values() if rank.step_seconds), default=None)
-        return predicted, statistics.median(self.seconds[1:])
 
 
 def apart(report: RankReport, measured: RankMemory) -> float:
@@ -147,12 +129,6 @@ def text_of(checked: Checked) -> str:
     added = sum(measured.parts.values())
     differ = f", which add up to {added / MIB:,.2f}" if abs(added / measured.bytes - 1) > DIFFER else ""
     lines += [f"  measured together: {measured.source}; parts: this package's tracker{differ}", ""]
-    predicted, seconds = checked.step
-    if predicted is None:
-        lines.append(f"step: measured {seconds:.4g} s")
-    else:
-        error = predicted / seconds - 1
-        lines.append(f"step: predicted {predicted:.4g} s ({checked.machine}), measured {seconds:.4g} s: {error:+.0%}")
     lines.append(verdict(checked))
     return "\n".join([*lines, "", checked.line])
 
@@ -166,7 +142,6 @@ def verdict(checked: Checked) -> str:
 
 def json_of(checked: Checked) -> dict[str, Any]:
     """All of it."""
-    predicted, seconds = checked.step
     first = checked.dry.ranks[0]
     return {
         "layout": first.layout,
@@ -182,7 +157,5 @@ def json_of(checked: Checked) -> dict[str, Any]:
             }
             for report, measured in checked.pairs
         ],
-        "step_seconds": {"predicted": predicted, "measured": seconds, "each": checked.seconds},
-        "machine": checked.machine,
         "launch": checked.line,
     }

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from mmm.bubble.replay import bubble_formula
 from mmm.layout import UNSHARDED, Layout, Techniques
+from mmm.machines.machine import Machine
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group, collective, group_of, groups_of, send
 from mmm.plan.spec import ModelSpec
@@ -242,13 +242,13 @@ class CostModel:
             gathers = 1 if replicas or layout.pp > 1 else 2 * microbatches
             moved = self.memory.storage * local * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
-            optimizer = updated * machine.gpus_per_host / (machine.host_memory_bandwidth or self.memory_rate)
+            optimizer = updated * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)
         exposed = {**work.exposed, "dp_shard": shard, "dp_replicate": replicate}
         seconds = work.seconds + shard + replicate + optimizer + offload
         if machine.cores:
             # Ranks that wait leave their core to others; the cores have the work of all to do.
             busy = seconds - work.seconds * work.bubble
-            seconds = max(seconds, busy * machine.gpus_per_host / machine.cores)
+            seconds = max(seconds, busy * machine.ranks_per_host / machine.cores)
         return StepCost(
             seconds=seconds,
             compute=work.compute,

@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 from mmm.layout import AXES, Layout
-from mmm.plan.machine import Machine
+from mmm.machines.machine import Machine
 from mmm.traffic.collective_bytes import factor
 
 
@@ -26,8 +26,8 @@ class Group(NamedTuple):
 
 
 def group_of(size: int, stride: int, machine: Machine) -> Group:
-    """A group of `size` ranks, `stride` apart; host after host has `Machine.gpus_per_host` ranks."""
-    span, each = size * stride, machine.gpus_per_host
+    """A group of `size` ranks, `stride` apart; host after host has `Machine.ranks_per_host` ranks."""
+    span, each = size * stride, machine.ranks_per_host
     if size == 1:
         return Group(1, 1, False)
     crosses = machine.hosts > 1 and (span > each or each % span != 0)
@@ -61,7 +61,7 @@ def collective(operation: str, group: Group, size: float, machine: Machine, call
     if operation == "all_to_all":
         outside = (group.size - group.local) / group.size if group.crosses else 0.0
         inside = (group.local - 1) / group.size
-        network = machine.network_bandwidth * machine.network_efficiency / machine.gpus_per_host
+        network = machine.network_bandwidth * machine.network_efficiency / machine.ranks_per_host
         seconds = inside * size / (machine.link_bandwidth * machine.link_efficiency)
         return calls * ring + seconds + (outside * size / network if outside else 0.0)
     if operation == "all_reduce":
@@ -73,6 +73,6 @@ def collective(operation: str, group: Group, size: float, machine: Machine, call
 def send(size: float, group: Group, machine: Machine) -> float:
     """Seconds of one message of `size` bytes to the next rank of a group."""
     if group.crosses:
-        rate = machine.network_bandwidth * machine.network_efficiency / machine.gpus_per_host
+        rate = machine.network_bandwidth * machine.network_efficiency / machine.ranks_per_host
         return size / rate + machine.network_latency
     return size / (machine.link_bandwidth * machine.link_efficiency) + machine.link_latency

@@ -9,7 +9,7 @@ from mmm.plan.memory import MemoryModel, PlannedStage, full_model, stages_for
 from mmm.plan.models import spec_of
 
 if TYPE_CHECKING:
-    from mmm.plan.machine import Machine
+    from mmm.machines.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> l
     lines = [
         f"{spec.name}: {spec.parameters:,} parameters, {search.dtype}, global batch {search.global_batch}"
         + (f" × {spec.seq_length:,} tokens" if spec.seq_length else ""),
-        f"{machine.name}: {machine.hosts:,} × {machine.gpus_per_host} devices of {machine.gpu_memory / GIB:,.0f} "
+        f"{machine.name}: {machine.hosts:,} × {machine.ranks_per_host} devices of {machine.gpu_memory / GIB:,.0f} "
         f"GiB, of which {machine.budget / GIB:,.1f} can be used; {found.layouts:,} layouts",
         *(f"note: {note}" for note in spec.notes),
         "",
@@ -190,13 +190,13 @@ def missing(search: Search, found: Found, more_hosts: int | None) -> str:
     advice = f"; {more_hosts:,} hosts of this kind would do" if more_hosts else ""
     part, size = max(least.memory.items(), key=lambda each: each[1])
     if over <= 0:
-        each, there = least.host_memory * machine.gpus_per_host / GIB, machine.host_memory / GIB
+        each, there = least.host_memory * machine.ranks_per_host / GIB, machine.host_memory / GIB
         return (
-            f"nothing fits on {machine.hosts:,} × {machine.gpus_per_host} devices: with offload, {least.layout} needs "
+            f"nothing fits on {machine.hosts:,} × {machine.ranks_per_host} devices: with offload, {least.layout} needs "
             f"{each:,.1f} GiB of a host's memory of {there:,.1f}: {each - there:,.1f} GiB are missing{advice}"
         )
     return (
-        f"nothing fits on {machine.hosts:,} × {machine.gpus_per_host} devices: the least, {least.layout} with "
+        f"nothing fits on {machine.hosts:,} × {machine.ranks_per_host} devices: the least, {least.layout} with "
         f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB a device ({part} {size / GIB:,.1f}) of "
         f"{machine.budget / GIB:,.1f}: {over / GIB:,.1f} GiB are missing{advice}"
     )

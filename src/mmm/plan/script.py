@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from mmm.machines.machine import Machine
 from mmm.plan.candidate import Candidate
-from mmm.plan.machine import Machine
 from mmm.plan.spec import ModelSpec
 
 
@@ -45,7 +45,7 @@ def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_
     """The line to copy. Of a model that no trainer has, with the flags of `mmm.parallel.Techniques` as a comment."""
     where = ["-n", str(machine.ranks)]
     if machine.hosts > 1:
-        where += ["-ppn", str(machine.gpus_per_host)]
+        where += ["-ppn", str(machine.ranks_per_host)]
     if machine.device == "cpu":
         where += ["--device", "cpu"]
     if not spec.program:

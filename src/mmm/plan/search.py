@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mmm.layout import UNSHARDED, Layout, Techniques
+from mmm.machines.machine import Machine
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel import rules
@@ -24,7 +25,6 @@ from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
 from mmm.plan.cost import CostModel, bubble_of
-from mmm.plan.machine import Machine
 from mmm.plan.memory import MemoryModel, PlannedStage, distinct, full_model, stages_for
 from mmm.plan.spec import ModelSpec
 
@@ -310,7 +310,7 @@ class Search:
             kind=kind_of(layout, techniques.data_parallel) + ("·offload" if techniques.offload else ""),
             local_batch=self.global_batch // layout.dp,
             memory=memory,
-            fits=most <= machine.budget and host * machine.gpus_per_host <= (machine.host_memory or math.inf),
+            fits=most <= machine.budget and host * machine.ranks_per_host <= (machine.host_memory or math.inf),
             cost=cost,
             tokens_per_second=self.global_batch * spec.tokens / cost.seconds,
             mfu=self.global_batch * spec.flops / (cost.seconds * self.peak * machine.ranks),

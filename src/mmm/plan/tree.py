@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmm.layout import Layout, Techniques
-from mmm.plan.machine import Machine
+from mmm.machines.machine import Machine
 from mmm.plan.memory import MemoryModel, full_model
 from mmm.plan.spec import ModelSpec
 
@@ -86,7 +86,7 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     largest = spec.largest_part
     kept = memory.kept(1, False)
     layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens
-    between = machine.network_bandwidth / machine.gpus_per_host
+    between = machine.network_bandwidth / machine.ranks_per_host
     fast = between >= FAST_NETWORK if machine.hosts > 1 else machine.link_bandwidth >= FAST_LINK
     facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast)
     where, rate, least = (

@@ -10,23 +10,10 @@ import time
 import torch
 from torch import Tensor, nn
 
+from mmm.machines.peaks import named_peak
 from mmm.parallel.plan import Plan
 from mmm.parallel.pp.stages import part_costs, parts_of
 
-# FLOP/s of dense matrix products, by what a device's name contains (the first match counts): the makers' data sheets,
-# without sparsity. One GCD of an MI250X, one tile of a GPU Max, which is what PyTorch calls a device there.
-_BF16, _FP32, _FP64 = torch.bfloat16, torch.float32, torch.float64
-PEAKS: dict[str, dict[torch.dtype, float]] = {
-    "H100 PCIe": {_BF16: 756e12, _FP32: 51e12, _FP64: 51e12},
-    "H100 NVL": {_BF16: 835e12, _FP32: 60e12, _FP64: 60e12},
-    "H100": {_BF16: 989e12, _FP32: 67e12, _FP64: 67e12},
-    "H200": {_BF16: 989e12, _FP32: 67e12, _FP64: 67e12},
-    "GH200": {_BF16: 989e12, _FP32: 67e12, _FP64: 67e12},
-    "A100": {_BF16: 312e12, _FP32: 19.5e12, _FP64: 19.5e12},
-    "MI250": {_BF16: 191.5e12, _FP32: 47.9e12, _FP64: 47.9e12},
-    "MI300X": {_BF16: 1307e12, _FP32: 163.4e12, _FP64: 163.4e12},
-    "GPU Max 1550": {_BF16: 419e12, _FP32: 26e12, _FP64: 26e12},
-}
 SIZE = 1024  # of the square matrices that are measured
 
 
@@ -38,16 +25,6 @@ def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
         model: full, on the meta device. inputs: a batch, on the meta device.
     """
     return 3 * sum(part_costs(model, parts_of(model, plan), inputs)) / len(inputs)
-
-
-def named_peak(name: str, dtype: str) -> float | None:
-    """FLOP/s of a device whose name is known; None where the table has none.
-
-    Args:
-        dtype: name of a precision: bf16, fp16 (as fast), fp32 or fp64.
-    """
-    kind = {"bf16": _BF16, "fp16": _BF16, "fp32": _FP32, "fp64": _FP64}[dtype]
-    return next((rates[kind] for known, rates in PEAKS.items() if known in name and kind in rates), None)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
@@ -64,7 +41,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
     if dtype in short and (known := named_peak(name, short[dtype])) is not None:
         return known, f"{name}: table, {'bfloat16' if short[dtype] == 'bf16' else str(dtype)[6:]}, dense"
     if device.type != "cpu":
-        return None, f"{name or device.type}: not in the table of `mmm.plan.utilization`"
+        return None, f"{name or device.type}: not in the table of `mmm.machines.peaks`"
     if dtype not in (torch.float32, torch.float64):
         dtype = torch.float32  # narrower types are emulated
     return measured_flops(dtype), f"cpu: measured, a product of {SIZE}² {str(dtype)[6:]}"

@@ -39,7 +39,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.layout import Layout, Techniques
 from mmm.models.cnn import CNN
@@ -47,7 +46,7 @@ from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
 from mmm.parallel.partition import Partition
-from mmm.parallel.plan import Plan, matches
+from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
@@ -101,17 +100,6 @@ def expected_traffic(
 
 def _size(dtype: torch.dtype) -> int:
     return torch.empty(0, dtype=dtype).element_size()
-
-
-def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
-    """The dim along which tp shards the parameter of that name; None for one that it replicates."""
-    module_name, _, own_name = name.rpartition(".")
-    style = next((style for pattern, style in plan.tensor.items() if matches(pattern, module_name)), None)
-    by_rows = isinstance(style, RowwiseParallel)
-    if isinstance(style, ColwiseParallel) or (by_rows and own_name != "bias"):
-        linear = isinstance(model.get_submodule(module_name), nn.Linear)
-        return 1 if by_rows and linear else 0  # Linear keeps its matrix transposed; an embedding's rows are its rows
-    return None
 
 
 def local_shapes(model: nn.Module, plan: Plan, tp: int) -> list[tuple[int, ...]]:

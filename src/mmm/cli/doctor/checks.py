@@ -27,6 +27,7 @@ CHECKS = (
     Check("packages", python.check_packages, STUCK),
     Check("torch", compute.check_torch, f"importing torch hangs or crashes: {compute.REINSTALL}, or {STUCK}", True),
     Check("scheduler", network.check_job, "names are looked up in DNS, which does not answer"),
+    Check("machine", network.check_machine, STUCK),
     Check("interfaces", network.check_interfaces),
     Check("host name", network.check_host_name, "names are looked up in DNS, which does not answer"),
     Check("venv", storage.check_environment, STUCK),

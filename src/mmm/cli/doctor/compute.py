@@ -10,6 +10,7 @@ from typing import Any
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.cli.doctor.isolated import isolated, shown
 from mmm.launch.plan import accelerators
+from mmm.machines.peaks import named_peak
 from mmm.processes import fork_ranks
 from mmm.runtime.ranks import Rank
 
@@ -85,7 +86,7 @@ def _count(found: accelerators.Accelerators) -> Iterator[Finding]:
         if not is_available(kind):
             continue
         count = 1 if kind == "mps" else getattr(torch, kind).device_count()
-        names = "" if kind == "mps" else f": {getattr(torch, kind).get_device_name(0)}"
+        names = "" if kind == "mps" else f": {_with_peak(getattr(torch, kind).get_device_name(0))}"
         if found.device == kind and found.count == count:
             yield Finding("accelerators", "ok", f"{count} {kind}{names}")
         else:
@@ -108,6 +109,12 @@ def _count(found: accelerators.Accelerators) -> Iterator[Finding]:
         )
     else:
         yield Finding("accelerators", "ok", f"none: {found.why}")
+
+
+def _with_peak(name: str) -> str:
+    """A device's name, and the peak by which `mfu` is counted."""
+    peak = named_peak(name, "bf16")
+    return f"{name}, {peak / 1e12:,.0f} TFLOP/s in bf16" if peak else f"{name}, whose peak is not known"
 
 
 def matmul(kind: str, index: int, multiply: Callable[[Any, Any], Any] | None = None) -> Iterator[Finding]:

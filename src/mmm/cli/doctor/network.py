@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mmm.cli.doctor.finding import Finding, Place
-from mmm.errors import LaunchError
+from mmm.errors import LaunchError, MachineError
 from mmm.launch.plan.scheduler import detect
+from mmm.machines import find
 
 SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915  # asks for an interface's IPv4 address
 FAST = ("hsn", "ib", "bond")  # names of the networks between a cluster's nodes
@@ -53,6 +54,24 @@ def check_job(place: Place, lookup: Lookup = addresses_of) -> Iterator[Finding]:
         )
     else:
         yield Finding("hosts", "ok", "every host's name is known here")
+
+
+def check_machine(place: Place) -> Iterator[Finding]:
+    """Which known machine this environment is of, what its file says, and whether all files of machines can be read."""
+    try:
+        machine, why = find.find(place.environ)
+    except MachineError as error:
+        yield Finding("machine", "fail", str(error), f"correct that file, or move it away; {find.VARIABLE} names files")
+        return
+    for line in find.old_places(place.environ):
+        yield Finding("machine", "warn", line, f"{find.VARIABLE} names files and folders for launch, plan and doctor")
+    if not machine.name:
+        yield Finding("machine", "ok", f"none that is known: {why}")
+        return
+    seen = f"{machine.name} ({why}), {machine.file}: {machine.ranks_per_host or 'unknown'} devices a host"
+    missing = machine.missing()
+    rates = f"no {', '.join(missing)} for mmm plan" if missing else f"{machine.budget / 2**30:.1f} GiB of each to plan"
+    yield Finding("machine", "ok", f"{seen}, {rates}")
 
 
 def _several_hosts(place: Place) -> bool:

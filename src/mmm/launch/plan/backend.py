@@ -9,8 +9,8 @@ from mmm.launch.plan import elastic, hosts, mpi, placement, slurm
 from mmm.launch.plan.job import Job
 from mmm.launch.plan.mpi import Request
 from mmm.launch.plan.options import LaunchOptions
-from mmm.launch.plan.sites import Site
 from mmm.launch.program.target import Target
+from mmm.machines.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Backend:
 
     kind: str
     program: str
-    site: Site
+    site: Machine
 
     def line(self, request: Request, by_host: bool) -> list[str]:
         """The command line, up to what it starts. by_host: a process a host."""
@@ -37,7 +37,7 @@ class Backend:
 def choose_backend(
     options: LaunchOptions,
     job: Job,
-    site: Site,
+    site: Machine,
     listed: hosts.Hosts,
     environ: Mapping[str, str],
     version: str | None,
@@ -51,7 +51,7 @@ def choose_backend(
 
 
 def _launcher(
-    options: LaunchOptions, job: Job, site: Site, environ: Mapping[str, str], version: str | None
+    options: LaunchOptions, job: Job, site: Machine, environ: Mapping[str, str], version: str | None
 ) -> tuple[str, str, str]:
     """The launcher backend: its kind, its program, and why."""
     if job.scheduler == "slurm" and options.mpiexec is None:

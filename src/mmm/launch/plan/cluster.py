@@ -25,7 +25,6 @@ from mmm.launch.plan import (
     local,
     placement,
     scheduler,
-    sites,
     variables,
 )
 from mmm.launch.plan.accelerators import Accelerators
@@ -34,8 +33,9 @@ from mmm.launch.plan.counts import is_filled
 from mmm.launch.plan.job import Job
 from mmm.launch.plan.launch_plan import LaunchPlan, Value
 from mmm.launch.plan.options import LaunchOptions
-from mmm.launch.plan.sites import Site
 from mmm.launch.program.target import Target
+from mmm.machines import find as machines
+from mmm.machines.machine import Machine
 
 
 def plan(
@@ -56,7 +56,7 @@ def plan(
     job, (listed, listed_why) = _hosts(options, environ)
     if not listed:
         return None
-    site, site_why = sites.find(environ, options.site)
+    site, site_why = machines.find(environ, options.site)
     backend, backend_why = choose_backend(options, job, site, listed, environ, version)
     found = (found or accelerators.find(environ=environ, build=build)) if any(map(hosts.is_here, listed)) else None
     device = _device(options, site, environ, found)
@@ -93,7 +93,7 @@ def plan(
         threads=variables.threads(options, job, environ),
         prefork=options.prefork,
         stage=options.stage,
-        notes=(*job.notes, *placed.notes, *by_notes),
+        notes=(*machines.old_places(environ), *job.notes, *placed.notes, *by_notes),
         elastic=options.elastic,
         agent_commands=each_host(target, options, backend, request, job) if options.elastic is not None else {},
     )
@@ -133,14 +133,14 @@ def _started_by(
     return replace(options, by="host"), (note,)
 
 
-def _device_order(site: Site, options: LaunchOptions, backend: Backend, device: str | None) -> list[int]:
+def _device_order(site: Machine, options: LaunchOptions, backend: Backend, device: str | None) -> list[int]:
     """The site's devices for local rank 0, 1, …; none where each rank sees all of them, or its own alone."""
     shown = site.shows_devices(options.by, backend.kind, device) and site.device_variable not in options.env
     return site.device_order if shown else []
 
 
 def _device(
-    options: LaunchOptions, site: Site, environ: Mapping[str, str], found: Accelerators | None
+    options: LaunchOptions, site: Machine, environ: Mapping[str, str], found: Accelerators | None
 ) -> Value[str | None]:
     """The device type. `found`: on this host, if it is one of them."""
     if given := variables.given_device(options.device, environ):
@@ -152,11 +152,11 @@ def _device(
     return Value(None, "not known here: each rank looks on its host")
 
 
-def _devices(device: str | None, site: Site, job: Job, found: Accelerators | None) -> Value[int | None]:
+def _devices(device: str | None, site: Machine, job: Job, found: Accelerators | None) -> Value[int | None]:
     """Devices a host, None where nothing says."""
     if device == "cpu":
         return Value(0, "CPU was chosen")
-    if site.ranks_per_host and site.device in (None, device):
+    if site.ranks_per_host and site.device in ("", device):
         return Value(site.ranks_per_host, site.name)
     if job.gpus_per_host:
         return Value(job.gpus_per_host, job.why["gpus_per_host"])
@@ -176,7 +176,7 @@ def _in_words(device: str | None, devices: Value[int | None]) -> str:
 
 
 def _binding(
-    options: LaunchOptions, site: Site, launcher: str, per_host: int
+    options: LaunchOptions, site: Machine, launcher: str, per_host: int
 ) -> tuple[str | None, list[str], Value[str]]:
     """launch's own binding, or None; the launcher backend's words for it; both in words."""
     if options.by == "host" or launcher in ("hydra", "openmpi"):

@@ -5,9 +5,9 @@ from typing import Any, Generic, TypeVar
 
 from mmm.launch.plan.elastic import Elastic
 from mmm.launch.plan.job import Job
-from mmm.launch.plan.sites import Site
 from mmm.launch.plan.stage import Stage
 from mmm.launch.program.target import Target
+from mmm.machines.machine import Machine
 
 T = TypeVar("T")
 LOCAL = "local"  # the launcher of ranks that launch itself starts and supervises, on this host
@@ -37,7 +37,7 @@ class LaunchPlan:
         bind: how launch binds ranks itself; None: it does not. binding: in words.
         notes: said before the start.
         command: the launcher backend's whole command line.
-        machine: the known machine's data, or the empty `Site`.
+        machine: the known machine's data, or the empty `Machine`.
         settings: its variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
         environ: what the launcher backend itself gets on top of launch's environment.
         elastic: what --elastic asks for. agent_commands: then, host → command that starts its agent alone; of the
@@ -57,7 +57,7 @@ class LaunchPlan:
     bind: str | None
     notes: tuple[str, ...]
     stage: Stage | None
-    machine: Value[Site] = field(default_factory=lambda: Value(Site(""), ""))
+    machine: Value[Machine] = field(default_factory=lambda: Value(Machine(""), ""))
     command: list[str] = field(default_factory=list)
     binding: Value[str] = Value("", "")
     accelerators: Value[str] = Value("", "")

@@ -10,7 +10,7 @@ from mmm.launch.plan import accelerators, hosts
 from mmm.launch.plan.job import Job
 from mmm.launch.plan.launch_plan import Value
 from mmm.launch.plan.options import LaunchOptions
-from mmm.launch.plan.sites import Site
+from mmm.machines.machine import Machine
 
 
 def given_device(device: str | None, environ: Mapping[str, str]) -> Value[str | None] | None:
@@ -40,7 +40,7 @@ def given_port(environ: Mapping[str, str]) -> str | None:
 
 def of_cluster(
     options: LaunchOptions,
-    site: Site,
+    site: Machine,
     job: Job,
     used: Sequence[str],
     ranks: int,
@@ -58,13 +58,13 @@ def of_cluster(
 
 
 def master(
-    environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int
+    environ: Mapping[str, str], job: Job, site: Machine, used: Sequence[str], attempt: int
 ) -> dict[str, Value[str]]:
     """Where rank 0 of an attempt on the hosts `used` listens."""
     return {"MASTER_ADDR": _address(environ, site, used), "MASTER_PORT": _port(environ, job, site, used, attempt)}
 
 
-def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, Value[str]]:
+def of_site(site: Machine, options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, Value[str]]:
     """The site's variables that the user has not set."""
     return {
         name: Value(value, source)
@@ -73,7 +73,7 @@ def of_site(site: Site, options: LaunchOptions, environ: Mapping[str, str]) -> d
     }
 
 
-def _address(environ: Mapping[str, str], site: Site, used: Sequence[str]) -> Value[str]:
+def _address(environ: Mapping[str, str], site: Machine, used: Sequence[str]) -> Value[str]:
     if environ.get("MASTER_ADDR"):
         return Value(environ["MASTER_ADDR"], "set in the environment")
     if len(used) == 1:
@@ -83,7 +83,7 @@ def _address(environ: Mapping[str, str], site: Site, used: Sequence[str]) -> Val
     return Value(name, "the first host" + (f", with {site.name}'s suffix" if suffix else ""))
 
 
-def _port(environ: Mapping[str, str], job: Job, site: Site, used: Sequence[str], attempt: int) -> Value[str]:
+def _port(environ: Mapping[str, str], job: Job, site: Machine, used: Sequence[str], attempt: int) -> Value[str]:
     if given := given_port(environ):
         return Value(given, "set in the environment")
     if site.port:

@@ -16,7 +16,7 @@ from mmm.runtime.memory import peak_memory, start_of_peak
 from mmm.trainer.run.core import Hook, Row, Run
 from mmm.trainer.run.record import Record
 
-ADVICE = "mmm plan --calibrate lets later runs predict it"
+ADVICE = "mmm machine --measure lets later runs predict it"
 LAST_ROWS = 1000  # whose seconds count
 
 
@@ -73,14 +73,14 @@ class PredictedAndMeasured(Hook):
 
 def predict_run(run: Run) -> dict[str, Any] | None:
     """For the record; None where nothing is known of the model."""
-    from mmm.plan.machine import known_here  # every import of a trainer would pay for these
+    from mmm.machines.find import machine_here  # every import of a trainer would pay for these
     from mmm.plan.predict import predict
 
     record = run.hook(Record)
     facts = {} if record is None else record.facts
     site = (facts.get("site") or {}).get("name")
     hosts = len(facts.get("hosts", ())) or 1
-    machine = known_here(run.device.type, site, hosts, run.layout.ranks, torch.get_num_threads())
+    machine = machine_here(run.device.type, site, hosts, run.layout.ranks, torch.get_num_threads())
     prediction = predict(run.resolved, run.device.type, run.precision.name, machine)
     if prediction is None:
         return None

@@ -1,0 +1,127 @@
+"""Files of machines: all that come with the package can be used, and name their sources; wrong ones are refused."""
+
+import json
+import re
+from dataclasses import fields
+
+import pytest
+
+from mmm.errors import MachineError
+from mmm.machines.find import BUILT_IN, load
+from mmm.machines.machine import BOUNDS, FIELDS, TYPES, Machine, read
+
+KNOWN = load({})
+TOLD = {"name", "about", "source", "sources", "script", "scheduler", "file"}
+GOOD = {"name": "x", "gpu_memory": 1e9, "memory_bandwidth": 1e9}
+
+
+def written(folder, data):
+    path = folder / "a.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def test_known_machines():
+    assert {"aurora", "polaris", "perlmutter", "frontier", "sophia", "dgx-h100", "dgx-h200", "laptop"} <= set(KNOWN)
+    assert {path.stem for path in BUILT_IN.glob("*.json")} == set(KNOWN)
+
+
+@pytest.mark.parametrize("machine", KNOWN.values(), ids=KNOWN)
+def test_every_value_has_a_source(machine):
+    stated = json.loads((BUILT_IN / f"{machine.name.lower()}.json").read_text())
+    names = [f.name for f in fields(Machine)]
+    rates = {"hosts", *names[names.index("accelerator") :]} - TOLD
+    for name in rates & set(stated):
+        assert machine.sources.get(name), name
+    for name in ("env", "env_by_rank", "device_order", "advice"):
+        assert not getattr(machine, name) or machine.sources[name].startswith("https://"), name
+    for name in {*stated} - rates - TOLD - {"device", "ranks_per_host"}:
+        assert machine.source.startswith("https://"), name
+    assert set(machine.sources) <= set(stated) | set(machine.env) | set(machine.env_by_rank)
+    if not machine.missing():
+        assert machine.peak("fp32" if machine.device == "cpu" else "bf16") > 1e11
+        assert any("data sheet" in line or "assumed" in line for line in machine.explain())
+
+
+def test_every_field_has_a_type_and_every_number_its_bounds():
+    assert {FIELDS[name] for name in FIELDS} == set(TYPES)
+    for kind in ("int", "float", "list[int]", "dict[str, float]"):
+        assert kind in BOUNDS
+    assert set(BOUNDS) - set(TYPES) <= set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "it is no JSON object"),
+        ("{}", 'one JSON object with a "name"'),
+        ('{"name": ""}', 'one JSON object with a "name"'),
+        ({"rank_per_host": 2}, "Did you mean 'ranks_per_host'?"),
+        ({"file": "x"}, "'file' is not known"),
+        ({"env": {"a": 1}}, "an object of strings"),
+        ({"ranks_per_host": "2"}, "it has to be a whole number"),
+        ({"ranks_per_host": 0}, "at least 1"),
+        ({"ranks_per_host": 10**9}, "at most"),
+        ({"port": 65536}, "at most 65,535"),
+        ({"device_order": [True]}, "a list of whole numbers"),
+        ({"device_order": [-1]}, "at least 0"),
+        ({"match": {"X": "("}}, "is no regular expression"),
+        ({"mpi": "lam"}, "not one of pals"),
+        ({"scheduler": "lsf"}, "not one of pbs"),
+        ({"srun": ["-c{cores}"]}, "only {per_host}, {cpus} and {gpus}"),
+        ({"memory_bandwidht": 1}, "Did you mean 'memory_bandwidth'?"),
+        ({"memory_bandwidth": "fast"}, "a number"),
+        ({"memory_bandwidth": -1}, "at least 0"),
+        ({"memory_bandwidth": float("nan")}, "at least 0"),
+        ({"memory_bandwidth": float("inf")}, "at least 0"),
+        ({"gpu_memory": True}, "a number"),
+        ({"hosts": 1.5}, "a whole number"),
+        ({"matmul_efficiency": 1.2}, "at most 1"),
+        ({"matmul_efficiency": 0}, "at least 0.001"),
+        ({"overlap": 2}, "at most 1"),
+        ({"memory_reserve": 1}, "at most 0.99"),
+        ({"peak_flops": 3}, "an object of numbers"),
+        ({"peak_flops": {"bf16": float("nan")}}, "at least 0"),
+    ],
+    ids=str,
+)
+def test_wrong_files(tmp_path, content, words):
+    path = written(tmp_path, content if isinstance(content, str) else {**GOOD, **content})
+    with pytest.raises(MachineError, match=re.escape(words)) as caught:
+        read(path)
+    assert f"machine file {path}" in str(caught.value)
+
+
+def test_a_file_of_before(tmp_path):
+    """Two files described a machine: one for launch, one for plan."""
+    machine = read(written(tmp_path, {**GOOD, "site": "aurora", "gpus_per_host": 12}))
+    assert machine.ranks_per_host == 12
+
+
+def test_what_a_prediction_misses_has_a_name(tmp_path):
+    """A file for launch alone, or for plan alone, is one: each says what it lacks where it is needed."""
+    path = written(tmp_path, {"name": "x", "srun": ["-c{cpus}"], "ranks_per_host": 4})
+    machine = read(path)
+    assert machine.fill(machine.srun, 4) == ["-c1"]
+    with pytest.raises(MachineError, match="needs gpu_memory, memory_bandwidth, link_bandwidth of 4 devices") as caught:
+        machine.changed({})
+    assert str(path) in str(caught.value)
+    with pytest.raises(MachineError, match="needs network_bandwidth of 8 devices"):
+        read(written(tmp_path, {**GOOD, "ranks_per_host": 4, "link_bandwidth": 1e9})).changed({"hosts": 2})
+    with pytest.raises(MachineError, match="--dtype bf16: machine x has no rate for it"):
+        read(written(tmp_path, GOOD)).peak("bf16")
+    whole = read(written(tmp_path, GOOD)).changed({})
+    assert (whole.device, whole.hosts, whole.ranks_per_host) == ("cuda", 1, 1)
+
+
+def test_what_the_command_line_changes_is_its_own_source():
+    machine = KNOWN["aurora"].changed({"hosts": 4, "gpu_memory": None})
+    assert (machine.hosts, machine.ranks, machine.sources["hosts"]) == (4, 48, "the command line")
+
+
+def test_each_setting_is_shown_with_its_source():
+    rows = KNOWN["perlmutter"].settings()
+    assert any(re.match(r"port +29,500 +https://docs.nersc.gov/", row) for row in rows)
+    (row,) = [row for row in rows if row.startswith("FI_MR_CACHE_MONITOR ")]
+    assert re.match(r"\S+ +userfaultfd +Perlmutter: https://github.com/NERSC/sc24", row)
