@@ -86,7 +86,7 @@ def pairs(count: int, ranks: int, target: list[str]) -> bool:
 def curve(flags: list[str]) -> bool:
     """Run the example. Returns whether the bound is met."""
     from mmm.examples import startup
-    from mmm.trainer.config.options import parse
+    from mmm.trainer.config.command_line import parse
 
     sys.argv[1:] = flags
     config = parse(startup.Config, startup.__doc__)

@@ -24,23 +24,21 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar, Literal
+from typing import Literal
 
 from mmm.errors import ConfigError
 from mmm.examples import _startup_cost as measure
 from mmm.history.curves import fitting_width, save_curves, terminal_curves
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
+from mmm.trainer.config.command_line import parse
 from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.options import BaseOptions, Need, check_needs, parse
+from mmm.trainer.config.run import BaseOptions, check_effect
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.record import add_row
 from mmm.trainer.run.standard import start_run
 
 PROGRAM = ["-m", "mmm.examples._startup_rank"]
-MPIEXEC = Need(
-    lambda config, _: "mpiexec" in config.ways, "--ways mpiexec", "nothing is started by it", "--ways forked mpiexec"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +49,15 @@ class Config(BaseOptions):
     ways: tuple[Literal["forked", "spawned", "torchrun", "mpiexec"], ...] = measure.WAYS  # type: ignore[assignment]
     repeats: int = 1
     """Starts of each; the median counts."""
-    NEEDS: ClassVar[dict[str, Need]] = {"mpiexec": MPIEXEC}
     mpiexec: str | None = None
     """Which one to use, where there are several. Default: mpiexec."""
     plots: bool = True
     """Draw seconds against ranks at the end, as a picture in the run's folder."""
+
+    def check(self) -> None:
+        super().check()
+        way = "--ways mpiexec", "nothing is started by it", "--ways forked mpiexec"
+        check_effect("mpiexec" in self.ways, *way, mpiexec=self.mpiexec)
 
 
 def sweep(
@@ -95,7 +97,7 @@ def draw(run: Run, by_ranks: Mapping[int, Mapping[str, measure.Start]], ways: li
     """Seconds and CPU-seconds against ranks: in the terminal, and as a picture."""
     seconds, cpu = ({way: [(ranks, each[way][i]) for ranks, each in by_ranks.items()] for way in ways} for i in (0, 1))
     print(terminal_curves(cpu, "CPU-seconds to start, against ranks", fitting_width()), flush=True)
-    if run.outdir is not None and run.options.plots:
+    if run.outdir is not None and run.config.plots:
         picture = run.outdir / "plots" / "mplot" / "pngs" / "startup.png"
         run.log.info("picture: %s", save_curves({"start-up [s]": seconds, "CPU time [s]": cpu}, picture))
 
@@ -108,7 +110,6 @@ def train(config: Config) -> tuple[dict[int, dict[str, measure.Start]], float]:
         given = f"--ranks {config.ranks} --ways {config.ways} --repeats {config.repeats}"
         raise ConfigError(f"{given}: at least one of each, from 1")
     by_ranks: dict[int, dict[str, measure.Start]] = {}
-    check_needs(config, layout := Layout().fit(1))
     ways, mpiexec, note = [str(way) for way in config.ways], config.mpiexec or "mpiexec", ""
     if "mpiexec" in ways:
         flavour = measure.mpi_flavour(mpiexec)
@@ -121,7 +122,7 @@ def train(config: Config) -> tuple[dict[int, dict[str, measure.Start]], float]:
                     f"--ways mpiexec: there is no {mpiexec} here that answers; give --mpiexec the "
                     f"path of one, or other --ways"
                 )
-    with start_run("startup", config, layout) as run, tempfile.TemporaryDirectory() as folder:
+    with start_run("startup", config, Layout().fit(1)) as run, tempfile.TemporaryDirectory() as folder:
         if note:
             run.note(note)
         imported = measure.one_import(PROGRAM, config.repeats, folder)
