@@ -25,7 +25,7 @@ def help_of(program, monkeypatch, capsys):
 def flag_lines(text):
     """The first line of each flag."""
     (_, panels) = re.split(r"^\W*options\W*$", text, maxsplit=1, flags=re.MULTILINE)
-    return [line.strip() for line in panels.splitlines() if re.match(r"\W*--(?!no_)[a-z]", line)]
+    return [line.strip() for line in panels.splitlines() if re.match(r"[ │]{0,3}--(?!no_)[a-z]", line)]
 
 
 def sections(text):
